@@ -85,7 +85,10 @@ class Data:
     deduplicate: bool = True
     """Drop rows whose tokens equal an earlier row's."""
     decontaminate: bool = True
-    """Drop training rows that share a 13-gram of words with a held-out row."""
+    """Drop training rows that have the prompt of a held-out row, or share a 13-gram of words with
+    one; 13-grams that many rows have do not count."""
+    max_contaminated_share: float = 0.1
+    """Largest share of a source's rows that may be dropped so; more is an error."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
 

@@ -67,6 +67,8 @@ class Counts(Document):
     """Number of rows for each source and outcome, such as "train" or "malformed"."""
     files: dict[str, FileFacts] = {}
     """Sizes and checksums of the tables; runs of version 0.1 noted none."""
+    groups: list[tuple[str, str]] = []
+    """Sources with their categories; the tables hold indices into this list."""
     identity: str | None = None
     """Hash of the tables' content, by which a resume knows them. Older versions had none, and took
     `key` for it."""

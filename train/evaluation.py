@@ -29,11 +29,13 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
 from ..inference.console import Progress
+from ..inference.conversations.choice import described, in_turns
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
 from ..inference.metrics import (
     bootstrap,
     emitted_per_round,
+    pooled,
     repeats_itself,
     survival,
     tau,
@@ -43,10 +45,10 @@ from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
 from ..inference.settings import Sampling
 from ..inference.targets.causal_model import Hidden
-from ..inference.targets.stored import HeldOutText
+from ..inference.targets.stored import HeldOutPrompt, HeldOutText
 from ..inference.targets.target import Target, TargetSource
 from .config import Evaluation
-from .data.tables import TokenTable
+from .data.tables import Tables
 from .method import AnyMethod
 
 log = logging.getLogger(__name__)
@@ -90,15 +92,15 @@ class Measurement:
 
 @torch.no_grad()
 def write_text(
-    target: Target, prompt: list[int], taps: tuple[int, ...], max_new_tokens: int
+    target: Target, prompt: HeldOutPrompt, taps: tuple[int, ...], max_new_tokens: int
 ) -> HeldOutText:
     """Return a prompt with the target's greedy reply and the features of both, on the CPU."""
-    plain = generate_one(target, PlainDecoding(), prompt, max_new_tokens, sampling=SAMPLING)
-    ids = prompt + plain.token_ids
-    hidden = target.forward(torch.tensor([ids], device=target.device), taps=taps)
-    return HeldOutText(
-        ids, len(prompt), Hidden(hidden.last[0].cpu(), tuple(tap[0].cpu() for tap in hidden.taps))
-    )
+    start = prompt.token_ids
+    plain = generate_one(target, PlainDecoding(), start, max_new_tokens, sampling=SAMPLING)
+    ids = start + plain.token_ids
+    states = target.forward(torch.tensor([ids], device=target.device), taps=taps)
+    hidden = Hidden(states.last[0].cpu(), tuple(tap[0].cpu() for tap in states.taps))
+    return HeldOutText(ids, len(start), hidden, prompt.unit)
 
 
 class HeldOutEvaluation:
@@ -107,14 +109,14 @@ class HeldOutEvaluation:
     def __init__(
         self,
         target: TargetSource,
-        table: TokenTable,
+        tables: Tables,
         config: Evaluation,
         accelerator: Accelerator,
         method: AnyMethod,
         taps: tuple[int, ...],
         texts: list[HeldOutText] | None = None,
     ) -> None:
-        """Let the target write its replies to prompts of `table`, unless `texts` has them already.
+        """Let the target write its replies to prompts of `tables`, unless `texts` has them already.
 
         `texts` are those of all ranks, from a feature store or a server.
         """
@@ -132,7 +134,7 @@ class HeldOutEvaluation:
             self.texts = texts[share]
         else:
             # Two positions are left for a reply of two tokens: a first root, and a token to draft.
-            prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[share]
+            prompts = held_out_prompts(tables, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
             self.texts = [
@@ -206,7 +208,7 @@ class HeldOutEvaluation:
         if not isinstance(self._target, Target):
             return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
-        results: list[tuple[int, list[int], bool]] = []
+        results: list[tuple[int, int, list[int], bool]] = []
         for text in Progress(self.texts, desc="decoding held-out prompts"):
             generation = generate_one(
                 self._target,
@@ -216,37 +218,41 @@ class HeldOutEvaluation:
                 sampling=SAMPLING,
             )
             equal = generation.token_ids == text.ids[text.start :]
-            results.append((text.start, emitted_per_round(generation), equal))
+            results.append((text.unit, text.start, emitted_per_round(generation), equal))
         results = self._gather(results)
-        emitted = [rounds for _, rounds, _ in results]
-        by_position = tau_by_position([(start, rounds) for start, rounds, _ in results])
+        emitted = [rounds for _, _, rounds, _ in results]
+        by_position = tau_by_position([(start, rounds) for _, start, rounds, _ in results])
+        units = [unit for unit, *_ in results]
         return Measurement(
             emitted,
             tau(emitted),
-            bootstrap(emitted, tau),
+            bootstrap(pooled(emitted, units), tau),
             sum(not equal for *_, equal in results),
             by_position,
         )
 
 
-def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[int]]:
-    """Return the first `count` held-out prompts of at most `longest` tokens.
+def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPrompt]:
+    """Return `count` held-out prompts of at most `longest` tokens, or all that there are.
 
-    A prompt is everything before the first reply token, or the beginning of a plain text. Raises
+    They are drawn evenly over the sources and their categories (`choice.in_turns`), and logged. A
+    prompt is everything before the first reply token, or the beginning of a plain text. Raises
     `UserError` if there is none.
     """
-    prompts = []
+    table = tables.held_out
+    prompts, groups = [], []
     for i in range(len(table)):
         ids, mask = table.document(i)
         # In a plain text the first token counts as reply, so `argmax` is 0.
         start = int(mask.argmax()) or min(PLAIN_PROMPT, len(ids) // 2)
         if 0 < start <= longest:
-            prompts.append(ids[:start].tolist())
-        if len(prompts) == count:
-            break
+            prompts.append(HeldOutPrompt(ids[:start].tolist(), int(table.units[i])))
+            groups.append(tables.groups[table.groups[i]])
     if not prompts:
         raise UserError("no held-out row is long enough to decode from; hold out longer rows")
-    return prompts
+    drawn = in_turns(groups, [prompt.unit for prompt in prompts])[:count]
+    log.info("held-out prompts: %s", described([groups[i] for i in drawn]))
+    return [prompts[i] for i in drawn]
 
 
 def why_different(dtype: torch.dtype) -> str:

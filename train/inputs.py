@@ -143,7 +143,7 @@ def served_inputs(
     """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
     tables, identity = checked_tables(run, accelerator, target, folder, check)
-    prompts = held_out_prompts(tables.held_out, run.evaluation.prompts, target.max_positions - 2)
+    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
     longest = run.evaluation.max_new_tokens
 
     def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:

@@ -113,7 +113,7 @@ def _train(run: RunConfig, method: AnyMethod, config_yaml: str, accelerator: Acc
     taps = trainer.drafter.taps
     texts = inputs.make_texts(taps) if inputs.make_texts is not None else None
     held_out = HeldOutEvaluation(
-        inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, taps, texts
+        inputs.target, inputs.tables, run.evaluation, accelerator, method, taps, texts
     )
     # Not earlier: a run that is refused above leaves the config of the folder as it was.
     if accelerator.is_main_process:

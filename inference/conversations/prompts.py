@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
 from ..settings import BadRows
+from .choice import described, in_turns, number_of, unit_of
 from .formats import Conversation, RowError, conversation_of
 from .rows import LeftOut, prompt_ids, warn_of_plain_text
 from .sources import rows_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -22,11 +26,14 @@ class Prompt:
     token_ids: list[int]
     category: str = ""
     place: int = 0
-    """Number of the prompt's row in its file, from 0. All turns of a conversation have the same."""
+    """Number of the prompt among those that were read, from 0. All turns of a conversation have the
+    same."""
     conversation: Conversation | None = None
     """Conversation that `token_ids` were rendered from; None if no turns follow."""
     later: list[str] = field(default_factory=list)
     """Further turns of the user (Spec-Bench, MT-Bench)."""
+    unit: int = 0
+    """Number of the prompt's unit (`choice.unit_of`), the observation of an interval."""
 
 
 def read_prompts(
@@ -39,38 +46,74 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of any source that `sources.rows_of` reads, at most `limit`.
 
-    `target_name` is the target's name in messages. Raises `UserError` if there are no prompts, and
-    for a malformed row unless `bad_rows` is skip.
+    With a limit they are drawn evenly over the categories (`choice.in_turns`), and stay in the
+    order of the file. `target_name` is the target's name in messages. Raises `UserError` if there
+    are no prompts, and for a malformed row unless `bad_rows` is skip.
     """
-    prompts: list[Prompt] = []
+    rows = [_Row.of(name, row) for name, row in rows_of(str(path), split)]
+    order: Sequence[int] = range(len(rows))
+    if limit is not None:
+        order = in_turns([(row.category,) for row in rows], [row.unit for row in rows])
+    found: dict[int, Prompt] = {}
     plain, left_out = 0, LeftOut(str(path), bad_rows)
-    for name, row in rows_of(str(path), split):
-        if limit is not None and len(prompts) == limit:
+    for index in order:
+        if limit is not None and len(found) == limit:
             break
+        row = rows[index]
         try:
-            # a line that is not JSON is itself an error
-            if isinstance(row, RowError):
-                raise row
-            conversation = conversation_of(row)
+            conversation = row.conversation
+            if isinstance(conversation, RowError):
+                raise conversation
             ids = prompt_ids(conversation, tokenizer, target_name)
             if not ids:
                 raise RowError("the prompt is empty")
         except RowError as error:
-            left_out.add(name, error)
+            left_out.add(row.name, error)
             continue
         plain += conversation.messages is None and conversation.token_ids is None
-        prompt_id = str(row.get("id", row.get("question_id", name)))
-        prompt = Prompt(prompt_id, ids, str(row.get("category", "")), len(prompts))
+        prompt = Prompt(row.id, ids, row.category, unit=row.unit)
         if conversation.later:
             prompt.conversation, prompt.later = conversation, conversation.later
-        prompts.append(prompt)
+        found[index] = prompt
+    prompts = [found[index] for index in sorted(found)]
+    for place, prompt in enumerate(prompts):
+        prompt.place = place
     if not prompts:
         why = ""
         if left_out.count:
             why = f"; the first of {left_out.count} malformed rows is {left_out.first}"
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
+    if len(prompts) == limit < len(rows):
+        groups = [(prompt.category,) for prompt in prompts]
+        log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
+
+
+@dataclass
+class _Row:
+    """Row of a file of prompts."""
+
+    name: str
+    """Its place in the file."""
+    conversation: Conversation | RowError
+    id: str = ""
+    category: str = ""
+    unit: int = 0
+
+    @classmethod
+    def of(cls, name: str, row: Any) -> _Row:
+        """Return a row as it was read; a malformed one is a unit of its own."""
+        try:
+            # a line that is not JSON is itself an error
+            if isinstance(row, RowError):
+                raise row
+            conversation = conversation_of(row)
+        except RowError as error:
+            return cls(name, error, unit=number_of(name))
+        row_id = str(row.get("id", row.get("question_id", name)))
+        unit = number_of(unit_of(row, conversation))
+        return cls(name, conversation, row_id, str(row.get("category", "")), unit)
 
 
 def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:
@@ -123,4 +166,4 @@ def next_turn(
     ids = prompt_ids(conversation, tokenizer, name)
     if len(ids) > room:
         return None
-    return Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:])
+    return replace(prompt, token_ids=ids, conversation=conversation, later=prompt.later[1:])

@@ -81,6 +81,15 @@ class Manifest(Document):
 
 
 @dataclass
+class HeldOutPrompt:
+    """Prompt that a drafter is judged by."""
+
+    token_ids: list[int]
+    unit: int
+    """Number of its conversation or prompt, the observation of an interval."""
+
+
+@dataclass
 class HeldOutText:
     """Prompt with the target's greedy reply, and its features."""
 
@@ -90,6 +99,8 @@ class HeldOutText:
     """Position at which the reply begins."""
     hidden: Hidden
     """Features of all positions `[S, H]`, on the CPU."""
+    unit: int
+    """That of the prompt."""
 
 
 class StoredTarget(TargetSource):
@@ -257,6 +268,7 @@ def save_texts(
     tensors: dict[str, Tensor] = {
         "lengths": torch.tensor([len(text.ids) for text in texts]),
         "starts": torch.tensor([text.start for text in texts]),
+        "units": torch.tensor([text.unit for text in texts]),
         "ids": torch.tensor([i for text in texts for i in text.ids]),
         "last": torch.cat([text.hidden.last for text in texts]).to(dtype),
     }
@@ -274,15 +286,16 @@ def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list
         lengths = tensors["lengths"].tolist()
         split = {}
         for name, tensor in tensors.items():
-            if name not in ("lengths", "starts"):
+            if name not in ("lengths", "starts", "units"):
                 split[name] = tensor.split(lengths)
+        starts, units = tensors["starts"].tolist(), tensors["units"].tolist()
         taps = [split[f"tap{tap}"] for tap in (manifest.taps if wanted is None else wanted)]
     except (KeyError, RuntimeError) as error:
         raise UserError(
             f"{path} does not hold the texts that {MANIFEST} tells of ({error}); extract again"
         ) from error
     texts = []
-    for i, start in enumerate(tensors["starts"].tolist()):
+    for i, (start, unit) in enumerate(zip(starts, units, strict=True)):
         hidden = Hidden(split["last"][i], tuple(tap[i] for tap in taps))
-        texts.append(HeldOutText(split["ids"][i].tolist(), start, hidden))
+        texts.append(HeldOutText(split["ids"][i].tolist(), start, hidden, unit))
     return texts

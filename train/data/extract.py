@@ -205,7 +205,7 @@ def judge_texts(
     The sample has the taps of the text `ids`, by their numbers, and the text itself as "ids"; it is
     what `StoredTarget.tap_sample` gives back.
     """
-    prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
+    prompts = held_out_prompts(tables, config.evaluation.prompts, target.max_positions - 2)
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
     else:

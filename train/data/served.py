@@ -34,7 +34,7 @@ from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.console import Progress
 from ...inference.targets.causal_model import Hidden
-from ...inference.targets.stored import HeldOutText, StoredTarget
+from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
 from ..features import Features
 from .batches import PADDING, Batch
@@ -319,10 +319,10 @@ def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int])
 
 
 def served_texts(
-    target: ServedTarget, prompts: list[list[int]], taps: tuple[int, ...], max_new_tokens: int
+    target: ServedTarget, prompts: list[HeldOutPrompt], taps: tuple[int, ...], max_new_tokens: int
 ) -> list[HeldOutText]:
     """Return the server's greedy replies to prompts, with the features of both, on the CPU."""
-    replies = target.client.write(prompts, max_new_tokens)
+    replies = target.client.write([prompt.token_ids for prompt in prompts], max_new_tokens)
     texts = []
     for prompt, reply in zip(
         Progress(prompts, desc="server writes held-out replies"), replies, strict=True
@@ -333,5 +333,6 @@ def served_texts(
         last, *tapped = (
             torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps)
         )
-        texts.append(HeldOutText(reply.ids, len(prompt), Hidden(last, tuple(tapped))))
+        hidden = Hidden(last, tuple(tapped))
+        texts.append(HeldOutText(reply.ids, len(prompt.token_ids), hidden, prompt.unit))
     return texts

@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,19 +35,20 @@ from ...heads.files import (
 )
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
+from ...inference.conversations.choice import Group, number_of, prompt_of, unit_of
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
-from ..config import Data, HeldOutConfig, Source
+from ..config import Data, Source
 from ..documents import Counts
+from .contamination import clean, refuse
+from .split import chance, is_held_out
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
 
 COUNTS_FILE = "counts.json"
-NGRAM_WORDS = 13
-WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
 LOST = ("malformed", "overlong", "nothing to learn")  # counts that data.max_lost_share limits
 
 
@@ -65,6 +64,10 @@ class TokenTable:
     """Beginnings of the documents, and the end of the last, int64 `[documents + 1]`."""
     copies: np.ndarray
     """Number of times that an epoch takes each document, int32 `[documents]`."""
+    units: np.ndarray
+    """Number of each document's conversation or prompt, int64 `[documents]`."""
+    groups: np.ndarray
+    """Index of each document's source and category in `Tables.groups`, int32 `[documents]`."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -77,15 +80,17 @@ class TokenTable:
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.ids[span], self.mask[span]
 
-    def check(self) -> None:
-        """Raise `ValueError` unless the arrays fit together."""
-        flat = all(array.ndim == 1 for array in (self.ids, self.mask, self.starts, self.copies))
-        integers = all(array.dtype.kind == "i" for array in (self.ids, self.starts, self.copies))
-        typed = self.mask.dtype == np.bool_ and integers
-        if not (
-            flat and typed and len(self.mask) == len(self.ids) and len(self.copies) == len(self) > 0
-        ):
+    def check(self, groups: int) -> None:
+        """Raise `ValueError` unless the arrays fit together, and to this number of groups."""
+        by_document = (self.copies, self.units, self.groups)
+        numbers = (self.ids, self.starts, *by_document)
+        flat = all(array.ndim == 1 for array in (self.mask, *numbers))
+        typed = self.mask.dtype == np.bool_ and all(a.dtype.kind == "i" for a in numbers)
+        fit = len(self.mask) == len(self.ids) and all(len(a) == len(self) for a in by_document)
+        if not (flat and typed and fit and len(self) > 0):
             raise ValueError("its parts do not fit together")
+        if not 0 <= self.groups.min() <= self.groups.max() < groups:
+            raise ValueError("its groups have no names")
         if (
             self.starts[0] != 0
             or self.starts[-1] != len(self.ids)
@@ -107,8 +112,17 @@ class TokenTable:
         }
 
     @classmethod
-    def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
-        """Return the table of `documents`, of which an epoch takes document i `copies[i]` times."""
+    def of(
+        cls,
+        documents: list[Encoded],
+        copies: list[int],
+        units: list[int] | None = None,
+        groups: list[int] | None = None,
+    ) -> TokenTable:
+        """Return the table of `documents`, of which an epoch takes document i `copies[i]` times.
+
+        Without `units` every document is one of its own, without `groups` all are of one.
+        """
         lengths = [len(document.token_ids) for document in documents]
         # Read one by one: a list of all tokens would take many times the memory of the table.
         ids = chain.from_iterable(document.token_ids for document in documents)
@@ -119,6 +133,8 @@ class TokenTable:
             np.fromiter(mask, dtype=np.bool_, count=sum(lengths)),
             np.cumsum([0, *lengths], dtype=np.int64),
             np.array(copies, dtype=np.int32),
+            np.array(range(len(documents)) if units is None else units, dtype=np.int64),
+            np.array([0] * len(documents) if groups is None else groups, dtype=np.int32),
         )
 
 
@@ -130,6 +146,8 @@ class Tables:
     held_out: TokenTable
     counts: dict[str, dict[str, int]]
     """Number of rows by source and by what became of them."""
+    groups: list[Group]
+    """Sources with their categories, by the numbers that the tables have."""
 
 
 def prepare(
@@ -175,6 +193,7 @@ def prepare(
             own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
             identity = accepted_of(own, key, check)
         noting = {"schema": 1, "key": key, "identity": identity, "counts": tables.counts}
+        noting["groups"] = tables.groups
         write_json(aside / COUNTS_FILE, {**noting, "files": files})
     return tables
 
@@ -212,13 +231,13 @@ def load(folder: Path) -> Tables:
     try:
         train = TokenTable(**load_file(folder / "train.safetensors"))
         held_out = TokenTable(**load_file(folder / "held_out.safetensors"))
-        train.check()
-        held_out.check()
+        for table in (train, held_out):
+            table.check(len(note.groups))
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder} holds no tables of tokens ({error}); {again_for(folder)}"
         ) from error
-    return Tables(train, held_out, note.counts)
+    return Tables(train, held_out, note.counts, note.groups)
 
 
 def again_for(folder: Path) -> str:
@@ -232,6 +251,7 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     Tables of equal keys are equal; those of different keys may be equal too.
     """
     facts = [
+        "units and groups",  # what tables hold since this word stands here
         asdict(data),
         seed,
         tokenizer_hash(target.tokenizer),
@@ -267,13 +287,17 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
     if data.decontaminate:
-        train = _clean(train, held_out, counts)
+        train, removed = clean(train, held_out)
+        for name, found in removed.items():
+            counts[name]["shares words with held-out rows"] += found.rows
+        refuse(removed, lambda name: counts[name]["read"], data.max_contaminated_share)
     for rows, kind in ((train, "to learn from"), (held_out, "held out")):
         if not rows:
             if kind == "held out" and data.held_out.by == "row":
                 raise UserError(
                     f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
-                    f"{data.held_out.share:g}, each row by chance; give a larger share or more rows"
+                    f"{data.held_out.share:g}, each prompt by chance; give a larger share or more "
+                    "prompts"
                 )
             raise UserError(
                 f"no rows are left {kind} ({_describe(counts)}); check data.sources and "
@@ -283,9 +307,9 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         for row in rows:
             counts[row.source][kind] += 1
     log.info("data: %s", _describe(counts))
-    return Tables(
-        _table(train), _table(held_out), {name: dict(count) for name, count in counts.items()}
-    )
+    groups = sorted({row.group for row in (*train, *held_out)})
+    plain = {name: dict(count) for name, count in counts.items()}
+    return Tables(_table(train, groups), _table(held_out, groups), plain, groups)
 
 
 @dataclass
@@ -301,16 +325,28 @@ class _Row:
     held_out: bool
     copies: int
     """Number of times that an epoch takes the row."""
+    unit: int
+    """Number of its conversation or prompt."""
+    prompt: int
+    """Number of its prompt."""
+    group: Group
+    """Source and category."""
 
 
-def _table(rows: list[_Row]) -> TokenTable:
+def _table(rows: list[_Row], groups: list[Group]) -> TokenTable:
     """Return the table of all sequences of `rows`."""
     documents: list[Encoded] = []
     copies: list[int] = []
+    units: list[int] = []
+    of_groups: list[int] = []
+    index = {group: number for number, group in enumerate(groups)}
     for row in rows:
+        count = len(row.encoded)
         documents += row.encoded
-        copies += [row.copies] * len(row.encoded)
-    return TokenTable.of(documents, copies)
+        copies += [row.copies] * count
+        units += [row.unit] * count
+        of_groups += [index[row.group]] * count
+    return TokenTable.of(documents, copies, units, of_groups)
 
 
 def _read(
@@ -333,18 +369,19 @@ def _read(
         rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"
     ):
         count["read"] += 1
-        held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
+        conversation = _conversation(raw)
+        malformed = isinstance(conversation, RowError)
+        unit = row_name if malformed else unit_of(raw, conversation, name)
+        held_out = is_held_out(data.held_out, name, raw, row_name, unit, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
-        copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
+        copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
         # A held-out row stays, whatever its source weighs in training.
         if not held_out and copies == 0:
             count["not taken (weight)"] += 1
             continue
         try:
-            # A row that could not be read comes as its error, so that all losses are counted below.
-            if isinstance(raw, RowError):
-                raise raw
-            conversation = conversation_of(raw)
+            if isinstance(conversation, RowError):
+                raise conversation
             _check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
                 conversation,
@@ -374,7 +411,25 @@ def _read(
                 reason = f"{longest} tokens, data.max_length is {data.max_length}"
             lost.append(f"{row_name} ({reason})")
             continue
-        yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
+        yield _Row(
+            name,
+            useful,
+            conversation.words(),
+            held_out,
+            1 if held_out else copies,
+            number_of(unit),
+            number_of(prompt_of(conversation)),
+            (name, str(raw.get("category", ""))),
+        )
+
+
+def _conversation(raw: Any) -> Conversation | RowError:
+    """Return the conversation of a row, or the error of one that is malformed."""
+    # A row that could not be read comes as its error, so that all losses are counted.
+    try:
+        return raw if isinstance(raw, RowError) else conversation_of(raw)
+    except RowError as error:
+        return error
 
 
 def _check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
@@ -400,51 +455,6 @@ def _has_label(encoded: Encoded) -> bool:
     """
     mask = encoded.mask
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))
-
-
-def _is_held_out(held_out: HeldOutConfig, source: str, raw: Any, row_name: str, seed: int) -> bool:
-    """Return whether a row is kept away from training.
-
-    It depends on seed, source and row, not on the order of the sources. Raises `UserError` for a
-    row without the field to split by, or whose field is not a time.
-    """
-    if held_out.by == "source":
-        return source in held_out.sources
-    if held_out.by == "row":
-        return _chance("held out", seed, source, row_name) < held_out.share
-    # A malformed row has no field; it is counted as malformed later.
-    if not isinstance(raw, dict):
-        return False
-    if held_out.time_field not in raw:
-        raise UserError(
-            f"row {row_name} has no field {held_out.time_field!r} to split by time; set "
-            "data.held_out.time_field"
-        )
-    moment = _moment(raw[held_out.time_field], row_name)
-    return moment >= _moment(held_out.since, "data.held_out.since")
-
-
-def _chance(*what: object) -> float:
-    """Return a number in [0, 1), evenly spread, that depends on nothing but its arguments."""
-    # Not Python's `hash`, which gives other numbers for a text in every process. The first of the
-    # arguments is a word for the purpose: otherwise the rows that are held out would be those that
-    # are copied.
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
-
-
-def _moment(value: Any, where: str) -> float:
-    """Return a time, given as a number or an ISO date, as a number.
-
-    Raises `UserError`, which names `where` it stands.
-    """
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        pass
-    try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError as error:
-        raise UserError(f"{where}: {value!r} is neither a number nor an ISO date") from error
 
 
 def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: float) -> None:
@@ -486,33 +496,6 @@ def _distinct(rows: list[_Row], seen: set[bytes], counts: dict[str, Counter[str]
             seen.add(key)
             distinct.append(row)
     return distinct
-
-
-def ngrams(text: str) -> set[int]:
-    """Return hashes of the 13-grams of words and signs in `text`, lower-cased.
-
-    These are the usual unit of contamination. The hashes are valid within this process only.
-    """
-    words = WORD.findall(text.lower())
-    hashes = set()
-    for start in range(len(words) - NGRAM_WORDS + 1):
-        hashes.add(hash(tuple(words[start : start + NGRAM_WORDS])))
-    return hashes
-
-
-def _clean(train: list[_Row], held_out: list[_Row], counts: dict[str, Counter[str]]) -> list[_Row]:
-    """Return the training rows that share no 13-gram with a held-out row, counting the others."""
-    forbidden: set[int] = set()
-    # One set of all n-grams, against which each training row is one set operation.
-    for row in held_out:
-        forbidden |= ngrams(row.words)
-    clean = []
-    for row in train:
-        if forbidden.isdisjoint(ngrams(row.words)):
-            clean.append(row)
-        else:
-            counts[row.source]["shares a 13-gram with held-out rows"] += 1
-    return clean
 
 
 def _describe(counts: dict[str, Counter[str]]) -> str:

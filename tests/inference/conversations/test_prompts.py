@@ -51,6 +51,36 @@ def test_mt_benchs_lists_parquet_logs_and_folders(quickstart: Target, tmp_path: 
     assert len(read_prompts(tmp_path, quickstart.tokenizer, quickstart.name, limit=1)) == 1
 
 
+def test_a_limit_draws_evenly_from_all_categories(
+    quickstart: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is sorted by category: three of each, in the order of the file."""
+    rows = [
+        {"prompt": f"def {category}{i}():", "category": category}
+        for category, count in (("chat", 50), ("code", 50), ("math", 2))
+        for i in range(count)
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level("INFO"):
+        prompts = read_prompts(path, quickstart.tokenizer, quickstart.name, limit=8)
+    assert [prompt.category for prompt in prompts] == ["chat"] * 3 + ["code"] * 3 + ["math"] * 2
+    assert "8 of the 102 rows of" in caplog.text and "3 chat, 3 code, 2 math" in caplog.text
+    assert [prompt.place for prompt in prompts] == list(range(8))
+    numbers = [int(prompt.id.rpartition(":")[2]) for prompt in prompts]
+    assert numbers == sorted(numbers) and numbers[:3] != [1, 2, 3]
+    fewer = read_prompts(path, quickstart.tokenizer, quickstart.name, limit=4)
+    assert {prompt.id for prompt in fewer} < {prompt.id for prompt in prompts}
+
+
+def test_rows_of_one_id_or_prompt_are_one_unit(quickstart: Target, tmp_path: Path) -> None:
+    rows = [{"prompt": "def f():", "id": i // 2} for i in range(4)] + [{"prompt": "def f():"}] * 2
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = read_prompts(tmp_path, quickstart.tokenizer, quickstart.name)
+    assert len({prompt.unit for prompt in prompts}) == 3
+    assert [prompt.unit == prompts[0].unit for prompt in prompts] == [True] * 2 + [False] * 4
+
+
 @pytest.mark.parametrize("row", [{"prompt": ["a", 3]}, {"turns": []}, {"prompt": []}])
 def test_malformed_turns_are_named(
     quickstart: Target, tmp_path: Path, row: dict[str, object]

@@ -18,6 +18,7 @@ from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
 from draftsmith.train.data.tables import TokenTable, accepted_of, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
+from draftsmith.train.evaluation import held_out_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,82 @@ def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path
     ]
     tables = build(data(tmp_path, [*rows, *shared], held), TARGET, seed=0)
     # and no row for its system prompt
-    assert tables.counts["train"]["shares a 13-gram with held-out rows"] == 1
+    assert tables.counts["train"]["shares words with held-out rows"] == 1
+
+
+def test_words_that_many_rows_have_are_no_contamination(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An instruction in 60% of the prompts, a disclaimer in 20% of the replies."""
+    asked = "answer the following question as well as you can and in no more than three words"
+    warned = "please note that this is no advice and that you should ask a doctor before it"
+    rows = []
+    for i in range(200):
+        prompt = f"{asked}: question {i}" if i % 5 < 3 else f"question {i}"
+        rows.append(chat(prompt, f"reply number {i}" + f" {warned}" * (i % 5 == 0)))
+    held = HeldOutConfig("row", share=0.1)
+    with caplog.at_level("INFO"):
+        tables = build(Data([Source(write(tmp_path / "a.jsonl", rows))], held), TARGET, seed=0)
+    assert len(tables.train) + len(tables.held_out) == 200
+    assert 'such as "answer the following question' in caplog.text
+
+
+def test_contamination_above_a_share_is_an_error_that_names_the_words(tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    rows = [chat(f"question {i}", f"{words} {i}" if i < 8 else f"reply {i}") for i in range(60)]
+    held = [chat("another", f"{words} again")]
+    said = rf'8 of 60 rows share words with held-out rows \("{words}" is in 8 of them\)'
+    with pytest.raises(UserError, match=said):
+        build(data(tmp_path, rows, held), TARGET, seed=0)
+    tables = build(data(tmp_path, rows, held, max_contaminated_share=0.14), TARGET, seed=0)
+    assert tables.counts["train"]["shares words with held-out rows"] == 8
+
+
+def test_a_short_prompt_of_a_held_out_row_is_not_learned(tmp_path: Path) -> None:
+    held = [chat("question 7", "another reply")]
+    tables = build(data(tmp_path, GOOD, held), TARGET, seed=0)
+    assert tables.counts["train"]["shares words with held-out rows"] == 1
+
+
+def test_replies_to_one_prompt_and_parts_of_a_conversation_stay_together(tmp_path: Path) -> None:
+    """Five replies to each prompt of few words, with ids that regeneration gave, and none."""
+    rows = [chat(f"question {i}", f"reply {i} {k}") for i in range(60) for k in range(5)]
+    numbered = [row | {"id": f"p:{n}", "regenerated": {}} for n, row in enumerate(rows)]
+    parts = [chat(f"other {i}", "a") for i in range(40)]
+    parts += [
+        {"messages": [*part["messages"], *chat("and then", "b")["messages"]]} for part in parts
+    ]
+    config = Data(
+        [Source(write(tmp_path / "a.jsonl", [*numbered, *parts]), name="a")],
+        HeldOutConfig("row", share=0.2), decontaminate=False, deduplicate=False,
+    )  # fmt: skip
+    tables = build(config, TARGET, seed=0)
+    held_out, train = set(tables.held_out.units.tolist()), set(tables.train.units.tolist())
+    assert len(held_out) > 10 and not held_out & train and len(held_out | train) == 100
+
+
+def test_held_out_prompts_come_from_every_source_and_category(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three sources, of which the first alone would fill the number asked for."""
+    sources = []
+    for name in ("chat", "code", "math"):
+        rows = [
+            chat(f"{name} question {i}", f"reply {i}", category="long" if i % 4 else "short")
+            for i in range(120)
+        ]
+        sources.append(Source(write(tmp_path / f"{name}.jsonl", rows), name=name))
+    tables = build(Data(sources, HeldOutConfig("row", share=0.5)), TARGET, seed=0)
+    with caplog.at_level("INFO"):
+        prompts = held_out_prompts(tables, 12, 100)
+    assert caplog.messages[-1] == "held-out prompts: " + ", ".join(
+        f"2 {name}/{category}"
+        for name in ("chat", "code", "math")
+        for category in ("long", "short")
+    )
+    assert len({prompt.unit for prompt in prompts}) == 12
+    texts = [TARGET.tokenizer.decode(prompt.token_ids) for prompt in prompts]
+    assert [sum(name in text for text in texts) for name in ("chat", "code", "math")] == [4] * 3
 
 
 def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Contamination: training rows that share a prompt or a run of 13 words with a held-out row.
+
+Runs that many units share (an instruction, a disclaimer, a template) say nothing about a single
+held-out row, so that they do not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ...heads.errors import UserError
+
+log = logging.getLogger(__name__)
+
+NGRAM_WORDS = 13
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
+# A run of words is common if more units have it than the larger of a share of all and a number.
+COMMON_SHARE, COMMON_UNITS = 0.005, 10
+
+
+class Row(Protocol):
+    """What is compared of a row."""
+
+    source: str
+    """Name of the source."""
+    unit: int
+    """Number of its conversation or prompt."""
+    prompt: int
+    """Number of its prompt."""
+    words: str
+    """Text of user and model."""
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass
+class Contamination:
+    """Rows of one source that were removed, and what most of them share with held-out rows."""
+
+    rows: int
+    worst: str
+    """The run of words that most of them share; empty where they share prompts only."""
+    worst_rows: int
+
+    def __str__(self) -> str:
+        if not self.worst:
+            return "they have the prompt of a held-out row"
+        return f'"{self.worst}" is in {self.worst_rows} of them'
+
+
+def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str, Contamination]]:
+    """Return the training rows that are not contaminated, and the others by source.
+
+    A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
+    not common: at most `COMMON_UNITS`, or `COMMON_SHARE` of all units, have it.
+    """
+    prompts = {row.prompt for row in held_out}
+    grams = [ngrams(row.words) for row in held_out]
+    # One set of all n-grams, against which each training row is one set operation.
+    forbidden: set[int] = set().union(*grams)
+    shared = [ngrams(row.words) & forbidden for row in train]
+    common = _common([*held_out, *train], [*grams, *shared])
+    removed: dict[str, list[tuple[R, set[int]]]] = {}
+    cleaned = []
+    for row, own in zip(train, shared, strict=True):
+        if row.prompt in prompts or own - common:
+            removed.setdefault(row.source, []).append((row, own - common))
+        else:
+            cleaned.append(row)
+    return cleaned, {source: _found(rows) for source, rows in removed.items()}
+
+
+def _common(rows: Sequence[Row], grams: Sequence[set[int]]) -> set[int]:
+    """Return the n-grams that many units have; `grams` are those of each row.
+
+    The most frequent one is logged.
+    """
+    by_unit: dict[int, set[int]] = {}
+    for row, own in zip(rows, grams, strict=True):
+        by_unit.setdefault(row.unit, set()).update(own)
+    units = Counter(gram for own in by_unit.values() for gram in own)
+    most = max(COMMON_UNITS, COMMON_SHARE * len(by_unit))
+    common = {gram for gram, count in units.items() if count > most}
+    if common:
+        worst, count = _most_frequent({gram: units[gram] for gram in common}, rows)
+        log.info(
+            "runs of %d words that more than %d conversations have do not count as contamination, "
+            'such as "%s" (%d)',
+            NGRAM_WORDS, most, worst, count,
+        )  # fmt: skip
+    return common
+
+
+def _found(rows: Sequence[tuple[Row, set[int]]]) -> Contamination:
+    """Return the contamination of a source, from its rows and the runs that each shares."""
+    counts = Counter(gram for _, own in rows for gram in own)
+    worst, count = _most_frequent(counts, [row for row, _ in rows]) if counts else ("", 0)
+    return Contamination(len(rows), worst, count)
+
+
+def _most_frequent(counts: Mapping[int, int], rows: Sequence[Row]) -> tuple[str, int]:
+    """Return the words and the number of the n-gram of most `counts`, of equals the first."""
+    most = max(counts.values())
+    for row in rows:
+        for words in _grams(row.words):
+            if counts.get(hash(words)) == most:
+                return " ".join(words), most
+    raise AssertionError("the n-grams are those of the rows")
+
+
+def refuse(removed: dict[str, Contamination], read: Callable[[str], int], allowed: float) -> None:
+    """Raise `UserError` if a source loses more than the share `allowed` of its rows.
+
+    `read` gives the number of rows that were read of a source. Otherwise the losses are logged.
+    """
+    for source, found in removed.items():
+        share = found.rows / read(source)
+        if share > allowed:
+            raise UserError(
+                f"data source {source}: {found.rows} of {read(source)} rows share words with "
+                f"held-out rows ({found}); hold out whole sources, accept it with "
+                f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
+                "data.decontaminate to false"
+            )
+        log.warning(
+            "data source %s: %d rows share words with held-out rows and are left out: %s",
+            source, found.rows, found,
+        )  # fmt: skip
+
+
+def ngrams(text: str) -> set[int]:
+    """Return hashes of the 13-grams of words and signs in `text`, lower-cased.
+
+    These are the usual unit of contamination. The hashes are valid within this process only.
+    """
+    return {hash(gram) for gram in _grams(text)}
+
+
+def _grams(text: str) -> list[tuple[str, ...]]:
+    words = WORD.findall(text.lower())
+    return [tuple(words[i : i + NGRAM_WORDS]) for i in range(len(words) - NGRAM_WORDS + 1)]

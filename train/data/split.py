@@ -1,0 +1,58 @@
+"""The split of rows into those that are learned and those that are held out."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime
+from typing import Any
+
+from ...heads.errors import UserError
+from ..config import HeldOutConfig
+
+
+def is_held_out(
+    held_out: HeldOutConfig, source: str, raw: Any, row_name: str, unit: str, seed: int
+) -> bool:
+    """Return whether a row is kept away from training.
+
+    By row, it depends on the seed and the row's unit (`conversations.choice.unit_of`) alone, so
+    that all rows of a conversation or prompt lie on one side. Raises `UserError` for a row without
+    the field to split by, or whose field is not a time.
+    """
+    if held_out.by == "source":
+        return source in held_out.sources
+    if held_out.by == "row":
+        return chance("held out", seed, unit) < held_out.share
+    # A malformed row has no field; it is counted as malformed later.
+    if not isinstance(raw, dict):
+        return False
+    if held_out.time_field not in raw:
+        raise UserError(
+            f"row {row_name} has no field {held_out.time_field!r} to split by time; set "
+            "data.held_out.time_field"
+        )
+    moment = _moment(raw[held_out.time_field], row_name)
+    return moment >= _moment(held_out.since, "data.held_out.since")
+
+
+def chance(*what: object) -> float:
+    """Return a number in [0, 1), evenly spread, that depends on nothing but its arguments."""
+    # Not Python's `hash`, which gives other numbers for a text in every process. The first of the
+    # arguments is a word for the purpose: otherwise the rows that are held out would be those that
+    # are copied.
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
+
+
+def _moment(value: Any, where: str) -> float:
+    """Return a time, given as a number or an ISO date, as a number.
+
+    Raises `UserError`, which names `where` it stands.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        pass
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError as error:
+        raise UserError(f"{where}: {value!r} is neither a number nor an ISO date") from error

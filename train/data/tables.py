@@ -345,7 +345,7 @@ def _read(
             if isinstance(raw, RowError):
                 raise raw
             conversation = conversation_of(raw)
-            _check_tokens(conversation, tokenizer, target.vocab_size)
+            check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
                 conversation,
                 target.tokenizer,
@@ -366,7 +366,7 @@ def _read(
             count["overlong turns"] += len(encoded) - len(fits)
         if not useful:
             longest = max((len(e.token_ids) for e in encoded), default=0)
-            if fits:
+            if fits or not encoded:
                 count["nothing to learn"] += 1
                 reason = "no token of the assistant's"
             else:
@@ -377,7 +377,7 @@ def _read(
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
 
 
-def _check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
+def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
     """Raise `RowError` for exact token ids that are not the target's.
 
     `tokenizer` is its tokenizer's hash, `vocab_size` the number of its tokens. Ids of another

@@ -229,9 +229,7 @@ class LogRow(Struct):
         elif answer:
             messages.append({"role": "assistant", "content": answer})
         kwargs = request.chat_template_kwargs or {}
-        return Conversation(
-            messages=messages, tools=request.tools, template_kwargs=kwargs, cut=cut
-        )
+        return Conversation(messages=messages, tools=request.tools, template_kwargs=kwargs, cut=cut)
 
 
 class TurnsRow(ChatRow, kw_only=True):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 from ...heads.errors import first_line
@@ -136,13 +135,19 @@ class _Rendering:
 
     def _shared(self, header: str, turn: str) -> int:
         """Return how many characters of the assistant's header `turn` begins with."""
-        shared = commonprefix([header, turn])
+        shared = header[: _common(header, turn)]
         if shared == header:
             return len(header)
         # Of a header that goes on otherwise (it opens the reasoning, for example), whole parts: a
         # reply may begin with the same sign as the rest of it.
         parts = "|".join(re.escape(part) for part in ("\n", *self.tokenizer.all_special_tokens))
         return max((found.end() for found in re.finditer(parts, shared)), default=0)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common from their beginning on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list[Encoded]:
@@ -164,7 +169,8 @@ def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list
         start = len(prompt) if full.startswith(prompt) else None
         if start is None and marked:
             start = rendering.marked_start(i, prompt, full)
-        if any(part not in full[start or 0 :] for part in _reasoning_of(message)):
+        written = full[_common(prompt, full) if start is None else start :]
+        if any(part not in written for part in _reasoning_of(message)):
             raise RowError(
                 "the chat template leaves out the reasoning of a reply, which would be learned as "
                 "if the target wrote it without; rows of draftsmith data regenerate are exact"

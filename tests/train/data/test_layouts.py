@@ -30,7 +30,9 @@ def layout(name: str, special: list[str], eos: str, bos: str | None = None) -> A
 
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+BAR = "\uff5c"  # of DeepSeek's special tokens
+DEEPSEEK = [f"<{BAR}{name}{BAR}>" for name in ("begin▁of▁sentence", "end▁of▁sentence")]
+DEEPSEEK += [f"<{BAR}{name}{BAR}>" for name in ("User", "Assistant")]
 HARMONY = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TOKENIZERS = {
@@ -92,7 +94,7 @@ def apart(first: str, second: str) -> list[tuple[int, list[str]]]:
 
 CHANNELS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
-END = "<｜end▁of▁sentence｜>"
+END = DEEPSEEK[1]
 CASES = {
     "SmolLM2": Case("smollm2", PLAIN, together("I am fine<|im_end|>", "thank you<|im_end|>"), {}),
     "SmolLM3, thinking": Case(
@@ -126,9 +128,7 @@ CASES = {
         {"enable_thinking": False},
     ),
     "Llama 3.1": Case("llama31", PLAIN, together("I am fine<|eot_id|>", "thank you<|eot_id|>"), {}),
-    "Gemma": Case(
-        "gemma", PLAIN, together("I am fine<end_of_turn>", "thank you<end_of_turn>"), {}
-    ),
+    "Gemma": Case("gemma", PLAIN, together("I am fine<end_of_turn>", "thank you<end_of_turn>"), {}),
     "Mistral": Case("mistral", PLAIN, together("I am fine</s>", "thank you</s>"), {}),
     "DeepSeek-R1-0528": Case(
         "deepseek-r1-0528", PLAIN, together(f"I am fine{END}", f"thank you{END}"), {}
@@ -210,7 +210,7 @@ def test_marks_tell_what_prefixes_do_not_and_headers_are_cut(replies: tuple[str,
     """The generation prompt opens the reasoning, and the rows have none: the marks decide, without
     the header and the line break that they contain."""
     tokenizer = tokenizer_of(OPENED, CHATML, "<|im_end|>")
-    assert OPENED.count("assistant\\n<think>\\n\"") == 1
+    assert OPENED.count('assistant\\n<think>\\n"') == 1
     messages = conversation({"content": replies[0]}, {"content": replies[1]})
     (part,) = encode(
         Conversation(messages=messages), tokenizer, frozenset({tokenizer.eos_token_id}), "x", {}

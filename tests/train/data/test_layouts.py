@@ -19,8 +19,8 @@ LAYOUTS = Path(__file__).parent / "layouts"
 
 def tokenizer_of(template: str, special: list[str], eos: str, bos: str | None = None) -> Any:
     """A small tokenizer with a template, which knows all of `special` as special tokens."""
-    tokenizer = make_tokenizer(special, template, eos, bos)
-    tokenizer.add_special_tokens({"additional_special_tokens": special})  # type: ignore[arg-type]
+    tokenizer: Any = make_tokenizer(special, template, eos, bos)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     assert set(tokenizer.convert_tokens_to_ids(special)) <= set(tokenizer.all_special_ids)
     return tokenizer
 

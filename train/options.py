@@ -443,12 +443,14 @@ class DoctorOptions:
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith doctor",
+        "draftsmith doctor --target scripts/quickstart/target --chat train.jsonl",
         "draftsmith doctor --target scripts/quickstart/target --config "
         "configs/medusa/quickstart.yaml",
     )
     first: ClassVar[tuple[str, ...]] = (
         "target.path",
         "config",
+        "chat",
         "json",
     )
 
@@ -459,5 +461,12 @@ class DoctorOptions:
     method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
+    chat: bool | str = field(default=False, metadata={"form": "[FILE]"})
+    """Show the first rows of a file, or a built-in one, as the chat template renders them, with
+    what training would learn in green or in [[brackets]]."""
     json: str | None = None
     """File to write the findings to; `-` prints them in place of the table."""
+
+    def __post_init__(self) -> None:
+        if self.chat and not self.target.path and self.config is None:
+            raise UserError("--chat needs a chat template; name the target with --target")

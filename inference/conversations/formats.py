@@ -27,6 +27,10 @@ ROLES = {
 ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}
 
 
+CUT_SHORT = ("length", "content_filter")
+"""Reasons of a server for which a reply ends without an end token."""
+
+
 class RowError(ValueError):
     """Error of one malformed row; the message says what is wrong with it."""
 
@@ -50,6 +54,8 @@ class Conversation:
     """Arguments of the chat template for this row, such as enable_thinking."""
     later: list[str] = field(default_factory=list)
     """Further turns of the user; the replies between them are still to be written."""
+    cut: bool = False
+    """True if the last reply ended before its end token, at the limit of its length."""
 
     def words(self) -> str:
         """Return the text of user and model, by which rows are compared for overlap.
@@ -96,6 +102,7 @@ class Choice(Struct):
     """Answer of a server to a request."""
 
     message: Message
+    finish_reason: str | None = None
 
 
 class Response(Struct):
@@ -158,12 +165,22 @@ class ChatRow(Struct):
 
     tools: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
+    finish_reason: str | None = None
+    """Reason for which the last reply ends, as servers name it."""
+
+    @property
+    def cut(self) -> bool:
+        return self.finish_reason in CUT_SHORT
 
     def of(self, messages: list[JsonObject], later: list[str] | None = None) -> Conversation:
         """Return the conversation of `messages` with this row's tools and template arguments."""
         kwargs = self.chat_template_kwargs or {}
         return Conversation(
-            messages=messages, tools=self.tools, template_kwargs=kwargs, later=later or []
+            messages=messages,
+            tools=self.tools,
+            template_kwargs=kwargs,
+            later=later or [],
+            cut=self.cut,
         )
 
 
@@ -201,15 +218,18 @@ class LogRow(Struct):
         # The messages come from the row itself, not from the types read: those have only the keys
         # that are checked, and a chat template may want others.
         messages, answer = without_nulls(row[name]["messages"]), row.get("response")
+        cut = False
         if isinstance(answer, dict):
             # down through any number of `body`; the type has made sure that choices come at the end
             while not answer.get("choices"):
                 answer = answer["body"]
-            messages += without_nulls([answer["choices"][0]["message"]])
+            choice = answer["choices"][0]
+            messages += without_nulls([choice["message"]])
+            cut = choice.get("finish_reason") in CUT_SHORT
         elif answer:
             messages.append({"role": "assistant", "content": answer})
         kwargs = request.chat_template_kwargs or {}
-        return Conversation(messages=messages, tools=request.tools, template_kwargs=kwargs)
+        return Conversation(messages=messages, tools=request.tools, template_kwargs=kwargs, cut=cut)
 
 
 class TurnsRow(ChatRow, kw_only=True):
@@ -247,7 +267,7 @@ class PromptRow(ChatRow, kw_only=True):
         prompt = self.prompt
         reply = row["completion"] if self.completion is not None else row.get("response")
         if isinstance(prompt, str):
-            return Conversation(text=prompt, completion=reply or "")
+            return Conversation(text=prompt, completion=reply or "", cut=self.cut)
         turns = [item for item in prompt if isinstance(item, str)]
         if turns:
             return self.of([{"role": "user", "content": turns[0]}], turns[1:])
@@ -260,9 +280,10 @@ class TextRow(Struct):
     """Row of plain text."""
 
     text: str
+    finish_reason: str | None = None
 
     def conversation(self, row: JsonObject) -> Conversation:
-        return Conversation(text=self.text)
+        return Conversation(text=self.text, cut=self.finish_reason in CUT_SHORT)
 
 
 FORMATS: JsonObject = {

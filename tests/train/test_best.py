@@ -69,8 +69,8 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
             "out": str(tmp_path / name),
             "target": {"path": str(QUICKSTART), "device": "cpu"},
             "data": {
-                "sources": sources, "held_out": {"by": "row", "share": 0.3}, "max_length": 256, "max_lost_share": 0.2,
-                "decontaminate": False,
+                "sources": sources, "held_out": {"by": "row", "share": 0.3}, "max_length": 256,
+                "max_lost_share": 0.2, "decontaminate": False,
             },
             "heads": {"num_heads": 3}, "epochs": 40, "max_steps": 24, "batch_rows": 4,
             "optim": {"lr": 3e-3},
@@ -95,7 +95,6 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
         return tau([emitted_per_round(generation) for generation in found])
 
     steps = sorted((tmp_path / "two" / "checkpoints").iterdir())
-        print(st.name, judged(st, first), judged(st, drawn), judged(st, whole))
     old = max(steps, key=lambda step: judged(step, first))
     new = max(steps, key=lambda step: judged(step, drawn))
     assert (tmp_path / "two" / "best").resolve().parent == new.resolve()

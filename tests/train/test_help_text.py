@@ -94,7 +94,8 @@ def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
         if get_origin(option.kind) in (Union, UnionType):
             kinds = [kind for kind in get_args(option.kind) if kind is not NoneType]
         _, _, form = option.usage.partition(" ")
-        kind = kinds[0]
+        # A switch that may have a value has the form of the value.
+        kind = kinds[1] if kinds[0] is bool and len(kinds) > 1 else kinds[0]
         where = f"{verb} {option.usage}: {option.text}"
         if kind is bool:
             assert not form, where
@@ -108,7 +109,7 @@ def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
             # a text of numbers: its default or its explanation shows some
             assert re.search(r"\d[\d.]*,\d", f"{option.default} {option.text}"), where
         else:
-            assert re.search(MEANINGS[form], option.text), where
+            assert re.search(MEANINGS[form.strip("[]")], option.text), where
 
 
 def test_numbers_and_names_are_not_shown_as_files() -> None:

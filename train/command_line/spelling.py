@@ -18,7 +18,7 @@ FORMER_OPTIONS = {**FORMER_KEYS, "run": "config", "report": "reports"}
 """Options by their former names, which are still read where only the name of now is known."""
 SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
-SWITCHES = (bool, bool | None)  # types of the options that need no value
+SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no value
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 

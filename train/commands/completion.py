@@ -14,7 +14,8 @@ from ..endings import fail
 from ..method import METHODS, run_class_named
 from .verbs import OPTIONS, VERBS
 
-FILES = {"config", "prompts", "data", "report", "reports", "profile", "json", "path", "runs"}
+FILES = {"chat", "config", "prompts", "data", "report", "reports", "profile", "json", "path"}
+FILES |= {"runs"}
 FOLDERS = {"drafter", "out", "init_from", "store", "features", "from_", "target.path"}
 
 

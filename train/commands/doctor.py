@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from ...heads.errors import UserError
-from ...heads.files import check_json, output_json
+from ...heads.files import JsonObject, check_json, output_json
 from ...heads.layout import dtype_name
 from ...inference.console import Console
-from ...inference.conversations.formats import Conversation, RowError
+from ...inference.conversations.formats import RowError
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import parse
-from ..data.templates import encode
+from ..config import RunConfig
+from ..data.templates import has_marks
 from ..features import LiveTarget
 from ..method import MethodName, method_for, run_class_named
 from ..options import DoctorOptions as Options
 from ..provenance import versions
+from .learned import PROBE, ShownSequence, first_rows, sequences_of
 
 GIB = 2**30
 SNUG = 0.6  # share of the free memory that weights may take without a warning
@@ -44,33 +47,55 @@ class Finding:
     found: str
 
 
+@dataclass
+class RowFinding(Finding):
+    """Line about a row of `--chat`, with what is shown of it."""
+
+    sequences: list[ShownSequence]
+
+
 def run(options: Options) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
     check_json(options.json)
+    rows: list[tuple[str, Any]] = []
+    if options.chat:
+        # Read before the target is loaded, which takes longer.
+        rows = first_rows(None if options.chat is True else options.chat)
     findings = [*machine()]
     target = options.target
+    template_kwargs: JsonObject = {}
     if options.config is not None:
-        run_findings, config_target = check_run(options.config, options.method)
+        run_findings, config = check_run(options.config, options.method)
         findings += run_findings
         # A target that was named is checked in place of the config's.
-        target = target if target.path or config_target is None else config_target
+        target = target if target.path or config.target is None else config.target
+        template_kwargs = config.data.chat_template_kwargs
     if target.path:
-        findings += check_target(target)
-    rows = [asdict(finding) for finding in findings]
-    if not output_json(options.json, rows):
+        findings += check_target(target, rows, template_kwargs)
+    report = [asdict(finding) for finding in findings]
+    if not output_json(options.json, report):
         show(findings)
     if any(finding.status == "error" for finding in findings):
         raise SystemExit(2)
 
 
 def show(findings: list[Finding]) -> None:
-    """Print the findings as a table."""
+    """Print the findings as a table, and below it the rows of `--chat`."""
     table = Table("check", "status", "found")
     colors = {"ok": "green", "warning": "yellow", "error": "red"}
     for finding in findings:
         status = f"[{colors[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.check, status, finding.found)
-    Console().print(table)
+        table.add_row(escape(finding.check), status, escape(finding.found))
+    console = Console()
+    console.print(table)
+    color = console.color_system is not None and not console.no_color
+    for finding in findings:
+        sequences = finding.sequences if isinstance(finding, RowFinding) else []
+        for number, one in enumerate(sequences, 1):
+            part = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
+            heading = f"--- {finding.check}{part}: {one.tokens} tokens, {one.learned} learned"
+            console.print(heading, markup=False, highlight=False, soft_wrap=True)
+            console.print(one.drawn(color), soft_wrap=True)
 
 
 def machine() -> Iterator[Finding]:
@@ -112,8 +137,8 @@ def machine() -> Iterator[Finding]:
     )
 
 
-def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], TargetConfig | None]:
-    """Return the findings about the config file `path` and its data sources, and its target.
+def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunConfig]:
+    """Return the findings about the config file `path` and its data sources, and the run.
 
     Exits with status 2 if the file is not a config of the method.
     """
@@ -136,14 +161,17 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], Targe
             )
         except UserError as error:
             findings.append(Finding(check, "error", str(error)))
-    return findings, config.target
+    return findings, config
 
 
-def check_target(config: TargetConfig) -> Iterator[Finding]:
+def check_target(
+    config: TargetConfig, rows: Sequence[tuple[str, Any]], template_kwargs: JsonObject
+) -> Iterator[Finding]:
     """Yield the findings about a target.
 
-    They are about its memory, weights, head, packed documents, end token and chat template. If the
-    target cannot be loaded, the others are left out.
+    They are about its memory, weights, head, packed documents, end token and chat template, and
+    what is learned of `rows` (name and value), rendered with `template_kwargs`. If the target
+    cannot be loaded, the others are left out.
     """
     try:
         fits = check_memory(config)
@@ -176,6 +204,8 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
             "end token", "warning", "none; generation only ends at its limit; set eos_token_id"
         )
     yield check_template(target)
+    for name, row in rows:
+        yield check_row(name, row, target, template_kwargs)
 
 
 def check_memory(config: TargetConfig) -> Finding | None:
@@ -216,27 +246,26 @@ def check_template(target: Target) -> Finding:
     """Return the finding about the chat template: what training would learn from a probe."""
     if not target.tokenizer.chat_template:
         return Finding("chat template", "warning", "none; only plain text can be learned from")
-    probe = Conversation(
-        messages=[
-            {"role": "user", "content": "one"},
-            {"role": "assistant", "content": "two"},
-            {"role": "user", "content": "three"},
-            {"role": "assistant", "content": "four"},
-        ]
-    )
     try:
-        sequences = encode(probe, target.tokenizer, target.eos_ids, target.name, {})
+        sequences = sequences_of(PROBE, target, {})
     except RowError as error:
         return Finding("chat template", "error", f"cannot carry a conversation: {error}")
-    learned = []
-    for sequence in sequences:
-        marked = zip(sequence.token_ids, sequence.mask, strict=True)
-        learned.append(target.tokenizer.decode([token for token, written in marked if written]))
-    has_marks = "generation" in target.tokenizer.chat_template
-    marks = "generation marks" if has_marks else "no generation marks"
+    learned = ["".join(run.text for run in one.runs if run.learned) for one in sequences]
+    marks = "generation marks" if has_marks(target.tokenizer) else "no generation marks"
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
     return Finding(
         "chat template",
         "ok" if good else "error",
         f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}",
     )
+
+
+def check_row(name: str, row: Any, target: Target, template_kwargs: JsonObject) -> RowFinding:
+    """Return the finding about a row: what training would learn from it."""
+    try:
+        sequences = sequences_of(row, target, template_kwargs)
+    except (RowError, UserError) as error:
+        return RowFinding(f"chat {name}", "error", str(error), [])
+    counts = [f"{one.learned} of {one.tokens} tokens" for one in sequences if one.learned]
+    status = "ok" if counts else "warning"
+    return RowFinding(f"chat {name}", status, f"learned: {', '.join(counts) or 'none'}", sequences)

@@ -382,7 +382,7 @@ def _read(
         try:
             if isinstance(conversation, RowError):
                 raise conversation
-            _check_tokens(conversation, tokenizer, target.vocab_size)
+            check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
                 conversation,
                 target.tokenizer,
@@ -403,7 +403,7 @@ def _read(
             count["overlong turns"] += len(encoded) - len(fits)
         if not useful:
             longest = max((len(e.token_ids) for e in encoded), default=0)
-            if fits:
+            if fits or not encoded:
                 count["nothing to learn"] += 1
                 reason = "no token of the assistant's"
             else:
@@ -432,7 +432,7 @@ def _conversation(raw: Any) -> Conversation | RowError:
         return error
 
 
-def _check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
+def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
     """Raise `RowError` for exact token ids that are not the target's.
 
     `tokenizer` is its tokenizer's hash, `vocab_size` the number of its tokens. Ids of another

@@ -163,14 +163,18 @@ class Sink:
 
     def put_text(self, task: Task) -> None:
         """Append a conversation whose server gave no token ids, as one line with its messages."""
+        # Only the last reply may have been cut short: nothing is asked after such a one.
+        reason = task.events[-1]["finish_reasons"][-1]
         row = {
             "id": task.id,
             "part": 0,
             "last_part": True,
             "messages": task.said,
+            "finish_reason": reason,
             "regenerated": self._provenance,
         }
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.cut += reason != "stop"
         self._flush()
 
     def _flush(self) -> None:

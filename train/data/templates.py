@@ -1,14 +1,16 @@
 """Chat templates: from a conversation to tokens and their loss mask.
 
-The mask is true at what the assistant wrote, the end token included. Where the chat template marks
-the assistant's text (`{% generation %}`), the marks decide. Otherwise the template is rendered up
-to each assistant turn and through it, and the text in between is that turn. A template that
-rewrites earlier turns (it removes their reasoning, for example) cannot show several turns in one
-rendering; each such turn becomes a sequence of its own, as the server saw it.
+The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
+taken from the rendering in which it is the last, as the server saw it: the template is rendered up
+to the turn with the generation prompt, and through the turn, and the text in between is the turn.
+Where a template does not continue its own generation prompt, its marks (`{% generation %}`) say
+where the turn begins. A template that rewrites earlier turns (it removes their reasoning, for
+example) cannot show several turns in one rendering; each such turn becomes a sequence of its own.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,11 @@ from ...heads.errors import first_line
 from ...heads.files import JsonObject
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.rows import template_of
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold its reasoning, by the names that servers and templates use."""
+REASONING_BEGINS, REASONING_ENDS = "<think>", "</think>"  # in the content of a message
 
 
 @dataclass
@@ -34,7 +41,7 @@ def encode(
     target_name: str,
     template_kwargs: JsonObject,
 ) -> list[Encoded]:
-    """Return the conversation as one or more sequences.
+    """Return the conversation as one or more sequences; none if there is no reply.
 
     `template_kwargs` are arguments of the chat template for all rows; those of the conversation
     win. Raises `RowError` for a row that the template cannot render, `UserError` for a target
@@ -44,17 +51,22 @@ def encode(
         return [_from_spans(conversation.token_ids, conversation.response_spans)]
     if conversation.messages is None:
         return [_plain_text(conversation, tokenizer)]
-    template = template_of(tokenizer, target_name)
+    template_of(tokenizer, target_name)
     kwargs = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools}
     try:
-        if "{% generation" in template or "{%- generation" in template:
-            return [_by_marks(conversation.messages, tokenizer, eos_ids, kwargs)]
-        return _by_prefixes(conversation.messages, tokenizer, eos_ids, kwargs)
+        rendering = _Rendering(conversation.messages, tokenizer, kwargs)
+        return _by_turns(rendering, eos_ids, conversation.cut)
     except RowError:
         raise
     # A template is a program of somebody else's and may raise anything.
     except Exception as error:
         raise RowError(f"the chat template cannot render it: {first_line(error)}") from error
+
+
+def has_marks(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's chat template marks what the assistant wrote."""
+    # A tokenizer may have several templates by name, which are a table.
+    return isinstance(tokenizer.chat_template, str) and bool(MARKS.search(tokenizer.chat_template))
 
 
 def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
@@ -68,10 +80,11 @@ def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
     """Return a plain text, all of which is learned, or a prompt with its completion, which is.
 
-    Both end with the end token, if the tokenizer has one.
+    Both end with the end token, if the tokenizer has one and the text was not cut short.
     """
     ids = list(tokenizer(conversation.text)["input_ids"])
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ended = tokenizer.eos_token_id is not None and not conversation.cut
+    end = [tokenizer.eos_token_id] if ended else []
     if conversation.completion is None:
         return Encoded(ids + end, [True] * len(ids + end))
     # Without special tokens: a beginning token stands before the prompt, if there is one.
@@ -79,58 +92,110 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
     return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
 
 
-def _by_marks(
-    messages: list[dict],
-    tokenizer: Any,
-    eos_ids: frozenset[int],
-    kwargs: JsonObject,
-) -> Encoded:
-    """Return a conversation with the mask that the template's own marks give."""
-    rendered = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs
-    )
-    ids, mask = list(rendered["input_ids"]), [bool(m) for m in rendered["assistant_masks"]]
-    # Some templates close the mark just before the end token, which the target writes too.
-    for i in range(1, len(ids)):
-        if mask[i - 1] and not mask[i] and ids[i] in eos_ids and ids[i - 1] not in eos_ids:
-            mask[i] = True
-    return Encoded(ids, mask)
+@dataclass
+class _Rendering:
+    """Messages with the chat template that renders them."""
 
+    messages: list[JsonObject]
+    tokenizer: Any
+    kwargs: JsonObject
+    """Arguments of the chat template."""
 
-def _by_prefixes(
-    messages: list[dict],
-    tokenizer: Any,
-    eos_ids: frozenset[int],
-    kwargs: JsonObject,
-) -> list[Encoded]:
-    """Return the sequences of a conversation, found by rendering it turn by turn.
-
-    A turn joins the sequence before it if its prompt begins with that sequence's text, and begins a
-    new one if the template has rewritten what came before. Raises `RowError` for a template whose
-    rendering of a reply does not begin with its own generation prompt.
-    """
-
-    def render(count: int, for_reply: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=for_reply, **kwargs
+    def text(self, count: int, for_reply: bool) -> str:
+        """Return the first `count` messages as text, with the generation prompt if `for_reply`."""
+        return self.tokenizer.apply_chat_template(
+            self.messages[:count], tokenize=False, add_generation_prompt=for_reply, **self.kwargs
         )
 
+    def marked_start(self, turn: int, prompt: str, full: str) -> int | None:
+        """Return where in `full` a turn begins by the template's marks; None if they do not tell.
+
+        `turn` is the index of its message, `full` the text through it, `prompt` the text up to it
+        with the generation prompt. What both have of the assistant's header is no part of the turn,
+        even where it is marked.
+        """
+        before = self.text(turn, False)
+        # Marks of rewritten messages could be taken for those of the turn.
+        if not full.startswith(before):
+            return None
+        rendered = self.tokenizer.apply_chat_template(
+            self.messages[: turn + 1],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+            **self.kwargs,
+        )
+        mask, offsets = rendered["assistant_masks"], rendered["offset_mapping"]
+        marked = [first for on, (first, _) in zip(mask, offsets, strict=True) if on]
+        start = next((first for first in marked if first >= len(before)), None)
+        if start is None:
+            return None
+        header = self._shared(prompt.removeprefix(before), full[len(before) :])
+        return max(start, len(before) + header)
+
+    def _shared(self, header: str, turn: str) -> int:
+        """Return how many characters of the assistant's header `turn` begins with."""
+        shared = header[: _common(header, turn)]
+        if shared == header:
+            return len(header)
+        # Of a header that goes on otherwise (it opens the reasoning, for example), whole parts: a
+        # reply may begin with the same sign as the rest of it.
+        parts = "|".join(re.escape(part) for part in ("\n", *self.tokenizer.all_special_tokens))
+        return max((found.end() for found in re.finditer(parts, shared)), default=0)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common from their beginning on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list[Encoded]:
+    """Return the sequences of a conversation, found by rendering it turn by turn.
+
+    A turn joins the sequence before it if its rendering begins with that sequence's text, and
+    begins a new one if the template has rewritten what came before. `cut`: the last reply has no
+    end. Raises `RowError` for a turn of which neither prefixes nor marks tell where it begins, and
+    for one without its reasoning.
+    """
     sequences: list[tuple[str, list[tuple[int, int]]]] = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+    marked = has_marks(rendering.tokenizer)
+    for i, message in enumerate(rendering.messages):
+        # A greeting that stands before everything answers no prompt.
+        if message["role"] != "assistant" or i == 0:
             continue
-        prompt, full = render(i, True), render(i + 1, False)
-        if not full.startswith(prompt):
-            raise RowError("the chat template does not continue its own generation prompt")
+        prompt, full = rendering.text(i, True), rendering.text(i + 1, False)
         # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
-        span = (len(prompt), len(full))
-        if sequences and prompt.startswith(sequences[-1][0]):
-            # `full` begins with `prompt`, and that with the sequence so far: its spans stay where
-            # they are.
-            sequences[-1] = (full, [*sequences[-1][1], span])
+        start = len(prompt) if full.startswith(prompt) else None
+        if start is None and marked:
+            start = rendering.marked_start(i, prompt, full)
+        written = full[_common(prompt, full) if start is None else start :]
+        if any(part not in written for part in _reasoning_of(message)):
+            raise RowError(
+                "the chat template leaves out the reasoning of a reply, which would be learned as "
+                "if the target wrote it without; rows of draftsmith data regenerate are exact"
+            )
+        if start is None:
+            raise RowError("the chat template does not continue its own generation prompt")
+        if sequences and start >= len(sequences[-1][0]) and full.startswith(sequences[-1][0]):
+            # Its spans stay where they are.
+            sequences[-1] = (full, [*sequences[-1][1], (start, len(full))])
         else:
-            sequences.append((full, [span]))
-    return [_mask_spans(text, spans, tokenizer, eos_ids) for text, spans in sequences]
+            sequences.append((full, [(start, len(full))]))
+    encoded = []
+    for number, (text, spans) in enumerate(sequences, 1):
+        last_cut = cut and number == len(sequences)
+        encoded.append(_mask_spans(text, spans, rendering.tokenizer, eos_ids, last_cut))
+    return encoded
+
+
+def _reasoning_of(message: JsonObject) -> list[str]:
+    """Return the reasoning that a message has, in a key of its own or in its content."""
+    parts = [message.get(key) for key in REASONING_KEYS]
+    content = message.get("content")
+    if isinstance(content, str) and REASONING_ENDS in content:
+        parts.append(content.partition(REASONING_ENDS)[0].split(REASONING_BEGINS)[-1])
+    return [part.strip() for part in parts if isinstance(part, str)]
 
 
 def _mask_spans(
@@ -138,27 +203,46 @@ def _mask_spans(
     spans: list[tuple[int, int]],
     tokenizer: Any,
     eos_ids: frozenset[int],
+    cut: bool,
 ) -> Encoded:
-    """Return the tokens of a rendered text, with the mask true in each span up to its end token.
+    """Return the tokens of a rendered text, with the mask true where the target wrote.
 
-    `spans` are [start, end) in characters. Templates may add a line break after the end token; the
-    target does not write that.
+    `spans` are [start, end) of the turns, in characters; `cut`: the last of them has no end.
     """
     # The template has written all special tokens into the text already.
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids) | eos_ids
     mask = [False] * len(ids)
-    for start, end in spans:
+    for number, (start, end) in enumerate(spans, 1):
         # A token without characters (first == past) belongs to no span.
         inside = []
         for i, (first, past) in enumerate(offsets):
             if start <= first < end and past > first:
                 inside.append(i)
-        last_end = max((i for i in inside if ids[i] in eos_ids), default=None)
-        if last_end is None:  # the end token of a turn need not be the one that ends generation
-            last_end = max((i for i in inside if ids[i] in special), default=None)
-        # `is None`: an end token may be token 0. Without any, all of the span was written.
-        for i in inside:
-            mask[i] = last_end is None or i <= last_end
+        tokens = [(ids[i], text[slice(*offsets[i])]) for i in inside]
+        written = _written(tokens, eos_ids, special, cut and number == len(spans))
+        for i in inside[:written]:
+            mask[i] = True
     return Encoded(ids, mask)
+
+
+def _written(
+    tokens: list[tuple[int, str]], eos_ids: frozenset[int], special: set[int], cut: bool
+) -> int:
+    """Return how many of a turn's tokens (id and text) the target wrote, from the first on.
+
+    Up to its end token, without it if the turn was `cut` short. Templates may add a line break
+    behind the end token, or the end token of texts; the target does not write those. An end token
+    with other text behind it is part of the reply.
+    """
+    body = len(tokens)
+    while body and (tokens[body - 1][0] in eos_ids or not tokens[body - 1][1].strip()):
+        body -= 1
+    end = next((i for i in range(body, len(tokens)) if tokens[i][0] in eos_ids), None)
+    # The end token of a turn need not be one that ends generation.
+    if end is None and body and tokens[body - 1][0] in special:
+        end = body - 1
+    if end is None:
+        return len(tokens)
+    return end if cut else end + 1

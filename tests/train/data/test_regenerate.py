@@ -380,11 +380,17 @@ def test_a_server_gives_the_same_rows_as_this_process(
 def test_a_server_without_token_ids_leaves_text_to_learn_from(
     tmp_path: Path, saved_tiny: Path, serve: Any
 ) -> None:
-    _, url = serve(token_ids=False)
+    engine, url = serve(token_ids=False)
     run(options(tmp_path, saved_tiny, ROWS, server=ServerOptions(url)))
     assert all(
         "token_ids" not in r and r["messages"][-1]["role"] == "assistant" for r in rows_of(tmp_path)
     )
+    tokenizer, ends = engine.target.tokenizer, engine.target.eos_ids
+    assert "length" in {row["finish_reason"] for row in rows_of(tmp_path)}
+    for row in rows_of(tmp_path):
+        (part,) = encode(conversation_of(row), tokenizer, ends, "x", {})
+        learned = [token for token, on in zip(part.token_ids, part.mask, strict=True) if on]
+        assert (learned[-1] in ends) == (row["finish_reason"] == "stop")
 
 
 def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny: Path) -> None:

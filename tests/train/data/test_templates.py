@@ -276,3 +276,99 @@ def test_formats_read_into_the_same_messages(row: dict, texts: list[str]) -> Non
 def test_malformed_rows_say_why(row: Any) -> None:
     with pytest.raises(RowError):
         conversation_of(row)
+
+
+STRIPPED = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{% generation %}{{ "
+    "m['content'] if loop.last else m['content'].split('</think>')[-1] }}<e>\n{% endgeneration %}"
+    "{%- else -%}<u>{{ m['content'] }}<e>{%- endif -%}{%- endfor -%}{%- if "
+    "add_generation_prompt -%}<a>{{ opened }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("opened", ["", "fine"])
+def test_reasoning_that_history_leaves_out_is_learned_in_a_sequence_of_its_own(
+    opened: str,
+) -> None:
+    """With marks; in the second case the template does not continue its generation prompt."""
+    TOKENIZERS["stripped"] = make_tokenizer(["<p>", "<e>", "<u>", "<a>"], STRIPPED, "<e>")
+    replies = ["the the</think>I am", "then</think>thank you"]
+    first, second = encoded(
+        "stripped",
+        [TURNS[0], ("assistant", replies[0]), TURNS[2], ("assistant", replies[1])],
+        opened=opened,
+    )
+    assert learned("stripped", first) == [f"{replies[0]}<e>"]
+    assert learned("stripped", second) == [f"{replies[1]}<e>"]
+    assert "<a>I am<e>" in TOKENIZERS["stripped"].decode(second.token_ids)
+
+
+ENDLESS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<u>{{ m['content'] }}<a>{% else %}{{ "
+    "m['content'] }}\n{% endif %}{% endfor %}"
+)
+TWO_ENDS = (
+    "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}<e>\n"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% else %}<f>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "written"),
+    [
+        (ENDLESS, "I am <p> fine", "I am <p> fine\n"),
+        (ENDLESS, "I am <e> fine", "I am <e> fine\n"),
+        (ENDLESS, "I am fine <e>", "I am fine <e>"),
+        (MARKED_TEMPLATE, "I am <e> fine", "I am <e> fine<e>"),
+        (MARKED_TEMPLATE, "I am <p> fine", "I am <p> fine<e>"),
+        # A template may end its texts with another token than its turns.
+        (TWO_ENDS, "I am fine", "I am fine<e>"),
+    ],
+)
+def test_special_tokens_in_a_reply_are_learned(template: str, reply: str, written: str) -> None:
+    tokenizer: Any = make_tokenizer(["<p>", "<e>", "<u>", "<a>", "<f>"], template, "<e>")
+    TOKENIZERS["special"] = tokenizer
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    messages.append({"role": "assistant", "content": reply})
+    ends = frozenset(tokenizer.convert_tokens_to_ids(["<e>", "<f>"]))
+    (part,) = encode(Conversation(messages=messages), tokenizer, ends, "x", {})
+    assert learned("special", part) == [written]
+
+
+def test_a_greeting_before_everything_is_not_learned() -> None:
+    (part,) = encoded("marked", [("assistant", "hello"), *TURNS[:2]])
+    assert learned("marked", part) == ["I am fine<e>"]
+    assert encoded("marked", [("user", "hello")]) == []
+
+
+ASKED = {"role": "user", "content": "hello"}
+SAID = {"role": "assistant", "content": "I am fine"}
+TWICE = [ASKED, SAID, ASKED, SAID]
+
+
+@pytest.mark.parametrize(
+    ("row", "written"),
+    [
+        ({"messages": TWICE, "finish_reason": "length"}, ["I am fine<e>", "I am fine"]),
+        ({"messages": TWICE, "finish_reason": "stop"}, ["I am fine<e>", "I am fine<e>"]),
+        ({"prompt": [ASKED], "completion": [SAID], "finish_reason": "length"}, ["I am fine"]),
+        ({"prompt": "hello", "completion": " I am", "finish_reason": "length"}, [" I am"]),
+        ({"prompt": "hello", "response": " I am"}, [" I am<e>"]),
+        ({"text": "I am fine", "finish_reason": "length"}, ["I am fine"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "I am"}],
+          "finish_reason": "length"}, ["I am"]),
+        ({"request": {"messages": [ASKED]},
+          "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}, ["I am fine"]),
+        ({"body": {"messages": [ASKED]},
+          "response": {"body": {"choices": [{"message": SAID, "finish_reason": "length"}]}}},
+          ["I am fine"]),
+        ({"body": {"messages": [ASKED]},
+          "response": {"body": {"choices": [{"message": SAID, "finish_reason": "stop"}]}}},
+          ["I am fine<e>"]),
+    ],
+)  # fmt: skip
+def test_no_end_is_learned_of_a_reply_that_was_cut_short(row: dict, written: list[str]) -> None:
+    tokenizer: Any = TOKENIZERS["marked"]
+    ends = frozenset({tokenizer.eos_token_id})
+    (part,) = encode(conversation_of(row), tokenizer, ends, "marked", {})
+    assert learned("marked", part) == written

@@ -1,0 +1,71 @@
+"""`draftsmith doctor --chat`: rows as training learns them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.train.commands.cli import main
+from draftsmith.train.commands.learned import Run, ShownSequence
+
+from tests.train.data.test_tables import write
+from tests.train.test_bad_input import expect, quick
+
+ASKED = {"role": "user", "content": "hello"}
+ROWS: list[Any] = [
+    {"messages": [ASKED, {"role": "assistant", "content": "I am [fine]"}]},
+    {"messages": [ASKED]},
+    {"token_ids": [2, 70, 71, 3, 72, 1], "response_spans": [[4, 6]]},
+    {"text": "a fourth row, which is not shown"},
+]
+
+
+def test_rows_of_a_file_are_shown_with_what_is_learned_in_brackets(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    main(["doctor", "--target", str(saved_tiny), "--device", "cpu", "--chat", rows])
+    out = capsys.readouterr().out
+    assert "<u>hello<e><a>[[I am [fine]<e>]]\n" in out and "fourth" not in out
+    assert "--- chat rows.jsonl:3: 6 tokens, 2 learned" in out
+
+
+def test_without_a_file_a_probe_is_shown_and_json_has_it(
+    saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--target", str(saved_tiny), "--device", "cpu", "--chat", "--json", "-"])
+    row = json.loads(capsys.readouterr().out)[-1]
+    (sequence,) = row["sequences"]
+    runs = [(run["text"], run["learned"]) for run in sequence["runs"]]
+    assert runs == [
+        ("<u>one<e><a>", False), ("two<e>", True), ("<u>three<e><a>", False), ("four<e>", True),
+    ]  # fmt: skip
+    assert (row["check"], row["status"]) == ("chat probe", "ok")
+    assert 0 < sequence["learned"] < sequence["tokens"]
+
+
+def test_a_row_that_cannot_be_rendered_shows_its_error(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"messages": []}, *ROWS[1:2]])
+    base = ("doctor", "--target", saved_tiny, "--device", "cpu", "--json", "-", "--chat")
+    done = quick(capsys, *base, rows)
+    bad, nothing = json.loads(done.stdout)[-2:]
+    assert done.returncode == 2
+    assert bad["status"] == "error" and "messages" in bad["found"] and bad["sequences"] == []
+    assert nothing["status"] == "warning" and nothing["found"] == "learned: none"
+    expect(quick(capsys, *base, tmp_path / "no.jsonl"), "does not exist")
+    expect(quick(capsys, *base, write(tmp_path / "empty.jsonl", [])), "holds no rows")
+    expect(quick(capsys, "doctor", "--chat"), "--chat needs a chat template")
+
+
+def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
+    runs = [Run("<a>\n", False), Run("two<e>\n", True)]
+    sequence = ShownSequence(5, 3, runs)
+    assert sequence.drawn(False).plain == "<a>\n[[two<e>\u21b5\n]]"
+    text = sequence.drawn(True)
+    assert text.plain == "<a>\ntwo<e>\u21b5\n"
+    (span,) = text.spans
+    assert (text.plain[span.start : span.end], span.style) == ("two<e>\u21b5\n", "green")

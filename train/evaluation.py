@@ -31,8 +31,8 @@ from ..heads.layout import dtype_name
 from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
+from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
-    bootstrap,
     emitted_per_round,
     repeats_itself,
     survival,
@@ -223,7 +223,7 @@ class HeldOutEvaluation:
         return Measurement(
             emitted,
             tau(emitted),
-            bootstrap(emitted, tau),
+            tau_interval(emitted),
             sum(not equal for *_, equal in results),
             by_position,
         )

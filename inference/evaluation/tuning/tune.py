@@ -347,9 +347,8 @@ def show(profile: JsonObject, console: Console) -> None:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
     console.print(
         "tau: tokens a round. Predicted: rounds in units of plain ones, which take what they took "
-        "while the finalists ran. Over default: tokens a second over the default's; the intervals "
-        "of a table err together in 5%. The table is of the prompts that the trees were chosen on, "
-        "where the best of several is lucky too."
+        "while the finalists ran. Over default: tokens a second over the default's. The table is "
+        "of the prompts that the trees were chosen on, where the best of several is lucky too."
     )
 
 
@@ -360,37 +359,27 @@ def _table(name: str, row: JsonObject) -> Table:
         f"{row['candidates']} chains and trees"
     )
     table = plain_table(title, title_justify="left")
-    table.add_column("", no_wrap=True)
     table.add_column("drafts", overflow="fold")
-    columns = ("tau", "tau predicted", "tok/s", "tok/s predicted", "off by", "speed-up")
-    for column in (*columns, "over default"):
+    # Headings of two lines leave room for the drafts in 80 columns.
+    columns = ("tau", "tau\npredicted", "tok/s", "tok/s\npredicted", "off by", "speed-up")
+    for column in (*columns, "over\ndefault"):
         table.add_column(column, justify="right", no_wrap=True)
     for final in (row["plain"], *row["finalists"]):
         prediction, measurement = final["predicted"], final["measured"]
         marks = []
         if final["kind"] != PLAIN.kind:
             if final["setting"] == row["setting"]:
-                marks.append("chosen")
+                marks.append("  (chosen)")
             if final["setting"] == row["default"]["setting"]:
-                marks.append("default")
+                marks.append("  (default)")
         table.add_row(
-            " ".join(marks),
-            final["label"],
+            "\n".join([final["label"], *marks]),
             f"{measurement['tau']:.2f}",
             f"{prediction['tau']:.2f}",
             f"{measurement['tokens_s']:.0f}",
             f"{prediction['tokens_s']:.0f}",
             f"{prediction['tokens_s'] / measurement['tokens_s'] - 1:+.0%}",
             f"{measurement['speedup']:.2f}x",
-            _over_default(final),
+            f"{final['gain']:.2f}x" if "gain" in final else "-",
         )
     return table
-
-
-def _over_default(final: JsonObject) -> str:
-    """Return a finalist's gain over the default with its interval, if it has them."""
-    if "gain" not in final:
-        return "-"
-    low, high = final["gain_interval"]
-    between = f" ({low:.2f}-{high:.2f})" if low == low else ""  # not NaN
-    return f"{final['gain']:.2f}x{between}"

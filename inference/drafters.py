@@ -280,12 +280,14 @@ def load_proposer(
     warn: Callable[[str], None],
     tuned: dict[str, Any] | None = None,
     choose: bool = False,
+    inform: Callable[[str], None] = log.info,
 ) -> Proposer:
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
     drafter without settings drafts the tree that is expected to pay on the target's device;
-    otherwise as it was evaluated in training. `warn` gets notices for the user. Raises `UserError`.
+    otherwise as it was evaluated in training. `warn` gets notices for the user, `inform` a line
+    about the tree that was chosen. Raises `UserError`.
     """
     for notice in former_settings(str(spec)):
         warn(notice)
@@ -315,7 +317,7 @@ def load_proposer(
             if chosen := trees.default_tree(artifact, target):
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
                 device = target.device.type
-                log.info("%s drafts with %s, the tree that should pay on a %s", name, drawn, device)
+                inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
     else:
         kind, given = MODEL_FOLDER, (name, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))

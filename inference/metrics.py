@@ -7,16 +7,12 @@ end token or a limit). The token that the prefill chooses belongs to no round.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 from .clock import PARTS
 from .decode import Generation, Round
 
-T = TypeVar("T")
-RESAMPLES = 1000
 LOOP_NGRAM = 8
 
 
@@ -97,38 +93,6 @@ def offered_conditional(
                 passed.append(a >= d)
         shares.append(sum(passed) / len(passed) if passed else float("nan"))
     return shares
-
-
-def pooled(emitted: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[int]]:
-    """Return the rounds of each prompt, those of all its requests together.
-
-    The requests of one prompt, such as the turns of a conversation, are correlated. `emitted[i]`
-    are the tokens emitted in each round of request i, `prompts[i]` is the number of its prompt.
-    """
-    by_prompt: dict[int, list[int]] = {}
-    for rounds, prompt in zip(emitted, prompts, strict=True):
-        by_prompt.setdefault(prompt, []).extend(rounds)
-    return list(by_prompt.values())
-
-
-def bootstrap(
-    requests: Sequence[T], statistic: Callable[[Sequence[T]], float], seed: int = 0
-) -> tuple[float, float]:
-    """Return the 95% bootstrap interval of a statistic (docs/metrics.md#intervals).
-
-    Whole requests (or prompts) are resampled, because the rounds of one are correlated. Both ends
-    are NaN if the statistic is defined for no resample.
-    """
-    rng = random.Random(seed)
-    drawn = (
-        statistic(rng.choices(requests, k=len(requests)))
-        for _ in range(RESAMPLES if requests else 0)
-    )
-    # a resample may hold nothing but replies without a round, whose tau is NaN
-    values = sorted(value for value in drawn if not math.isnan(value))
-    if not values:
-        return float("nan"), float("nan")
-    return values[int(0.025 * len(values))], values[max(int(0.975 * len(values)) - 1, 0)]
 
 
 def repeats_itself(tokens: Sequence[int], n: int = LOOP_NGRAM) -> bool:

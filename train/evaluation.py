@@ -32,10 +32,9 @@ from ..inference.console import Progress
 from ..inference.conversations.choice import described, in_turns
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
+from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
-    bootstrap,
     emitted_per_round,
-    pooled,
     repeats_itself,
     survival,
     tau,
@@ -226,7 +225,7 @@ class HeldOutEvaluation:
         return Measurement(
             emitted,
             tau(emitted),
-            bootstrap(pooled(emitted, units), tau),
+            tau_interval(emitted, units),
             sum(not equal for *_, equal in results),
             by_position,
         )

@@ -44,10 +44,7 @@ def evaluation_line(
     """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
     parts = [place(step, total)]
     if "tau_measured" in metrics:
-        low, high = metrics["tau_measured_low"], metrics["tau_measured_high"]
-        parts.append(
-            f"tau {metrics['tau_measured']:.2f} ({low:.2f}-{high:.2f}) on held-out prompts"
-        )
+        parts.append(f"tau {tau_of(metrics)} on held-out prompts")
     else:
         parts.append(f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts")
     best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"
@@ -79,11 +76,15 @@ def summary(folder: Path, best_step: int) -> Table:
 
 
 def tau_of(row: Mapping[str, Any]) -> str:
-    """Return the tau of an evaluation with its interval; the estimate where none was measured."""
+    """Return the tau of an evaluation with its interval; the estimate where none was measured.
+
+    Few prompts have no interval: both ends are NaN.
+    """
     if "tau_measured" not in row:
         return f"{row['tau_estimated']:.2f}, estimated"
     low, high = row["tau_measured_low"], row["tau_measured_high"]
-    return f"{row['tau_measured']:.2f} ({low:.2f}-{high:.2f})"
+    between = "" if math.isnan(low) else f" ({low:.2f}-{high:.2f})"
+    return f"{row['tau_measured']:.2f}{between}"
 
 
 def acceptance(row: Mapping[str, Any]) -> str:

@@ -33,7 +33,8 @@ class Prompt:
     later: list[str] = field(default_factory=list)
     """Further turns of the user (Spec-Bench, MT-Bench)."""
     unit: int = 0
-    """Number of the prompt's unit (`choice.unit_of`), the observation of an interval."""
+    """Place of the first prompt of the same unit (`choice.unit_of`): together they are one
+    observation of an interval."""
 
 
 def read_prompts(
@@ -76,8 +77,9 @@ def read_prompts(
             prompt.conversation, prompt.later = conversation, conversation.later
         found[index] = prompt
     prompts = [found[index] for index in sorted(found)]
+    first: dict[int, int] = {}
     for place, prompt in enumerate(prompts):
-        prompt.place = place
+        prompt.place, prompt.unit = place, first.setdefault(prompt.unit, place)
     if not prompts:
         why = ""
         if left_out.count:

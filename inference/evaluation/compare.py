@@ -1,8 +1,8 @@
 """`draftsmith compare`: reports of successive versions of one drafter on the same prompts.
 
 An example is a public head, and the same head after training on a user's own traffic: the
-comparison shows, category by category, what it gained there and what it lost elsewhere. Prompts are
-resampled in pairs, because a prompt that is easy before is easy after, too.
+comparison shows, category by category, what it gained there and what it lost elsewhere. Intervals
+are of pairs, because a prompt that is easy before is easy after, too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import asdict, dataclass
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
-from ..metrics import pooled, tau
+from ..metrics import tau
 from .evaluate import BASELINES
-from .figures import FEWEST, interval
+from .intervals import LEVEL, interval, pooled, tau_interval, tokens_and_rounds
 from .options import CompareOptions as Options
-from .results import Report, RequestRecord, SettingFigures, read_measured
+from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
 
 REGRESSED = 3  # exit code
 ALL = "all"
+Pairs = list[tuple[RequestRecord, RequestRecord]]
+"""Replies before and after to the same requests."""
 
 
 def run(options: Options) -> None:
@@ -99,6 +101,7 @@ class Change:
     change: float
     change_ci95: tuple[float, float]
     regressed: bool
+    """Tau fell by more than the limit, and the interval of `Comparison.level` lies below 0."""
 
 
 @dataclass
@@ -108,6 +111,10 @@ class Comparison:
     temperature: float
     batch: int
     rows: list[Change]
+    tests: int
+    """Rows of all settings that have an interval: any of them may regress."""
+    level: float
+    """Level of the intervals of which `Change.regressed` is judged: 1 - 5% / `tests`."""
 
 
 def compared(
@@ -116,8 +123,9 @@ def compared(
     """Return a comparison for each setting that all reports have.
 
     It has one row for each category and each report after the first. `names` are the drafters, one
-    of each report, and `limit` is the share by which tau may fall (see `_change`). Raises
-    `UserError` for reports that cannot be compared.
+    of each report, and `limit` is the share by which tau may fall. The intervals that may flag a
+    row share an error of 5% (Bonferroni), so that of two equal drafters not more than 5% of all
+    comparisons flag anything. Raises `UserError` for reports that cannot be compared.
     """
     check_alike(reports, paths)
     settings_by_key = []
@@ -130,28 +138,32 @@ def compared(
             common.append(key)
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
-    comparisons = []
+    found: list[list[tuple[str, int, Pairs]]] = []
     for key in common:
         requests = []
         for by_key, name, path in zip(settings_by_key, names, paths, strict=True):
             requests.append(_requests(by_key[key], name, path))
-        rows = []
+        found.append([])
         for number, after in enumerate(requests[1:], 1):
-            rows += _changes(requests[0], after, number, paths, limit)
-        comparisons.append(Comparison(key[0], key[1], rows))
+            found[-1] += _by_category(requests[0], after, number, paths)
+    tests = 0
+    for rows in found:
+        tests += sum(len({first.unit for first, _ in pairs}) >= FEWEST for *_, pairs in rows)
+    level = 1 - (1 - LEVEL) / max(tests, 1)
+    comparisons = []
+    for (temperature, batch, _), rows in zip(common, found, strict=True):
+        changes = [_change(*row, limit, level) for row in rows]
+        comparisons.append(Comparison(temperature, batch, changes, tests, level))
     return comparisons
 
 
-def _changes(
-    before: list[RequestRecord],
-    after: list[RequestRecord],
-    number: int,
-    paths: Sequence[str],
-    limit: float,
-) -> list[Change]:
-    """Return the changes of all prompts and of each category, in the report of this number.
+def _by_category(
+    before: list[RequestRecord], after: list[RequestRecord], number: int, paths: Sequence[str]
+) -> list[tuple[str, int, Pairs]]:
+    """Return category, `number` and pairs of all prompts, and then of each category.
 
-    Raises `UserError` if it has other requests than the first.
+    `number` is that of the later report. Raises `UserError` if it has other requests than the
+    first.
     """
     if [(r.id, r.turn) for r in before] != [(r.id, r.turn) for r in after]:
         raise UserError(
@@ -164,46 +176,49 @@ def _changes(
         if first.rounds and second.rounds:
             counted.append((first, second))
     categories = sorted({r.category for r in before})
-    changes = []
+    rows = []
     # the row of the only category would repeat that of all
     for category in [ALL, *(categories if len(categories) > 1 else [])]:
         pairs = [(a, b) for a, b in counted if category in (ALL, a.category)]
         if pairs:
-            changes.append(_change(category, number, pairs, limit))
-    return changes
+            rows.append((category, number, pairs))
+    return rows
 
 
-def _change(
-    category: str, number: int, pairs: list[tuple[RequestRecord, RequestRecord]], limit: float
-) -> Change:
+def _change(category: str, number: int, pairs: Pairs, limit: float, level: float) -> Change:
     """Return tau before and after over the same requests, and the relative change with interval.
 
-    The turns of a prompt are resampled together. A change counts as regressed if tau fell by more
-    than `limit`, its interval lies below 0, and there are at least `FEWEST` prompts.
+    The turns of a prompt, and rows of one id, are one unit. `limit` and `level` are those by which a change counts as
+    regressed.
     """
-    prompts = [request.prompt or 0 for request, _ in pairs]
-    before = pooled([request.emitted for request, _ in pairs], prompts)
-    after = pooled([request.emitted for _, request in pairs], prompts)
-
-    def relative(sample):
-        return tau([b for _, b in sample]) / tau([a for a, _ in sample]) - 1
-
-    # the same prompts are drawn before and after, so that how hard they are cancels out
-    prompt_pairs = list(zip(before, after, strict=True))
-    low, high = interval(prompt_pairs, relative)
-    change = relative(prompt_pairs)
+    before = [first.emitted for first, _ in pairs]
+    after = [second.emitted for _, second in pairs]
+    rows = []
+    for first, second in zip(before, after, strict=True):
+        rows.append((*tokens_and_rounds(first), *tokens_and_rounds(second)))
+    # tokens and rounds of a prompt before and after stay together: how hard it is cancels out
+    units = pooled(rows, [first.unit for first, _ in pairs])
+    low, high = interval(units, _ratio)
+    change = tau(after) / tau(before) - 1
+    _, highest = interval(units, _ratio, level)
     return Change(
         category=category,
         report=number,
         requests=len(pairs),
         tau_before=tau(before),
-        tau_before_ci95=interval(before, tau),
+        tau_before_ci95=tau_interval(before, prompts),
         tau_after=tau(after),
-        tau_after_ci95=interval(after, tau),
+        tau_after_ci95=tau_interval(after, prompts),
         change=change,
-        change_ci95=(low, high),
-        regressed=change < -limit and high < 0 and len(prompt_pairs) >= FEWEST,
+        change_ci95=(low - 1, high - 1),
+        # a comparison with NaN, where there is no interval, is false
+        regressed=change < -limit and highest < 1,
     )
+
+
+def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: float) -> float:
+    """Return tau after over tau before."""
+    return (later_tokens / later_rounds) / (tokens / rounds)
 
 
 def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
@@ -219,8 +234,8 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
     requests = setting.drafters[name].per_request
     for index, request in enumerate(requests):
-        if request.prompt is None:
-            request.prompt = index
+        if request.unit is None:
+            request.unit = index if request.prompt is None else request.prompt
     return requests
 
 
@@ -294,3 +309,9 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
         "tau with 95% intervals over prompts; those of the change are of pairs."
         f" Fewer than {FEWEST} prompts have none."
     )
+    tests, level = comparisons[0].tests, comparisons[0].level
+    if tests > 1:
+        console.print(
+            f"REGRESSED is judged by intervals of {100 * level:.5g}%: {tests} rows share an error "
+            "of 5%, so that equal drafters are flagged in 5% of all comparisons at most."
+        )

@@ -72,6 +72,8 @@ def show_settings(report: Report, console: Console) -> None:
             where = f"{label([setting])}, {name}"
             for warning in figures.warnings:
                 console.print(f"warning, {where}: {warning}", highlight=False, markup=False)
+            if figures.untuned is not None:
+                console.print(f"{where}: {over_untuned(figures)}.", highlight=False, markup=False)
             if (gap := figures.largest_gap) is not None:
                 console.print(
                     f"{where}: where a reply first differs, the target's two best logits are at "
@@ -148,6 +150,14 @@ def cells_of(figures: DrafterFigures) -> dict[str, str]:
         "identical": identical(figures.equal_to_ar, figures.requests),
         "loops": written(figures.loop_share, ".0%"),
     }
+
+
+def over_untuned(figures: DrafterFigures) -> str:
+    """Return what a tuned drafter gains over the same one without the profile, in words."""
+    low, high = (written(end, ".2f") for end in figures.gain_ci95 or (None, None))
+    between = f" (95%: {low} to {high})" if "-" not in (low, high) else ""
+    ratio = written(figures.gain_over_default, ".2f") + "x"
+    return f"{ratio}{between} the tokens per second of {figures.untuned}"
 
 
 def label(settings: Sequence[SettingFigures]) -> str:

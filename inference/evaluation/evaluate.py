@@ -32,7 +32,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..drafters import load_proposer, parse_spec, weight_bytes
+from ..drafters import Given, load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -43,7 +43,7 @@ from .batch_model import model_batches
 from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, Engine
-from .figures import SAMPLES, figures_of_setting
+from .figures import SAMPLES, figures_of_setting, gain
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_in_turns
 from .names import distinct_names, short_name
@@ -200,8 +200,9 @@ def configured_figures(
 ) -> SettingFigures:
     """Return the part of the report about one setting: the figures of every way to decode.
 
-    Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers.
-    `samples` replies of each way are shown token by token.
+    Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers,
+    tuned ones their gain over the same drafter as it is named without the profile. `samples`
+    replies of each way are shown token by token.
     """
     named = dict(zip(distinct_names(ways), ways, strict=True))
     configured = {name: way for name, way in named.items() if isinstance(way, Tuned | AsIn)}
@@ -211,6 +212,14 @@ def configured_figures(
         figures.kind = named[name].name
         if name in configured:
             figures.spec = configured[name].spec
+    by_given = {getattr(way, "given", None): name for name, way in named.items()}
+    for name, way in named.items():
+        default = by_given.get(Given(way.spec)) if isinstance(way, Tuned) else None
+        if default is not None:
+            beside = [turn.generation for turn in results[default]]
+            tuned = entry.drafters[name]
+            tuned.untuned = default
+            tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
     return entry
 
 

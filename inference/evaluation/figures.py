@@ -7,8 +7,8 @@ The functions here turn the replies of every way to decode in one setting, which
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,10 @@ from ..decode import Generation, Round
 from ..metrics import (
     alpha,
     batch_seconds,
-    bootstrap,
     conditional,
     emitted_per_round,
     mean,
     offered_conditional,
-    pooled,
     quantiles,
     repeats_itself,
     split,
@@ -33,9 +31,9 @@ from ..metrics import (
 )
 from ..settings import Sampling
 from ..targets.target import Target
+from .intervals import LEVEL, interval, pooled, summed, tau_interval
 from .measure import Results, Setting, Turn, comparable, first_difference
 from .results import (
-    FEWEST,
     NAN,
     CategoryFigures,
     DrafterFigures,
@@ -91,18 +89,13 @@ def figures_of_drafter(
     """
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
-    figures = figures_of_replies(generations, batches, [turn.prompt.place for turn in turns])
-    costs: list[Costs] = []
-    for batch in batches:
-        plain_cost = _cost([plain[i] for i in batch])
-        costs.append((*plain_cost, *_cost([generations[i] for i in batch])))
-    figures.speedup = _ratio(costs)
-    figures.speedup_ci95 = interval(_by_prompt(costs, batches, turns), _ratio)
+    figures = figures_of_replies(generations, batches, list(map(unit_of, turns)))
+    figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
     # a batch without a round has neither time nor tokens, and no ratio
     ratios = []
-    for cost in costs:
-        if all(cost):
-            ratios.append(_ratio([cost]))
+    for costs in _costs(batches, plain, turns):
+        if all(costs):
+            ratios.append(_ratio(*costs))
     figures.speedup_median = statistics.median(ratios) if ratios else None
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
@@ -118,12 +111,12 @@ def figures_of_drafter(
 def figures_of_replies(
     generations: Sequence[Generation],
     batches: Sequence[Sequence[int]] | None = None,
-    prompts: Sequence[int] | None = None,
+    units: Sequence[int] | None = None,
 ) -> DrafterFigures:
     """Return the figures of requests decoded alike that need no comparison with plain decoding.
 
-    `batches`: indices of the requests that ran together; each alone if not given. `prompts`: the
-    number of the prompt that each request belongs to, for intervals; each its own if not given.
+    `batches`: indices of the requests that ran together; each alone if not given. `units`: the
+    unit that each request belongs to, for intervals (`unit_of`); each its own if not given.
     """
     count = len(generations)
     rounds: list[Round] = []
@@ -149,7 +142,7 @@ def figures_of_replies(
         steps=steps,
         tokens=sum(len(g.token_ids) for g in generations),
         tau_incl_bonus=tau(emitted),
-        tau_ci95=interval(pooled(emitted, prompts or range(count)) if rounds else [], tau),
+        tau_ci95=tau_interval(emitted, units),
         tau_macro=mean(own_taus),
         tau_by_request=quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
         tau_by_position=tau_by_position(list(zip(roots, emitted, strict=True))),
@@ -177,11 +170,6 @@ def figures_of_replies(
     )
 
 
-def interval(units: Sequence[Any], statistic: Callable[[Any], float]) -> tuple[float, float]:
-    """Return the 95% interval of a statistic over prompts or batches; NaN for fewer than FEWEST."""
-    return bootstrap(units, statistic) if len(units) >= FEWEST else (NAN, NAN)
-
-
 def _share(count: float, of: float, of_nothing: float = 0.0) -> float:
     """Return `count / of`, and `of_nothing` where `of` is 0."""
     return count / of if of else of_nothing
@@ -201,6 +189,7 @@ def request_record(
     return RequestRecord(
         id=prompt.id,
         prompt=prompt.place,
+        unit=prompt.unit,
         category=prompt.category,
         turn=turn.number,
         n_prompt=len(reply.prompt_ids),
@@ -252,9 +241,10 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
     for name, group in sorted(groups.items()):
         emitted = [emitted_per_round(turn.generation) for turn in group]
         if any(emitted):
-            by_prompt = pooled(emitted, [turn.prompt.place for turn in group])
             figures[name] = CategoryFigures(
-                requests=len(group), tau_incl_bonus=tau(emitted), tau_ci95=interval(by_prompt, tau)
+                requests=len(group),
+                tau_incl_bonus=tau(emitted),
+                tau_ci95=tau_interval(emitted, list(map(unit_of, group))),
             )
     return figures
 
@@ -336,8 +326,50 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     )
 
 
+class Gain(NamedTuple):
+    """Tokens per second of one way to decode over those of another, on the same requests."""
+
+    ratio: float
+    """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
+    interval: tuple[float, float]
+    """NaN for fewer than `FEWEST` prompts or batches."""
+
+
+def gain(
+    turns: Sequence[Turn], beside: Sequence[Generation], size: int, level: float = LEVEL
+) -> Gain:
+    """Return what a way to decode gains over another, from its replies in batches of `size`.
+
+    `beside` are the other's replies to the same requests. Units are prompts where each request ran
+    alone; the prompts of a larger batch share its time, so that the batch cannot be divided.
+    """
+    batches = batches_of(turns, size)
+    costs = _costs(batches, beside, turns)
+    units: list[tuple[int, ...]] = []
+    for batch in batches:
+        # of one number the unit of a prompt, of several a batch of its own
+        units.append((unit_of(turns[batch[0]]),) if len(batch) == 1 else tuple(batch))
+    return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
+
+
+def unit_of(turn: Turn) -> int:
+    """Return the unit that a turn belongs to: a prompt with all its turns, and those like it."""
+    return turn.prompt.unit
+
+
 Costs = tuple[float, int, float, int]
-"""Seconds and tokens of a batch's rounds: first of plain decoding, then of the drafter."""
+"""Seconds and tokens of a batch's rounds: first of another way to decode, then of this one."""
+
+
+def _costs(
+    batches: Sequence[Sequence[int]], beside: Sequence[Generation], turns: Sequence[Turn]
+) -> list[Costs]:
+    """Return the costs of each batch of requests."""
+    costs = []
+    for batch in batches:
+        other = _cost([beside[i] for i in batch])
+        costs.append((*other, *_cost([turns[i].generation for i in batch])))
+    return costs
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
@@ -348,33 +380,9 @@ def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
     return batch_seconds(generations), tokens
 
 
-def _by_prompt(
-    costs: Sequence[Costs], batches: Sequence[Sequence[int]], turns: Sequence[Turn]
-) -> list[Costs]:
-    """Return the costs to resample for an interval, one for each prompt or batch.
-
-    The turns of a conversation are correlated and are added up where each ran alone; the prompts of
-    a larger batch share its time, so that the batch cannot be divided.
-    """
-    groups: dict[tuple[int, ...], list[Costs]] = {}
-    for cost, batch in zip(costs, batches, strict=True):
-        # a key of one number is a prompt's place, a longer one is a batch of its own
-        key = (turns[batch[0]].prompt.place,) if len(batch) == 1 else tuple(batch)
-        groups.setdefault(key, []).append(cost)
-    added_up = []
-    for group in groups.values():
-        columns = zip(*group, strict=True)
-        added_up.append(tuple(map(sum, columns)))
-    return added_up
-
-
-def _ratio(costs: Sequence[Costs]) -> float:
-    """Return the drafter's tokens per second over plain decoding's, NaN where there are none.
-
-    It is the ratio of the times where both wrote the same text.
-    """
-    plain_s, plain, drafted_s, drafted = map(sum, zip(*costs, strict=True))
-    return (drafted / drafted_s) / (plain / plain_s) if drafted_s and plain else float("nan")
+def _ratio(other_s: float, other: float, own_s: float, own: float) -> float:
+    """Return tokens per second over those of another way to decode, NaN where there are none."""
+    return own * other_s / (own_s * other) if own_s and other else NAN
 
 
 def _histogram(values: list[int]) -> list[int]:

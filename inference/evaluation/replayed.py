@@ -23,7 +23,7 @@ from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
-from .figures import interval
+from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth
@@ -86,7 +86,7 @@ def replayed(
         accepted += [tokens - 1 for tokens in rounds]
     return {
         "tau_incl_bonus": tau(emitted),
-        "tau_ci95": interval(emitted, tau),
+        "tau_ci95": tau_interval(emitted),
         "survival": survival(accepted, max(accepted, default=0)),
         "emitted": emitted,
     }

@@ -41,7 +41,9 @@ class RequestRecord(Struct, kw_only=True):
     rounds: list[tuple[Count, Count, Count]]
     """Drafted nodes, accepted drafts and emitted tokens of each round."""
     prompt: Count | None = None
-    """Number of the prompt's row in its file, from 0."""
+    """Number of the prompt among those that were read, from 0."""
+    unit: Count | None = None
+    """Number of the first prompt with the same id, or without ids the same text."""
     n_prompt: Count = 0
     n_out: Count = 0
     n_rounds: Count = 0
@@ -145,6 +147,11 @@ class DrafterFigures(Struct, kw_only=True):
     speedup: Number = None
     speedup_ci95: Interval | None = None
     speedup_median: Number = None
+    untuned: str | None = None
+    """Name of the same drafter without the profile, of a tuned one."""
+    gain_over_default: Number = None
+    """Tokens per second over those of `untuned` on the same prompts."""
+    gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
     predicted_speedup: Number = None
@@ -459,8 +466,8 @@ def write_report(report: Report, path: str | None) -> None:
 DEFINITIONS = {
     "tau_incl_bonus": "tokens emitted per round, the target's own included, the prefill's "
     "excluded, pooled over requests",
-    "tau_ci95": "95% bootstrap interval over prompts (the turns of one go together), 1000 "
-    "resamples; not given for fewer than five prompts",
+    "tau_ci95": "95% interval over prompts (the turns of one go together), by the jackknife of "
+    "log(tau) with Student's t; not given for fewer than five prompts",
     "tau_by_position": "tau of the rounds whose root stands below that position",
     "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
     "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
@@ -485,6 +492,8 @@ DEFINITIONS = {
     "fewer than five of them",
     "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where "
     "both wrote the same text, the ratio of the times",
+    "gain_over_default": "of a tuned drafter: tokens a second over those of the same drafter "
+    "without the profile (untuned), on the same prompts; gain_ci95: its interval, as speedup_ci95",
     "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
     "traversal, rrs, or typical (lossy)",
     "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "

@@ -8,10 +8,8 @@ import pytest
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.evaluation.figures import figures_of_replies
 from draftsmith.inference.metrics import (
-    bootstrap,
     conditional,
     offered_conditional,
-    pooled,
     repeats_itself,
     survival,
     tau,
@@ -41,33 +39,16 @@ def test_survival_and_conditional_without_acceptance() -> None:
     assert conditional([0.5, 0.0, 0.0])[:2] == [0.5, 0.0]
 
 
-def test_bootstrap_of_equal_requests_has_no_width() -> None:
-    assert bootstrap([[2, 2]] * 5, tau) == (2.0, 2.0)
-
-
-def test_bootstrap_passes_over_draws_of_nothing() -> None:
-    """Two of four requests have no round: a sixteenth of the draws has no tau at all."""
-    low, high = bootstrap([[2, 2], [3], [], []], tau)
-    assert (low, high) == (2.0, 3.0)
-    assert all(map(math.isnan, bootstrap([[], []], tau))) and all(
-        map(math.isnan, bootstrap([], tau))
-    )
-
-
 def test_turns_of_a_prompt_are_drawn_together() -> None:
-    """A prompt of two turns that differ has one tau, 2; drawn apart they would spread from 1 to
-    3."""
-    emitted = [[1, 1], [3, 3], [1, 1], [3, 3]]
-    assert pooled(emitted, [0, 0, 1, 1]) == [[1, 1, 3, 3]] * 2
-    assert bootstrap(pooled(emitted, [0, 0, 1, 1]), tau) == (2.0, 2.0)
-    assert bootstrap(pooled(emitted, range(4)), tau) == (1.0, 3.0)
-    five = emitted[:2] * 5  # fewer prompts get no interval
+    """A prompt of two turns that differ has one tau, 2."""
+    emitted = [[1, 1], [3, 3]]
+    five = emitted * 5  # fewer prompts get no interval
     summary = figures_of_replies(
         [
             Generation([7], [], [Round(tokens=[1] * n, drafted=3, accepted=n - 1) for n in k])
             for k in five
         ],
-        prompts=[number // 2 for number in range(10)],
+        units=[number // 2 for number in range(10)],
     )
     assert summary.tau_ci95 == (2.0, 2.0)
 

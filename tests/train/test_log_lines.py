@@ -28,6 +28,10 @@ def test_lines_say_what_they_are_about() -> None:
     assert evaluation_line(75, 150, MEASURED, 4.694, 75) == (
         "step 75/150  tau 4.69 (4.35-4.97) on held-out prompts  best so far"
     )
+    few = {**MEASURED, "tau_measured_low": float("nan"), "tau_measured_high": float("nan")}
+    assert evaluation_line(75, 150, few, 4.694, 75) == (
+        "step 75/150  tau 4.69 on held-out prompts  best so far"
+    )
     assert evaluation_line(75, 150, {"tau_estimated": 2.1}, 4.7, 50) == (
         "step 75/150  tau 2.10 estimated on held-out texts  best 4.70 at step 50"
     )

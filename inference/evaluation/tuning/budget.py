@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..results import FEWEST
+
 FEWEST_PROMPTS = 3
 SHORTEST_REPLY = 16
 # The replay is tried on so many roots of each text; the time for all roots is estimated from it.
 TRIAL_ROOTS = 6
-# Plain decoding, the default tree and one finalist are always measured.
-LEAST_WAYS = 3
+# Plain decoding, the default tree and one finalist are always measured; a finalist that is taken
+# is measured again beside the default on other prompts.
+LEAST_WAYS, AGAIN = 3, 2
 # Prompts are cut to no fewer tokens where drafters are timed: lookups need a text to search.
 LEAST_READ = 64
 # Rounds that a median needs.
@@ -60,29 +63,44 @@ def past_the_limit(took: float, parts: int, left: float) -> str | None:
     )
 
 
+def to_choose_on(prompts: int) -> int:
+    """Return on how many of the prompts a tree is chosen; on the others its gain is measured.
+
+    Half of them, if both halves then have enough for an interval, else all.
+    """
+    return math.ceil(prompts / 2) if prompts >= 2 * FEWEST else prompts
+
+
 def texts_that_fit(
     prompts: int, tokens: int, batches: Sequence[int], seconds: float, step: Callable[[int], float]
 ) -> tuple[int, int]:
     """Return how many prompts, and how many tokens of each reply, fit into `seconds`.
 
-    Two things have to fit into their shares of `seconds`: writing all plain replies in one batch,
-    and measuring `LEAST_WAYS` ways to decode at every batch size. A drafted reply is counted as if
-    it took as long as a plain one, and one repeat is assumed. `step(n)` gives the seconds of a
-    plain step of n rows. The prompts are halved first, down to a full batch of the largest size or
-    `FEWEST_PROMPTS`; then the replies are halved, down to `SHORTEST_REPLY`.
+    Two things have to fit into their shares of `seconds`: writing the plain replies that trees are
+    chosen on in one batch, and at every batch size measuring `LEAST_WAYS` ways to decode on these
+    prompts and `AGAIN` on the others. A drafted reply is counted as if it took as long as a plain
+    one, and one repeat is assumed. `step(n)` gives the seconds of a plain step of n rows. The
+    prompts are halved first, down to as many as intervals need at every batch size that has them,
+    to a full batch of the largest size, or to `FEWEST_PROMPTS`; then the replies are halved, down
+    to `SHORTEST_REPLY`.
     """
 
     def fits(count: int, length: int) -> bool:
-        writing = length * step(count)
+        first = to_choose_on(count)
+        writing = length * step(first)
         by_batch = []
         for batch in batches:
-            runs = LEAST_WAYS * math.ceil(count / batch)
+            runs = LEAST_WAYS * math.ceil(first / batch) + AGAIN * math.ceil(
+                (count - first) / batch
+            )
             by_batch.append(runs * length * step(batch))
         measuring = sum(by_batch)
         return writing <= TEXTS * seconds and measuring <= MEASURING * seconds
 
     # Fewer prompts than the largest batch would time that batch half empty.
-    fewest, shortest = min(prompts, max(FEWEST_PROMPTS, *batches)), min(tokens, SHORTEST_REPLY)
+    for_intervals = [n for batch in batches if (n := 2 * FEWEST * batch) <= prompts]
+    fewest = min(prompts, max(FEWEST_PROMPTS, *batches, *for_intervals))
+    shortest = min(tokens, SHORTEST_REPLY)
     while not fits(prompts, tokens) and prompts > fewest:
         prompts = max(prompts // 2, fewest)
     while not fits(prompts, tokens) and tokens > shortest:
@@ -154,17 +172,20 @@ def timings_that_fit(
 
 
 def finalists_that_fit(
-    finalists: int, repeats: int, runs: Sequence[float], seconds: float
+    finalists: int, repeats: int, runs: Sequence[float], again: float, seconds: float
 ) -> tuple[int, int]:
     """Return how many finalists, and how many repeats of their runs, fit into `seconds`.
 
     `runs` holds the seconds of one run of plain decoding, of the default tree, and of each
-    finalist, the most promising first. Repeats are given up before finalists; one of each remains.
+    finalist, the most promising first; `again` is the number of prompts on which the gain is
+    measured over that of the prompts of `runs`. Repeats are given up before finalists; one of each
+    remains.
     """
 
     def cost():
-        # Plain decoding and the default tree run beside the finalists.
-        return repeats * sum(runs[: 2 + finalists])
+        # Plain decoding and the default tree run beside the finalists; the default and one
+        # finalist run again on the other prompts.
+        return repeats * (sum(runs[: 2 + finalists]) + again * sum(runs[1 : 1 + AGAIN]))
 
     while cost() > seconds and repeats > 1:
         repeats -= 1

@@ -87,19 +87,24 @@ def candidates(
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return all candidates of the drafter `spec`, the default one first, and what was measured.
 
-    The measurements are the acceptance of each depth and rank, the accepted drafts at each score
-    temperature, and the best score temperature; there are none for lookups. `tick` is called with a
-    name before each pass over the texts.
+    The default is what a user gets without a profile (`proposers.default_tree`). The measurements
+    are the acceptance of each depth and rank, the accepted drafts at each score temperature, and
+    the best score temperature; there are none for lookups. `tick` is called with a name before each
+    pass over the texts.
 
     Raises `UserError` for drafters that cannot be replayed along a text.
     """
-    proposer = load_proposer(spec, known.target, lambda message: None)
+    proposer = load_proposer(spec, known.target, silent, choose=True, inform=silent)
     check_tunable(proposer, spec)
     if isinstance(proposer, Planned):
         return _planned(known, proposer, sampling, tick)
     if isinstance(proposer, MedusaProposer):
         return _heads(known, proposer, sampling, tick)
     return _lookups(known, spec, sampling, tick)
+
+
+def silent(message: str) -> None:
+    """Drop a notice that was shown when the drafter was first loaded."""
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:

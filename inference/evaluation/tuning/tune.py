@@ -1,7 +1,7 @@
 """`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 Every candidate's tokens per second are predicted from known texts and timed rounds; then the best
-predictions are measured, and the fastest goes into the profile.
+predictions are measured beside the default tree, and what `choice` takes goes into the profile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 
 from msgspec import to_builtins
@@ -23,20 +23,17 @@ from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
 from ...conversations.prompts import Prompt, check_batches, check_room
 from ...conversations.sources import source_files
-from ...decode import Generation, Request, generate
+from ...decode import Request, generate
 from ...drafters import check_spec, load_proposer
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, prompts_of
 from ..evaluate import origin
-from ..figures import figures_of_drafter
 from ..journal import Journal, kept
-from ..measure import Setting, decode_in_turns
 from ..names import distinct_labels
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
-from ..results import NAN
 from .budget import (
     DRAFTING,
     MEASURING,
@@ -45,26 +42,24 @@ from .budget import (
     VERIFICATION,
     Budget,
     Timings,
-    finalists_that_fit,
     past_the_limit,
     roots_that_fit,
     texts_that_fit,
     timings_that_fit,
 )  # fmt: skip
 from .candidates import Candidate, candidates, check_tunable
+from .choice import halves
 from .costs import (
     NODES,
     PLAIN,
     SETTLE,
     SHORTEST,
-    DraftCosts,
-    VerifyCosts,
     drafting,
-    predicted,
     probes_of,
     stored_costs,
     verification,
 )
+from .finalists import Search, measured_row
 from .profile import empty_profile, key_of
 from .replay_roots import KnownText, KnownTexts
 
@@ -90,7 +85,7 @@ def run(options: Options) -> None:
     check_room(prompts, target.max_positions)
 
     for spec in options.drafter:
-        check_tunable(load_proposer(spec, target, warn), spec)
+        check_tunable(load_proposer(spec, target, warn, choose=True), spec)
     profile = empty_profile(options, target, len(prompts))
     drafters: dict[str, list[JsonObject]] = profile["drafters"]
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
@@ -190,34 +185,6 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
     return samplings, batches, contexts
 
 
-@dataclass
-class _Search:
-    """Candidates of one drafter at one temperature, and everything that predicts their speed."""
-
-    sampling: Sampling
-    ways: list[Candidate]
-    """All candidates, the default one first."""
-    texts: list[KnownText]
-    verify: VerifyCosts
-    costs: DraftCosts
-    plain: Candidate
-    """Plain decoding, which accepts nothing at any root."""
-    plain_costs: DraftCosts
-    prompts: int
-    """Prompts on which finalists are measured."""
-    tokens: int
-    """Longest reply to them."""
-
-    def predict(self, way: Candidate, batch: int) -> dict[str, float]:
-        """Return `predicted` of `plain` or of one of `ways`."""
-        costs = self.plain_costs if way is self.plain else self.costs
-        return predicted(way, self.texts, batch, self.verify, costs)
-
-    def ranked(self, batch: int) -> list[Candidate]:
-        """Return the candidates, those of most predicted tokens per second first."""
-        return sorted(self.ways, key=lambda way: -self.predict(way, batch)["tokens_s"])
-
-
 class Bench:
     """Target, prompts and this machine's verification times, with which drafters are tuned."""
 
@@ -261,7 +228,8 @@ class Bench:
         count, tokens = texts_that_fit(
             len(self.prompts), options.max_new_tokens, batches, seconds, self._step
         )
-        prompts = [prompt.token_ids for prompt in self.prompts[:count]]
+        chosen_on, others = halves(self.prompts[:count])
+        prompts = [prompt.token_ids for prompt in chosen_on]
         known = self._texts(prompts, tokens, sampling)
         known = self._begun(known, spec, sampling, REPLAYS * seconds)
         texts = known.texts
@@ -276,70 +244,24 @@ class Bench:
             target, probes, prompts, self.batches, self.verify, sampling, self.tick, timings
         )
         facts["effort"] = {
-            "prompts": count,
+            "prompts": len(chosen_on),
+            "prompts_again": len(others),
             "max_new_tokens": tokens,
             "samples": timings.rounds * timings.turns,
             "probes": len(probes),
             "prompt_tokens": timings.tokens,
         }
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
-        search = _Search(
-            sampling, ways, texts, self.verify, costs, plain, plain_costs, count, tokens
+        search = Search(
+            sampling, ways, texts, self.verify, costs, plain, plain_costs, chosen_on, others, tokens
         )
         rows = []
         for number, batch in enumerate(batches):
-            ranked = search.ranked(batch)
             # Measuring gets all the time that is left, or its share where earlier work took more
             # than was estimated.
             share = budget.left / (len(batches) - number) or MEASURING * seconds / len(batches)
-            rows.append(self._measured_row(search, batch, ranked, share) | facts)
+            rows.append(measured_row(target, search, batch, options, share, self.tick) | facts)
         return rows
-
-    def _measured_row(
-        self, search: _Search, batch: int, ranked: Sequence[Candidate], seconds: float
-    ) -> JsonObject:
-        """Measure the best of `ranked` in about `seconds`, and return a row of the profile.
-
-        The default and plain decoding are measured beside them. Predictions are scaled by `pace`,
-        plain decoding's measured speed over its predicted one: machines speed up and slow down, and
-        candidates are compared with plain decoding at the moment of the measurement.
-        """
-        default = search.ways[0]
-        promising = [search.plain, default, *ranked[: self.options.finalists]]
-        speeds = [search.predict(way, batch)["tokens_s"] for way in promising]
-        runs = [search.prompts * search.tokens / speed for speed in speeds]
-        finalists, repeats = finalists_that_fit(
-            self.options.finalists, self.options.repeats, runs, seconds
-        )
-        chosen = list(ranked[:finalists])
-        if default not in chosen:
-            chosen.append(default)
-        ways = [search.plain, *chosen]
-        predictions = [search.predict(way, batch) for way in ways]
-        sampling = search.sampling
-        self.tick(f"{len(chosen)} finalists, T = {sampling.temperature:g}, batch {batch}")
-        setting = Setting(sampling, batch, search.tokens, repeats)
-        measurements = self._measure(ways, sampling, setting, self.prompts[: search.prompts])
-        pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
-        finals = []
-        for way, prediction, measurement in zip(ways, predictions, measurements, strict=True):
-            unscaled = prediction["tokens_s"]
-            scaled = {**prediction, "tokens_s": unscaled * pace, "tokens_s_unscaled": unscaled}
-            final = {"kind": way.kind, "label": way.label, "setting": way.setting}
-            finals.append({**final, "predicted": scaled, "measured": measurement})
-        best = max(finals[1:], key=lambda final: final["measured"]["tokens_s"])
-        return {
-            "temperature": sampling.temperature,
-            "batch": batch,
-            **best,
-            "plain": finals[0],
-            # plain decoding stands before the chosen ones
-            "default": finals[1 + chosen.index(default)],
-            "finalists": finals[1:],
-            "candidates": len(search.ways),
-            "cost_fit_error": search.costs.error,
-            "pace": pace,
-        }
 
     def _step(self, rows: int) -> float:
         """Return a rough estimate of the seconds of a plain step of `rows` rows.
@@ -413,47 +335,6 @@ class Bench:
         samples = self.options.samples
         return timings_that_fit(samples, SWEEPS, SETTLE, round_s, token_s, tokens, seconds)
 
-    def _measure(
-        self,
-        chosen: Sequence[Candidate],
-        sampling: Sampling,
-        setting: Setting,
-        prompts: Sequence[Prompt],
-    ) -> list[dict[str, float]]:
-        """Decode `prompts` with each of `chosen` in turns, and return the figures of each."""
-        ways = [_Ready(self.target, candidate) for candidate in chosen]
-        results = decode_in_turns(self.target, ways, prompts, setting)
-        plain = [turn.generation for turn in next(iter(results.values()))]
-        measurements = []
-        for turns in results.values():
-            f = figures_of_drafter(turns, plain, setting.batch)
-            assert f.tau_incl_bonus is not None and f.tokens_s is not None
-            measurements.append(
-                {
-                    "tau": f.tau_incl_bonus,
-                    "tokens_s": f.tokens_s,
-                    "speedup": NAN if f.speedup is None else f.speedup,
-                }
-            )
-        return measurements
-
-
-class _Ready:
-    """Candidate as a way to decode (a `measure.Loop`).
-
-    Candidates of one drafter share its weights and its proposer, so each is set up when its turn
-    comes.
-    """
-
-    def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.name, self._target, self._candidate = candidate.label, target, candidate
-
-    def generate(
-        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
-    ) -> list[Generation]:
-        """Decode like `decode.generate`."""
-        return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)
-
 
 def show(profile: JsonObject, console: Console) -> None:
     """Print the results of each drafter, predicted beside measured."""
@@ -461,13 +342,13 @@ def show(profile: JsonObject, console: Console) -> None:
     for key, rows in profile["drafters"].items():
         for row in rows:
             console.print(_table(names[key], row))
+            console.print(row["reason"], highlight=False, markup=False)
             if row["measured"]["speedup"] < 1:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
     console.print(
         "tau: tokens a round. Predicted: rounds in units of plain ones, which take what they took "
-        "while the finalists ran. The "
-        "chosen one is the fastest of few that are close, so expect a little less elsewhere; "
-        "evaluate --profile measures it."
+        "while the finalists ran. Over default: tokens a second over the default's. The table is "
+        "of the prompts that the trees were chosen on, where the best of several is lucky too."
     )
 
 
@@ -478,26 +359,27 @@ def _table(name: str, row: JsonObject) -> Table:
         f"{row['candidates']} chains and trees"
     )
     table = plain_table(title, title_justify="left")
-    table.add_column("", no_wrap=True)
     table.add_column("drafts", overflow="fold")
-    for column in ("tau", "tau predicted", "tok/s", "tok/s predicted", "off by", "speed-up"):
+    # Headings of two lines leave room for the drafts in 80 columns.
+    columns = ("tau", "tau\npredicted", "tok/s", "tok/s\npredicted", "off by", "speed-up")
+    for column in (*columns, "over\ndefault"):
         table.add_column(column, justify="right", no_wrap=True)
     for final in (row["plain"], *row["finalists"]):
         prediction, measurement = final["predicted"], final["measured"]
         marks = []
         if final["kind"] != PLAIN.kind:
             if final["setting"] == row["setting"]:
-                marks.append("chosen")
+                marks.append("  (chosen)")
             if final["setting"] == row["default"]["setting"]:
-                marks.append("default")
+                marks.append("  (default)")
         table.add_row(
-            " ".join(marks),
-            final["label"],
+            "\n".join([final["label"], *marks]),
             f"{measurement['tau']:.2f}",
             f"{prediction['tau']:.2f}",
             f"{measurement['tokens_s']:.0f}",
             f"{prediction['tokens_s']:.0f}",
             f"{prediction['tokens_s'] / measurement['tokens_s'] - 1:+.0%}",
             f"{measurement['speedup']:.2f}x",
+            f"{final['gain']:.2f}x" if "gain" in final else "-",
         )
     return table

@@ -121,6 +121,30 @@ def test_a_fall_within_the_interval_is_no_regression() -> None:
     assert all(row.change_ci95[0] < 0 < row.change_ci95[1] for row in setting.rows)
 
 
+def test_the_rows_that_the_exit_code_rests_on_share_the_error() -> None:
+    """A category that falls by a clear 95% interval is no regression where three rows could be
+    one."""
+    before, after = report(CODE, CHAT), report(CODE, CHAT)
+    requests = after.settings[0].drafters["head"].per_request
+    for request in requests[10:14]:  # four of ten fall from 5 tokens in three rounds to 4
+        request.rounds = [(5, 0, 1), (5, 0, 1), (5, 1, 2)]
+    (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
+    rows = {row.category: row for row in setting.rows}
+    assert setting.tests == 3 and setting.level == pytest.approx(1 - 0.05 / 3)
+    assert rows["chat"].change_ci95[1] < 0 and not rows["chat"].regressed
+    for found in (before, after):
+        figures = found.settings[0].drafters["head"]
+        figures.per_request = figures.per_request[10:]
+    (alone,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
+    assert (alone.tests, alone.level) == (1, 0.95)
+    assert [row.regressed for row in alone.rows] == [True]
+    four = [*before.settings[0].drafters["head"].per_request[:4]]
+    for found in (before, after):
+        found.settings[0].drafters["head"].per_request = four
+    (none,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
+    assert none.tests == 0 and not none.rows[0].regressed
+
+
 def write(path: Path, value: dict[str, Any]) -> str:
     path.write_text(json.dumps(value))
     return str(path)
@@ -132,11 +156,15 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         write(tmp_path / "b.json", written(CODE, [1, 1, 2], "tuned")),
     )
     run(Options(reports=[a, b]))
-    assert "REGRESSED" in capsys.readouterr().out, "flagged, but nobody asked to fail"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "REGRESSED: all, chat tau" in said, "flagged, but nobody asked to fail"
+    assert "judged by intervals of 98.333%: 3 rows share an error of 5%" in said
     with pytest.raises(SystemExit) as ended:
         run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
     assert ended.value.code == 3
-    assert json.loads((tmp_path / "o.json").read_text())["drafters"] == ["head", "tuned"]
+    written_down = json.loads((tmp_path / "o.json").read_text())
+    assert written_down["drafters"] == ["head", "tuned"]
+    assert [(s["tests"], s["level"]) for s in written_down["settings"]] == [(3, 1 - 0.05 / 3)]
     run(Options(reports=[a, b], fail_on_regression="25%"))
 
 

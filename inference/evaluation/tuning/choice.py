@@ -1,0 +1,121 @@
+"""Choice of `draftsmith tune` between the default tree and the best of the finalists.
+
+The finalists are measured beside the default on one half of the prompts. The best one is taken only
+if the interval of its gain excludes no gain. The best of several on the prompts that it was chosen
+on is also the luckiest, so what is reported is its gain on the other half of the prompts, which had
+no part in the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....heads.files import JsonObject
+from ...conversations.prompts import Prompt
+from ..figures import Gain
+from ..intervals import LEVEL
+from ..results import FEWEST
+from .budget import to_choose_on
+
+
+def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts that a tree is chosen on, and those on which its gain is measured.
+
+    Every second one is in the second half, so that both have prompts of all kinds; prompts of
+    one unit stay together. The second half is empty where there are too few.
+    """
+    units = list(dict.fromkeys(prompt.unit for prompt in prompts))
+    first = units[::2] if to_choose_on(len(units)) < len(units) else units
+    chosen_on = [prompt for prompt in prompts if prompt.unit in first]
+    return chosen_on, [prompt for prompt in prompts if prompt.unit not in first]
+
+
+def level_of(finalists: int) -> float:
+    """Return the level of each finalist's interval: together they err in 5% (Bonferroni)."""
+    return 1 - (1 - LEVEL) / max(finalists, 1)
+
+
+@dataclass
+class Choice:
+    """Best finalist beside the default: its gains, and whether it is taken."""
+
+    default: str
+    """Label of the default."""
+    best: str
+    """Label of the finalist with the highest gain."""
+    gain: Gain
+    """Its gain on the prompts that it was chosen on, with the interval of `level`."""
+    level: float
+    batch: int
+    others: int
+    """Number of the other prompts; 0 where there are too few."""
+    again: Gain | None = None
+    """Its gain on these, with its 95% interval; None until it is measured."""
+
+    @property
+    def promising(self) -> bool:
+        """Whether the interval excludes no gain, and there are prompts to measure it again."""
+        return self.others > 0 and self.gain.interval[0] > 1
+
+    @property
+    def taken(self) -> bool:
+        """Whether the best finalist replaces the default.
+
+        The second measurement decides nothing, so that it is unbiased, unless it excludes a gain.
+        """
+        return self.promising and self.again is not None and self.again.interval[1] >= 1
+
+    @property
+    def reason(self) -> str:
+        """One line that says what is kept, and why."""
+        kept = f"The default ({self.default}) is kept: "
+        low, high = self.gain.interval
+        if not self.others or math.isnan(low):
+            return (
+                f"{kept}{self.best} has {self.gain.ratio:.2f}x its tokens per second, but more "
+                "prompts are needed for an interval, "
+                f"{2 * FEWEST * self.batch} or more (--limit, --budget)."
+            )
+        if not self.promising:
+            return (
+                f"{kept}the best finalist, {self.best}, has {self.gain.ratio:.2f}x its tokens per "
+                f"second, with a {100 * self.level:.3g}% interval of {low:.2f} to {high:.2f}, "
+                "which does not exclude no gain."
+            )
+        assert self.again is not None
+        low, high = self.again.interval
+        found = (
+            f"{self.again.ratio:.2f}x (95%: {low:.2f} to {high:.2f}) the tokens per second of the "
+            f"default on {self.others} prompts that had no part in the choice"
+        )
+        if not self.taken:
+            return f"{kept}{self.best} has {found}."
+        return f"{self.best} is taken in place of the default ({self.default}): {found}."
+
+    def to_json(self) -> JsonObject:
+        """Return the keys of a profile's row that are about the choice."""
+        again = self.again
+        return {
+            "taken": self.taken,
+            "reason": self.reason,
+            # of the default over itself
+            "gain_over_default": again.ratio if self.taken and again is not None else 1.0,
+            "gain_ci95": again.interval if self.taken and again is not None else None,
+            "best": {
+                "label": self.best,
+                "gain": self.gain.ratio,
+                "gain_interval": self.gain.interval,
+                "level": self.level,
+                "gain_again": None if again is None else again.ratio,
+                "gain_again_ci95": None if again is None else again.interval,
+                "prompts_again": self.others,
+            },
+        }
+
+
+def enough(prompts: Sequence[Prompt], batch: int) -> bool:
+    """Return whether an interval of the gain on these prompts can be given."""
+    units = {prompt.unit for prompt in prompts}
+    return (len(units) if batch == 1 else math.ceil(len(prompts) / batch)) >= FEWEST

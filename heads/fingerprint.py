@@ -27,11 +27,11 @@ LARGEST_EXACT = 1 << 24  # float32 represents all integers up to here
 # norms, soft caps, scales and multipliers, windows, activations, and how experts are chosen.
 NUMBERS = re.compile(
     r"rope|rotary|(^|_)eps(_|$)|epsilon|soft_?cap|logits?_cap|scal(e|ing|ar)(_|$)|multipliers?$"
-    r"|window|sliding|chunk_size|layer_types|no_rope|(^|_)act(_|$)|activation(_function)?$|clip_qkv"
+    r"|window|sliding|attention_chunk_size|layer_types|no_rope|(^|_)act(_|$)|activation(_function)?$|clip_qkv"
     r"|qk_norm|swiglu|temperature_tuning|experts_per_tok|top_?k_experts|moe_top_?k|norm_topk|topk_method"
     r"|(^|_)n_group$|topk_group|scoring_func"
 )
-TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|vision|audio")
+TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
 # Keys that some configurations have beside the rotary parameters, and others within them.
 BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
@@ -144,9 +144,9 @@ def numbers_of(config: Any) -> dict[str, Any]:
         if value is not None and not by_kind:
             rope.setdefault(name, value)
     found = dict(_flat("rope_parameters", rope))
-    # Scaled positions depend on the length that the configuration promises.
+    # Positions that are scaled in these ways depend on the length that is promised.
     kinds = {value for name, value in found.items() if name.endswith("rope_type")}
-    if kinds - {"default", None}:
+    if kinds & {"dynamic", "longrope"}:
         found |= _flat("max_position_embeddings", values.get("max_position_embeddings"))
     for name, value in values.items():
         if NUMBERS.search(name) and not TRAINING_ONLY.search(name):

@@ -129,7 +129,9 @@ def test_what_changes_no_output_is_left_alone() -> None:
         initializer_range=0.5, attention_dropout=0.5, use_cache=False, max_position_embeddings=4096
     )
     assert numbers_of(more) == before
-    assert "max_position_embeddings" in numbers_of(LlamaConfig(rope_parameters=ROPE))
+    assert "max_position_embeddings" not in numbers_of(LlamaConfig(rope_parameters=ROPE))
+    dynamic = {**ROPE, "rope_type": "dynamic"}
+    assert "max_position_embeddings" in numbers_of(LlamaConfig(rope_parameters=dynamic))
 
 
 class Written:

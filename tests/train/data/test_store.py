@@ -29,7 +29,7 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.extract import apart, wait_for_others
+from draftsmith.train.data.extract import apart, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target, embedding_and_head_in
 from safetensors.torch import load_file
@@ -318,6 +318,11 @@ def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
     stored = load_stored(store)
     named = TargetConfig(str(target), device="cpu")
     check_named_target(named, stored, str(store))
+    fingerprint = stored.fingerprint().as_dict()
+    refuse_another(store, {"target": fingerprint})
+    changed = {**fingerprint["numbers"], "rms_norm_eps": 0.5}
+    with pytest.raises(UserError, match=r"was changed \(rms_norm_eps was 1e-06, is 0.5\)"):
+        refuse_another(store, {"target": {**fingerprint, "numbers": changed}})
     shutil.copytree(target, tmp_path / "kept")
     edit_config(target)
     with pytest.raises(UserError, match=r"differs in configuration \(rms_norm_eps was 1e-06, is"):

@@ -112,7 +112,8 @@ class Artifact:
         `embedding_and_head` are the target's; all methods but Medusa with heads of its own need
         them. Raises `UserError` for a missing or broken file, for a missing or surplus tensor or
         one of another shape or dtype, and for a target of other sizes. A target of equal sizes but
-        with other weights, tokenizer or template is reported through `warn`.
+        with other weights, tokenizer, template or numbers in its configuration is reported through
+        `warn`.
         """
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():

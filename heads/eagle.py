@@ -182,6 +182,11 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         return functional.linear(normed, self._first.qkv.weight[:, :hidden])
 
     @property
+    def first_projection(self) -> nn.Linear:
+        """The first layer's projection to queries, keys and values."""
+        return self._first.qkv
+
+    @property
     def _first(self) -> DecoderLayer:
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)

@@ -1,15 +1,18 @@
 """Fingerprints by which a target is recognised, so that no drafter is silently used with another.
 
-A fingerprint has the target's sizes and hashes of its tokenizer, its chat template and a sample of
-its weights (docs/checkpoint-formats.md#artifact).
+A fingerprint has the target's sizes, hashes of its tokenizer, its chat template and a sample of its
+weights, and the values of its configuration that change what the same weights compute
+(docs/checkpoint-formats.md#artifact).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,18 @@ from .files import JsonObject
 
 SAMPLES_PER_TENSOR = 32
 LARGEST_EXACT = 1 << 24  # float32 represents all integers up to here
+# Keys of a text configuration that change the output of the same weights: rotary positions, eps of
+# norms, soft caps, scales and multipliers, windows, activations, and how experts are chosen.
+NUMBERS = re.compile(
+    r"rope|rotary|(^|_)eps(_|$)|epsilon|soft_?cap|logits?_cap|scal(e|ing|ar)(_|$)|multipliers?$"
+    r"|window|sliding|attention_chunk_size|layer_types|no_rope|(^|_)act(_|$)|activation(_function)?$|clip_qkv"
+    r"|qk_norm|swiglu|temperature_tuning|experts_per_tok|top_?k_experts|moe_top_?k|norm_topk|topk_method"
+    r"|(^|_)n_group$|topk_group|scoring_func"
+)
+TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
+# Keys that some configurations have beside the rotary parameters, and others within them.
+BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+SHOWN = 3  # values that a message names
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class Fingerprint:
     """Hash of the chat template; empty for a target without a tokenizer."""
     weights_hash: str
     """Hash of a sample of every parameter, see `weights_hash`."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Values of the text configuration that change the output, see `numbers_of`."""
 
     @classmethod
     def of(
@@ -65,6 +82,7 @@ class Fingerprint:
             tokenizer_hash=tokenizer_hash(tokenizer),
             template_hash=template_hash,
             weights_hash=weights or weights_hash(model),
+            numbers=numbers_of(config),
         )
 
     def as_dict(self) -> JsonObject:
@@ -76,14 +94,16 @@ class Fingerprint:
         A drafter that was trained for `self` cannot be used with such a target.
         """
         errors = []
-        for field in fields:
-            trained, given = getattr(self, field), getattr(target, field)
+        for name in fields:
+            trained, given = getattr(self, name), getattr(target, name)
             if trained != given:
-                errors.append(f"{field} is {trained} in the drafter and {given} in the target")
+                errors.append(f"{name} is {trained} in the drafter and {given} in the target")
         return errors
 
     def warnings_against(self, target: Fingerprint) -> list[str]:
-        """Return a sentence about hashes in which `target` differs, in a list; none if none does.
+        """Return a sentence about what differs in `target`, in a list; none if nothing does.
+
+        That are hashes, and numbers of the configuration with both values.
 
         Decoding stays lossless with such a target, but fewer drafts are probably accepted.
         """
@@ -93,15 +113,78 @@ class Fingerprint:
             "weights_hash": "weights",
         }
         different = []
-        for field, text in descriptions.items():
-            if getattr(self, field) != getattr(target, field):
+        for name, text in descriptions.items():
+            if getattr(self, name) != getattr(target, name):
                 different.append(text)
+        if changes := changed_numbers(self.numbers, target.numbers):
+            different.append(f"its configuration ({changes})")
         if not different:
             return []
         return [
             f"drafter was trained for {self.name!r}; {target.name!r} differs in "
             f"{' and '.join(different)}"
         ]
+
+
+def numbers_of(config: Any) -> dict[str, Any]:
+    """Return the values of a text configuration that change the output of the same weights.
+
+    Names are flat, such as `rope_parameters.rope_theta`; values are as JSON holds them. `config` is
+    one of transformers', whose versions write rotary parameters in different places.
+    """
+    values = {name: value for name, value in config.to_dict().items() if name[:1] != "_"}
+    rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
+    values.pop("rope_scaling", None)  # an older name of the same table
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    # Where layers of different kinds have tables of their own, these hold such keys already.
+    by_kind = any(isinstance(value, dict) for value in rope.values())
+    for name in BESIDE_ROPE:
+        value = values.pop(name, None)
+        if value is not None and not by_kind:
+            rope.setdefault(name, value)
+    found = dict(_flat("rope_parameters", rope))
+    # Positions that are scaled in these ways depend on the length that is promised.
+    kinds = {value for name, value in found.items() if name.endswith("rope_type")}
+    if kinds & {"dynamic", "longrope"}:
+        found |= _flat("max_position_embeddings", values.get("max_position_embeddings"))
+    for name, value in values.items():
+        if NUMBERS.search(name) and not TRAINING_ONLY.search(name):
+            found |= _flat(name, value)
+    return dict(sorted(found.items()))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a table under flat names, in the form that JSON gives back."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        yield name, [item if isinstance(item, str | int | float) else str(item) for item in value]
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield name, str(value)
+    elif value is None or isinstance(value, str | int | float):
+        yield name, value
+
+
+def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a phrase that names values that differ, with both; empty if none does.
+
+    Only names that both tables have are compared: another version of transformers may know more.
+    Example: `rms_norm_eps was 1e-06, is 0.01`.
+    """
+    changes = []
+    for name in sorted(before.keys() & now.keys()):
+        # Numbers are compared as numbers: one version writes 10000, another one 10000.0.
+        if before[name] != now[name]:
+            changes.append(f"{name} was {_shortened(before[name])}, is {_shortened(now[name])}")
+    more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+    return "; ".join([*changes[:SHOWN], *more])
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:36]} ..."
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -4,6 +4,7 @@ is at hand."""
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
@@ -166,6 +167,15 @@ def saved_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
+
+
+def edit_config(target: Path) -> None:
+    """Change the base of rotary positions and the eps of norms in a target's config.json."""
+    file = target / "config.json"
+    config = json.loads(file.read_text())
+    assert config["rope_parameters"]["rope_theta"] == 1e4 and config["rms_norm_eps"] == 1e-6
+    config["rope_parameters"]["rope_theta"] = 5e5
+    file.write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
 
 
 @pytest.fixture

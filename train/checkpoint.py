@@ -33,6 +33,7 @@ from ..heads.files import (
     write_checksums,
     write_json,
 )
+from ..heads.fingerprint import changed_numbers
 from ..heads.locks import partial_path
 from .documents import TrainerState
 from .method import rename_keys
@@ -133,15 +134,21 @@ class RunFolder:
                     self.checkpoints / f"damaged-{self.at(step).name}-{uuid.uuid4().hex[:6]}"
                 )
 
-    def check_identity(self, step: int, identity: dict[str, str]) -> None:
+    def check_identity(self, step: int, identity: JsonObject) -> None:
         """Raise `UserError` unless target and data are still those of the checkpoint of `step`.
 
-        The config names both by path only, so `identity` holds hashes of them. Called before
-        anything in the run folder is overwritten.
+        The config names both by path only, so `identity` holds hashes of them, and the numbers of
+        the target's configuration. Called before anything in the run folder is overwritten.
         """
         before = self.state_of(step).identity
         for name, value in identity.items():
-            if before.get(name) != value:
+            if name == "numbers":
+                if changes := changed_numbers(before.get(name, {}), value):
+                    raise UserError(
+                        f"{self.path} holds checkpoints of a run whose target's configuration has "
+                        f"changed since ({changes}); change it back, or choose another output"
+                    )
+            elif before.get(name) != value:
                 raise UserError(
                     f"{self.path} holds checkpoints of a run whose {name} has changed since, "
                     "though its path has not; choose another output"

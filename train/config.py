@@ -158,9 +158,12 @@ class Evaluation:
     early."""
 
     def __post_init__(self) -> None:
-        if min(self.every, self.prompts, self.max_new_tokens, self.tree_nodes) < 1:
+        if min(self.every, self.prompts, self.tree_nodes) < 1:
+            raise UserError("evaluation.every, prompts and tree_nodes must be at least 1")
+        if self.max_new_tokens < 2:
             raise UserError(
-                "evaluation.every, prompts, max_new_tokens and tree_nodes must be at least 1"
+                "evaluation.max_new_tokens must be at least 2: the first token of a reply comes "
+                "without a draft, so that there is no tau of one"
             )
         if self.patience < 0:
             raise UserError("evaluation.patience must be at least 0")

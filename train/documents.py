@@ -46,8 +46,9 @@ class TrainerState(Document, kw_only=True):
     """Number of the latest of them, without a good step in between."""
     total_steps: Count = 0
     """Number of steps of the whole run."""
-    identity: dict[str, str] = {}
-    """Hashes of the target's weights and of the data, which the config names by path only."""
+    identity: JsonObject = {}
+    """Hashes of the target's weights and of the data, which the config names by path only, and the
+    `numbers` of the target's configuration."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
     def as_json(self) -> JsonObject:

@@ -56,19 +56,19 @@ class RunSizes:
     """True where the last state of every position is read, and not only of the replies'."""
     passes: float
     """See `Outline`, as for all that follow."""
-    borrowed_params: int = 0
+    operations: float = 0.0
+    head_operations: float = 0.0
+    most_roots: float = 1.0
     layers: int = 1
     logit_rows: int = 1024
     target_layers: int = 1
 
-    @property
-    def training_operations(self) -> float:
-        """Operations of the drafter in a step, for each position.
+    def training_operations(self, reply_share: float) -> float:
+        """Return the operations of the drafter in a step, for each position.
 
-        2 forward and 4 backward for a parameter that is trained; 2 and 2 for a borrowed one, which
-        is frozen: the gradient passes on through it to the states, and it has none of its own.
+        `reply_share` is the share of the positions that the target wrote: roots are among them.
         """
-        return (6 * self.drafter_params + 4 * self.borrowed_params) * self.passes
+        return self.operations + self.head_operations * min(reply_share, self.most_roots)
 
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
@@ -96,8 +96,8 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     trained = sum(p.numel() for p in outline.drafter.parameters())
     return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        outline.passes, outline.borrowed_params, outline.layers, outline.logit_rows,
-        target.num_layers,
+        outline.passes, outline.operations, outline.head_operations, outline.most_roots,
+        outline.layers, outline.logit_rows, target.num_layers,
     )  # fmt: skip
 
 
@@ -113,11 +113,12 @@ def outlined(method: AnyMethod, config: RunConfig, target: ConfigOnly) -> Outlin
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
     """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
 
-    Operations are counted as usual: 2 for each parameter in a forward pass, and twice as many in a
-    backward pass, half of them for the gradients of the weights.
+    Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
+    the drafter.
     """
+    reply_share = options.written_share
     # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
-    last = 1.0 if shape.all_last else options.reply_share
+    last = 1.0 if shape.all_last else reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
     peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
     positions = config.batch_rows * config.data.max_length
@@ -128,9 +129,10 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
     logits = 3 * shape.logit_rows * shape.vocab * 4
     decoding_hour = peak_hour * DECODE_SHARE
-    regenerate = 2 * shape.active_params * options.tokens * options.reply_share / decoding_hour
+    regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
     extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
-    train = shape.training_operations * options.tokens * config.epochs / (peak_hour * options.mfu)
+    operations = shape.training_operations(reply_share) * options.tokens * config.epochs
+    train = operations / (peak_hour * options.mfu)
     # Without a store, features are made anew in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0

@@ -15,10 +15,12 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..heads.errors import UserError
-from ..heads.fingerprint import Fingerprint, hash_of
-from ..heads.pretrained import read_tokenizer
+from ..heads.files import JsonObject
+from ..heads.fingerprint import Fingerprint, changed_numbers, hash_of
+from ..heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
 from ..inference.targets.stored import (
     HeldOutText,
+    StoredTarget,
     load_stored,
     load_texts,
     manifest_of,
@@ -45,8 +47,8 @@ class Inputs:
 
     target: TargetSource
     tables: data_module.Tables
-    identity: dict[str, str]
-    """Hashes of the target's weights and of the data."""
+    identity: JsonObject
+    """Hashes of the target's weights and of the data, and the numbers of its configuration."""
     make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
     """Function that makes the source of features. Its last argument returns true once the run was
     asked to stop."""
@@ -56,7 +58,7 @@ class Inputs:
 
 
 def inputs_of(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
 ) -> Inputs:
     """Load the target, data and features that the run's config names.
 
@@ -69,7 +71,7 @@ def inputs_of(
 
 
 def live_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
 ) -> Inputs:
     """Return the inputs of a run whose target is in this process, whole or spread over ranks.
 
@@ -95,15 +97,15 @@ def checked_tables(
     accelerator: Accelerator,
     target: TargetSource,
     folder: Path,
-    check: Callable[[dict[str, str]], None],
-) -> tuple[data_module.Tables, dict[str, str]]:
-    """Return the tables of a run and its identity: hashes of target and data.
+    check: Callable[[JsonObject], None],
+) -> tuple[data_module.Tables, JsonObject]:
+    """Return the tables of a run and its identity, see `Inputs`.
 
-    `check` is called with both before the tables are written: a resume with other data must leave
-    the folder as it is. Raises `UserError` as `prepared_tables` does.
+    `check` is called with its parts before the tables are written: a resume with other data must
+    leave the folder as it is. Raises `UserError` as `prepared_tables` does.
     """
-    weights = {"target": target.fingerprint().weights_hash}
-    check(weights)
+    known = identity_of(target.fingerprint())
+    check(known)
     tables = prepared_tables(
         accelerator,
         run.data,
@@ -112,7 +114,12 @@ def checked_tables(
         run.seed,
         lambda identity: check({"data": identity}),
     )
-    return tables, weights | {"data": data_module.noted(folder / "data").known_as()}
+    return tables, known | {"data": data_module.noted(folder / "data").known_as()}
+
+
+def identity_of(fingerprint: Fingerprint) -> JsonObject:
+    """Return the part of a run's identity that the target has."""
+    return {"target": fingerprint.weights_hash, "numbers": fingerprint.numbers}
 
 
 def prepared_tables(
@@ -138,7 +145,7 @@ def prepared_tables(
 
 
 def served_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
 ) -> Inputs:
     """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
@@ -186,26 +193,15 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
     """
     check_there(path)
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    names, read = tensors_in(folder)
+    if not names:
         raise UserError(
             f"{folder} holds no safetensors files to take the embedding and the head from"
         )
-    file_with: dict[str, Any] = {}  # the opened file of each tensor
-    for file in files:
-        opened: Any = safe_open(file, framework="pt")
-        file_with |= dict.fromkeys(opened.keys(), opened)
-
-    def read(name: str) -> torch.Tensor | None:
-        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
-        if name not in file_with:
-            name = name.replace("model.language_model.", "language_model.model.", 1)
-        return file_with[name].get_tensor(name) if name in file_with else None
-
     wanted_dtype = resolve_dtype(dtype, device)
     stored_dtype = next(
         tensor.dtype
-        for tensor in map(read, file_with)
+        for tensor in map(read, names)
         if tensor is not None and tensor.is_floating_point()
     )
     model = model_of_embedding_and_head(
@@ -219,12 +215,31 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
     return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
 
 
+def tensors_in(folder: Path) -> tuple[list[str], Callable[[str], torch.Tensor | None]]:
+    """Return the names of the tensors in a folder's safetensors files, and what reads one by name.
+
+    It gives None for a name that no file has. Files are mapped: only what is looked at is read.
+    """
+    file_with: dict[str, Any] = {}  # the opened file of each tensor
+    for file in sorted(folder.glob("*.safetensors")):
+        opened: Any = safe_open(file, framework="pt")
+        file_with |= dict.fromkeys(opened.keys(), opened)
+
+    def read(name: str) -> torch.Tensor | None:
+        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
+        if name not in file_with:
+            name = name.replace("model.language_model.", "language_model.model.", 1)
+        return file_with[name].get_tensor(name) if name in file_with else None
+
+    return list(file_with), read
+
+
 def stored_inputs(
     run: RunConfig,
     store: str,
     accelerator: Accelerator,
     folder: Path,
-    check: Callable[[dict[str, str]], None],
+    check: Callable[[JsonObject], None],
 ) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
@@ -240,7 +255,8 @@ def stored_inputs(
                 "or extract again"
             )
     target = load_stored(store, str(accelerator.device))
-    identity = {"target": manifest.target.weights_hash, "data": manifest.tables}
+    on_main(accelerator, lambda: check_named_target(run.target, target, store))
+    identity = {**identity_of(manifest.target), "data": manifest.tables}
     # A run that goes on from a store has tables of its own, which an older version may have named
     # otherwise than the store's, though they are the same.
     with suppress(UserError):  # none, or damaged ones
@@ -258,10 +274,15 @@ def stored_inputs(
         )
 
     log.info(
-        "features of %s from %s, and its data: target and data.sources of this config are not read",
+        "features of %s from %s, and its data: data.sources of this config are not read",
         target.name,
         store,
     )
+    for name, stored in manifest.held_out.items():
+        if (wanted := getattr(run.evaluation, name, stored)) != stored:
+            log.info(
+                "evaluation.%s is %d in the store, which is used, not %d", name, stored, wanted
+            )
 
     return Inputs(
         target,
@@ -270,6 +291,53 @@ def stored_inputs(
         make_source,
         lambda taps: load_texts(store, taps),
     )
+
+
+def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) -> None:
+    """Raise `UserError` if the target that a run names is not the one of its feature store.
+
+    Weights are compared by the sample that a fingerprint has, where the files hold them as they are
+    loaded: not quantised, and without an adapter. A target that is not in a folder here is not
+    compared, which the log says: a run from a store does not need it.
+    """
+    folder = Path(named.path)
+    if not (folder / "config.json").is_file():
+        log.info("no config.json in %s: it was not compared with the target of %s", folder, store)
+        return
+    with clear_errors(folder):
+        config = read_config(folder, named.trust_remote_code)
+        with torch.device("meta"):
+            model = make_causal_lm(config, named.trust_remote_code)
+        tokenizer = read_tokenizer(folder, named.trust_remote_code)
+    model.tie_weights()
+    names = [name for name, _ in model.named_parameters()]
+    _, read = tensors_in(folder)
+    known = stored.fingerprint()
+    comparable = (
+        named.adapter is None
+        and getattr(config, "quantization_config", None) is None
+        # Rounded to float16 and then to bfloat16, a weight may become another one.
+        and stored.dtype != torch.float16
+        and all(read(name) is not None for name in names)
+    )
+    digest = hash_of(names, read) if comparable else known.weights_hash
+    found = Fingerprint.of(model, tokenizer, named.path, digest)
+    different = [
+        name
+        for name in ("model_type", "hidden_size", "num_layers", "vocab_size")
+        if getattr(found, name) != getattr(known, name)
+    ]
+    if changes := changed_numbers(known.numbers, found.numbers):
+        different.append(f"configuration ({changes})")
+    if found.tokenizer_hash != known.tokenizer_hash:
+        different.append("tokenizer")
+    if found.weights_hash != known.weights_hash:
+        different.append("weights")
+    if different:
+        raise UserError(
+            f"{store} holds features of {known.name}, and target {named.path} differs in "
+            f"{' and '.join(different)}; name that target, or extract again"
+        )
 
 
 def on_rank(target: TargetConfig, accelerator: Accelerator) -> TargetConfig:

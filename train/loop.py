@@ -46,6 +46,7 @@ from .parallel import (
     end_training,
     engine_of,
     load_models_whole,
+    log_engine,
     make_accelerator,
     on_main,
     only_launch,
@@ -68,6 +69,7 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = make_accelerator(run)
+    log_engine(accelerator)
     load_models_whole(accelerator)
     with only_launch(accelerator, run.out):
         return _train(run, method, config_yaml, accelerator)
@@ -403,7 +405,10 @@ def evaluate_and_save(
         save_candidate,
     )
     tau = estimate.tau if measured is None else measured.tau
-    better = tau > state.best_tau
+    # Without a round, as where every reply is one token, tau is NaN, which is above nothing. The
+    # first one counts as 0 then: some drafter has to be the best.
+    tau = 0.0 if math.isnan(tau) else tau
+    better = tau > state.best_tau or state.best_step < 0
     # Before `save`, which writes `state`: a resume has to know that this evaluation is done.
     state.evaluated = state.step
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1

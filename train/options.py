@@ -51,8 +51,9 @@ class PlanOptions:
     (configs/eagle/...) determine it."""
     tokens: float = 1e9
     """Number of tokens of data, prompts included."""
-    reply_share: float = 1.0
-    """Share of the tokens that the target writes."""
+    reply_share: float | None = None
+    """Share of the tokens that the target writes; if not given, that of some rows of the run's
+    data, or 1 where data and tokenizer cannot be read here."""
     gpu: str = "H100"
     """Kind of GPU, by the name of its data sheet."""
     gpus: int = 8
@@ -85,7 +86,7 @@ class PlanOptions:
             self.tokens <= 0
             or self.gpus < 1
             or not 0 < self.mfu <= 1
-            or not 0 < self.reply_share <= 1
+            or not 0 < self.written_share <= 1
         ):
             raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
         if self.link <= 0 or self.network <= 0:
@@ -94,6 +95,11 @@ class PlanOptions:
             raise UserError(f"--gpu-memory is in GB and above 0; it cannot be {self.gpu_memory:g}")
         if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
             raise UserError("--price-per-gpu-hour must be at least 0")
+
+    @property
+    def written_share(self) -> float:
+        """Share of the tokens that the target writes; 1 if it is not known."""
+        return 1.0 if self.reply_share is None else self.reply_share
 
 
 @dataclass

@@ -12,19 +12,33 @@ from ..heads.embedding_and_head import EmbeddingAndHead
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config
 from ..inference.targets.target_files import check_there
 
+# Floating point operations of a training step for each number of a matrix and each of its rows: two
+# in the forward pass, two for the gradient of the matrix, two for the gradient of its input.
+TRAINED = 6
+FROZEN = 4  # of a matrix that only passes gradients on to its input
+ON_FEATURES = 4  # of a trained matrix whose input is frozen and needs no gradient
+FORWARD = 2  # once more, where the forward pass is repeated
+
 
 @dataclass(frozen=True)
 class Outline:
-    """Drafter of a run on the meta device, and the amount of work in training it."""
+    """Drafter of a run on the meta device, and the amount of work in training it.
+
+    Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
+    which an objective makes too, are counted with the target's forward pass.
+    """
 
     drafter: nn.Module
     logit_rows: int
     """Number of rows of logits that exist at one time in the objective."""
+    operations: float
+    """Operations of a training step for each position."""
+    head_operations: float
+    """Those of the heads, which run for roots only: for each root."""
+    most_roots: float = 1.0
+    """Largest share of the positions that are roots, however much of a text is reply."""
     passes: float = 1.0
     """Average number of passes of the drafter over a position, in a step."""
-    borrowed_params: int = 0
-    """Number of frozen parameters of the target's head that the gradients of a pass go through,
-    over all heads of a drafter."""
     layers: int = 1
     """Number of decoder layers whose states a pass keeps for its backward pass."""
 
@@ -42,6 +56,11 @@ class ConfigOnly:
         self.embedding_and_head = EmbeddingAndHead(
             lambda ids: ids, lambda last: last, self.vocab_size
         )
+
+
+def matrix_numbers(*modules: nn.Module) -> int:
+    """Return how many numbers the matrices of modules have; norms and biases are left out."""
+    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
 
 
 def config_at(path: str, trust: bool = False) -> Any:

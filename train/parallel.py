@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -67,6 +68,32 @@ def engine_of(accelerator: Accelerator) -> str:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"deepspeed-zero{_zero_stage(accelerator)}"
     return "replicated"
+
+
+def log_engine(accelerator: Accelerator) -> None:
+    """Log the engine and the processes of this launch, the first line of a run.
+
+    Warns if accelerate was asked for an engine that it does not use, as on CPUs and, for FSDP, with
+    one process. It is no error: what is trained is the same, only the memory is not shared, so that
+    a launch for GPUs can be tried on a machine without them.
+    """
+    if not accelerator.is_main_process:
+        return
+    engine, ranks = engine_of(accelerator), accelerator.num_processes
+    shared = engine != "replicated"
+    if not shared:
+        engine = "DDP" if ranks > 1 else "none"
+    log.info(
+        "engine: %s, %d process%s on %s",
+        engine, ranks, "es" if ranks > 1 else "", accelerator.device.type,
+    )  # fmt: skip
+    for asked in ("FSDP", "DEEPSPEED"):
+        if not shared and os.environ.get(f"ACCELERATE_USE_{asked}", "false").lower() == "true":
+            log.warning(
+                "accelerate was asked for %s and does not use it here (%s): weights, gradients and "
+                "optimiser are whole in every process", asked,
+                "on CPUs it has none" if accelerator.device.type == "cpu" else "one process",
+            )  # fmt: skip
 
 
 _groups: list[Any] = []

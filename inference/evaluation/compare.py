@@ -188,16 +188,17 @@ def _by_category(
 def _change(category: str, number: int, pairs: Pairs, limit: float, level: float) -> Change:
     """Return tau before and after over the same requests, and the relative change with interval.
 
-    The turns of a prompt, and rows of one id, are one unit. `limit` and `level` are those by which a change counts as
-    regressed.
+    The turns of a prompt, and the rows of one id, are one unit. `limit` and `level` are those by
+    which a change counts as regressed.
     """
+    of_units = [first.unit for first, _ in pairs]
     before = [first.emitted for first, _ in pairs]
     after = [second.emitted for _, second in pairs]
     rows = []
     for first, second in zip(before, after, strict=True):
         rows.append((*tokens_and_rounds(first), *tokens_and_rounds(second)))
     # tokens and rounds of a prompt before and after stay together: how hard it is cancels out
-    units = pooled(rows, [first.unit for first, _ in pairs])
+    units = pooled(rows, of_units)
     low, high = interval(units, _ratio)
     change = tau(after) / tau(before) - 1
     _, highest = interval(units, _ratio, level)
@@ -206,9 +207,9 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
         report=number,
         requests=len(pairs),
         tau_before=tau(before),
-        tau_before_ci95=tau_interval(before, prompts),
+        tau_before_ci95=tau_interval(before, of_units),
         tau_after=tau(after),
-        tau_after_ci95=tau_interval(after, prompts),
+        tau_after_ci95=tau_interval(after, of_units),
         change=change,
         change_ci95=(low - 1, high - 1),
         # a comparison with NaN, where there is no interval, is false

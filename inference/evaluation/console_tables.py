@@ -23,6 +23,7 @@ GIVE_WAY = (ACCEPTED, "tok/s", "95%", "loops")
 LONGEST_NAME = 30  # longer names of drafters are folded
 IN_A_FILE = 120  # columns of a table that goes to a file
 FASTEST = "*"
+NOTICEABLE = 0.02  # share by which tau changes where replies are cut inside a round
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -67,6 +68,8 @@ def show_settings(report: Report, console: Console) -> None:
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
     console.print(" ".join(filter(None, notes)), highlight=False, markup=False)
+    for line in uncut_lines(report.settings):
+        console.print(line, highlight=False, markup=False)
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{label([setting])}, {name}"
@@ -81,6 +84,29 @@ def show_settings(report: Report, console: Console) -> None:
                     highlight=False,
                     markup=False,
                 )
+
+
+def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
+    """Return a line for the settings whose tau is noticeably below `tau_untruncated`.
+
+    The tokens that a round emits behind the end of a reply do not count in tau, which matters where
+    replies are short. Settings with the same figures share a line.
+    """
+    found: dict[tuple[float, bool, str], list[SettingFigures]] = {}
+    for setting in settings:
+        parts = []
+        for name in drafting(setting):
+            figures = setting.drafters[name]
+            tau, uncut = figures.tau_incl_bonus, figures.tau_untruncated
+            if known(tau) and known(uncut) and uncut - tau > NOTICEABLE * tau:
+                parts.append(f"{name} {uncut:.2f}")
+        if parts:
+            key = setting.temperature, setting.lossless, ", ".join(parts)
+            found.setdefault(key, []).append(setting)
+    return [
+        f"{label(group)}: tau_untruncated, of rounds that the end of a reply does not cut: {parts}."
+        for (_, _, parts), group in found.items()
+    ]
 
 
 def wide(table: Table, console: Console) -> int:

@@ -294,6 +294,8 @@ class TargetFacts(Struct, kw_only=True):
     tokenizer_hash: str | None = None
     template_hash: str | None = None
     weights_hash: str | None = None
+    numbers: JsonObject = {}
+    """Values of the configuration that change the output, by flat names."""
 
 
 class DrafterOrigin(Struct, kw_only=True):

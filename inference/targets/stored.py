@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError
@@ -65,6 +66,8 @@ class Manifest(Document):
     files: dict[str, FileFacts | str]
     """Size and SHA-256 of the store's files by name. Shards and data have notes of their own beside
     them. Stores of version 0.1 have the SHA-256 of three files instead."""
+    held_out: dict[str, int] = msgspec.field(default_factory=dict)
+    """`evaluation.prompts` and `evaluation.max_new_tokens` of the extraction."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:

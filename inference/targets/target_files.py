@@ -48,7 +48,7 @@ def check_there(path: str) -> None:
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])
         raise UserError(f"target {path} is an address; give the model's name, {name}")
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+    if names_a_folder(path):
         raise UserError(f"target folder {path} does not exist; check the path")
     # What remains may be the name of a model on the hub. The cache is asked first, so that a model
     # that was downloaded before loads without a network.
@@ -61,6 +61,11 @@ def check_there(path: str) -> None:
             f"target {path!r} is no folder here, and the hub cannot give it ({reason}); check the "
             "path"
         ) from error
+
+
+def names_a_folder(path: str) -> bool:
+    """Return whether `path` can only be a folder: models on the hub are NAME or OWNER/NAME."""
+    return Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
 
 
 def check_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from draftsmith.heads.artifact import OWN_FILE, Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, whole_directory, whole_file, write_json
 from draftsmith.heads.medusa import WEIGHTS_FILE
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import load_target
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import random_heads, tiny_target
+from tests.conftest import edit_config, random_heads, tiny_target
 from tests.tampered import seal
 
 TARGET = tiny_target()
@@ -83,6 +86,23 @@ def test_a_fine_tune_is_told_from_its_base(folder: Path) -> None:
         and "'tuned'" in warnings[0]
         and "weights" in warnings[0]
     )
+
+
+def test_a_target_whose_config_was_edited_is_said_with_both_values(
+    folder: Path, saved_tiny: Path, tmp_path: Path
+) -> None:
+    """As model cards ask for, for long texts; the weights stay the same."""
+    edited = tmp_path / "edited"
+    shutil.copytree(saved_tiny, edited)
+    edit_config(edited)
+    target = load_target(TargetConfig(str(edited), device="cpu"))
+    assert target.fingerprint().weights_hash == TARGET.fingerprint().weights_hash
+    warnings: list[str] = []
+    Artifact.load(folder, target.fingerprint(), warn=warnings.append)
+    assert warnings == [
+        f"drafter was trained for 'tiny'; '{edited}' differs in its configuration (rms_norm_eps "
+        "was 1e-06, is 0.01; rope_parameters.rope_theta was 10000.0, is 500000.0)"
+    ]
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype_loaded_in() -> None:

@@ -1,15 +1,26 @@
-"""The fingerprint of a target: which elements of its tensors it reads, at every size."""
+"""The fingerprint of a target: which elements of its tensors it reads, at every size, and which
+values of its configuration."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from draftsmith.heads.fingerprint import LARGEST_EXACT, hash_of, sampled_places
+from draftsmith.heads.fingerprint import (
+    LARGEST_EXACT,
+    changed_numbers,
+    hash_of,
+    numbers_of,
+    sampled_places,
+)
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, MixtralConfig
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2_EMBEDDING = 49152 * 576
@@ -82,3 +93,83 @@ def test_embeddings_of_models_in_use_are_fingerprinted(tmp_path: Path) -> None:
         before = hash_of(["embedding"], {"embedding": tensor}.get)
         tensor[-1] = 1.0
         assert hash_of(["embedding"], {"embedding": tensor}.get) != before
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (LlamaConfig, "rms_norm_eps", 1e-2),
+        (LlamaConfig, "hidden_act", "gelu"),
+        (LlamaConfig, "rope_parameters", {"rope_type": "default", "rope_theta": 5e5}),
+        (LlamaConfig, "rope_parameters", {**ROPE, "original_max_position_embeddings": 1024}),
+        (Gemma3TextConfig, "query_pre_attn_scalar", 7),
+        (Gemma3TextConfig, "final_logit_softcapping", 9.0),
+        (Gemma3TextConfig, "sliding_window", 77),
+        (Gemma3TextConfig, "layer_types", ["full_attention"] * 26),
+        (GraniteConfig, "logits_scaling", 3.0),
+        (GraniteConfig, "residual_multiplier", 0.3),
+        (GraniteConfig, "embedding_multiplier", 3.0),
+        (GraniteConfig, "attention_multiplier", 0.3),
+        (MixtralConfig, "num_experts_per_tok", 1),
+    ],
+)
+def test_each_number_that_changes_the_output_is_noticed(kind: Any, name: str, value: Any) -> None:
+    before = numbers_of(kind())
+    assert not changed_numbers(before, json.loads(json.dumps(before))), "as a drafter stores them"
+    now = numbers_of(kind(**{name: value}))
+    assert name in changed_numbers(before, now)
+
+
+def test_what_changes_no_output_is_left_alone() -> None:
+    before = numbers_of(LlamaConfig())
+    more = LlamaConfig(
+        initializer_range=0.5, attention_dropout=0.5, use_cache=False, max_position_embeddings=4096
+    )
+    assert numbers_of(more) == before
+    assert "max_position_embeddings" not in numbers_of(LlamaConfig(rope_parameters=ROPE))
+    dynamic = {**ROPE, "rope_type": "dynamic"}
+    assert "max_position_embeddings" in numbers_of(LlamaConfig(rope_parameters=dynamic))
+
+
+class Written:
+    """A configuration as another version of transformers writes it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
+    """The base of rotary positions beside their table or in it, whole numbers for floats, tuples
+    for lists, an older name, a new key."""
+    before = numbers_of(
+        Written(rope_theta=10000, rope_scaling={"type": "linear", "factor": 2}, windows=(1, 2))
+    )
+    now = numbers_of(
+        Written(
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            windows=[1, 2], residual_multiplier=1.0, _window=3,
+        )
+    )  # fmt: skip
+    assert not changed_numbers(before, now)
+    assert now["rope_parameters.rope_theta"] == 10000 and "_window" not in now
+    kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    found = numbers_of(Written(rope_parameters=kinds, rope_theta=1e6))
+    assert found == {
+        "rope_parameters.full_attention.rope_theta": 1e6,
+        "rope_parameters.sliding_attention.rope_theta": 1e4,
+    }
+
+
+def test_a_message_names_a_few_values_and_counts_the_rest() -> None:
+    before = {"a_eps": 1, "b_eps": 1, "c_eps": 1, "d_eps": 1, "layer_types": ["full"] * 40}
+    now = {name: 2 for name in before} | {"layer_types": ["sliding"] * 40}
+    found = changed_numbers(before, now)
+    assert found == "a_eps was 1, is 2; b_eps was 1, is 2; c_eps was 1, is 2; and 2 more"
+    listed = changed_numbers({"layer_types": before["layer_types"]}, now)
+    assert listed.endswith("...") and len(listed) < 120

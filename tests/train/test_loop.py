@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch
 import yaml
+from draftsmith.heads.errors import UserError
+from draftsmith.train.config import Evaluation
 from safetensors.torch import load_file
 
-from tests.conftest import PYTHON, tiny_target
+from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.data.test_tables import chat, write
 
 RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
@@ -321,10 +323,63 @@ def test_a_resume_with_another_target_or_other_data_at_the_same_path_is_refused(
     write(tmp_path / "held.jsonl", [chat("new", "rows of another kind here")])
     done = launch("-m", "draftsmith.train", "medusa", "--config", config)
     assert done.returncode != 0 and "whose data has changed" in done.stderr
+    shutil.copyfile(target / "config.json", tmp_path / "config.json")
+    edit_config(target)
+    done = launch("-m", "draftsmith.train", "medusa", "--config", config)
+    said = [line for line in done.stderr.splitlines() if "configuration has changed" in line]
+    assert done.returncode != 0 and len(said) == 1
+    assert said[0].endswith(
+        "whose target's configuration has changed since (rms_norm_eps was 1e-06, is 0.01; "
+        "rope_parameters.rope_theta was 10000.0, is 500000.0); change it back, or choose another "
+        "output"
+    )
+    shutil.copyfile(tmp_path / "config.json", target / "config.json")
     other = tiny_target(seed=9)
     other.model.save_pretrained(target)
     done = launch("-m", "draftsmith.train", "medusa", "--config", config)
     assert done.returncode != 0 and "whose target has changed" in done.stderr
+
+
+def test_a_run_names_its_engine_first_and_warns_of_one_that_it_does_not_have(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    """Two ranks on CPUs, with a config of accelerate's that asks for DeepSpeed: DDP, as ever."""
+    config = make_config(tmp_path, saved_tiny, max_steps=1)
+    asked = ROOT / "configs" / "accelerate" / "zero3.yaml"
+    options = ["--config_file", str(asked), "--num_processes", "2", "--main_process_port", "0"]
+    done = subprocess.run(
+        [
+            *(PYTHON, "-m", "accelerate.commands.launch", *options),
+            *("-m", "draftsmith.train", "medusa", "--config", str(config)),
+        ],
+        env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stderr.splitlines() if "engine" in line or "asked for" in line]
+    assert said[0] == "engine: DDP, 2 processes on cpu"
+    assert [line for line in said if "accelerate was asked for DEEPSPEED" in line] == [said[1]]
+    assert done.stderr.index(said[0]) < done.stderr.index("data: ")
+
+
+def test_a_run_without_any_round_has_a_best_drafter_and_ends(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    """Every token ends a reply, so that no reply has a round: tau is NaN at every evaluation."""
+    target = tmp_path / "target"
+    shutil.copytree(saved_tiny, target)
+    file = target / "generation_config.json"
+    every_token = list(range(tiny_target().vocab_size))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": every_token}))
+    evaluation = {"every": 1, "prompts": 2, "max_new_tokens": 4, "tree_nodes": 4}
+    done = train(make_config(tmp_path, target, max_steps=2, evaluation=evaluation))
+    assert "step 1/2  tau nan (nan-nan) on held-out prompts  best so far" in done.stdout
+    assert "step 2/2  tau nan (nan-nan) on held-out prompts  best 0.00 at step 1" in done.stdout
+    assert (tmp_path / "run" / "best" / "draftsmith.json").is_file()
+    with pytest.raises(UserError, match="evaluation.max_new_tokens must be at least 2"):
+        Evaluation(max_new_tokens=1)
+    *_, advice, command = done.stdout.splitlines()
+    assert "the one to quote is that of other prompts" in advice
+    assert command.startswith(f"next: draftsmith evaluate --target {target} --drafter")
 
 
 def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> None:

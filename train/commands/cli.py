@@ -126,6 +126,7 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ...heads.errors import UserError
     from ...inference.console import Console, warn
+    from ...inference.targets.target_files import names_a_folder
     from ..log_lines import summary
 
     print(f"best drafter: {best}")
@@ -134,7 +135,15 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
         Console().print(summary(best.parent, int(step)))
     except UserError as error:  # the run has ended well all the same
         warn(f"no table of the run: {error}")
-    print(f"next: draftsmith evaluate --target {run.target.path} --drafter {best} --prompts FILE")
+    print(
+        "this tau is of the held-out prompts on which the checkpoint and its calibration were "
+        "chosen; the one to quote is that of other prompts:"
+    )
+    # A run from a feature store does not read its target, which may be on another machine.
+    target = run.target.path
+    if names_a_folder(target) and not Path(target).is_dir():
+        target = "TARGET"
+    print(f"next: draftsmith evaluate --target {target} --drafter {best} --prompts FILE")
 
 
 def _usage(of: str = "") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -23,6 +23,7 @@ from ..method import method_for, method_named
 from ..options import PlanOptions as Options
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
+from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
@@ -36,10 +37,15 @@ def run(options: Options) -> None:
     check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
+        note = ""
+        if options.reply_share is None:
+            options = replace(options, reply_share=reply_share_of(config))
+            plan = plan_for(shape, options, config)
+            note = written_note(options.reply_share)
         method = method_named(method_for(options.config, options.method))
         memory, step = None, step_for(shape, options, config)
         try:
-            memory = memory_of_step(method, config, options.reply_share)
+            memory = memory_of_step(method, config, options.written_share)
         except UserError as error:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
@@ -48,7 +54,22 @@ def run(options: Options) -> None:
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options)
+    if note:
+        Console().print(note)
     show_sending(step, options)
+
+
+def written_note(share: float | None) -> str:
+    """Return a sentence about the share of the tokens that was counted as replies."""
+    if share is None:
+        return (
+            "All tokens are counted as replies, because the run's data or tokenizer cannot be read "
+            "here; --reply-share 0.5 counts half of them."
+        )
+    return (
+        f"Replies are {share:.0%} of the tokens, as in the first {ROWS} rows of each source; "
+        "--reply-share changes it."
+    )
 
 
 def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ...heads.files import (
     whole_file,
     write_json,
 )
+from ...heads.fingerprint import changed_numbers
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
@@ -278,7 +279,15 @@ def refuse_another(store: Path, facts: JsonObject) -> None:
         return
     _, before = read_manifest(store)
     for name, value in facts.items():
-        if before.get(name) != value:
+        was = before.get(name)
+        if name == "target" and isinstance(was, dict):
+            if changes := changed_numbers(was.get("numbers", {}), value["numbers"]):
+                raise UserError(
+                    f"{store} holds features of the target before its configuration was changed "
+                    f"({changes}); choose another folder"
+                )
+            was = {**was, "numbers": value["numbers"]}
+        if was != value:
             raise UserError(
                 f"{store} holds features of another run ({name} differs); choose another folder"
             )

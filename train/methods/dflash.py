@@ -49,7 +49,15 @@ from ..data.batches import Batch, Batches
 from ..features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
-from ..outline import ConfigOnly, Outline
+from ..outline import (
+    FORWARD,
+    FROZEN,
+    ON_FEATURES,
+    TRAINED,
+    ConfigOnly,
+    Outline,
+    matrix_numbers,
+)
 from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
@@ -333,16 +341,23 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
         """Return the run's `Outline`.
 
-        The keys and values that the context makes are left out, and `fc`, which only the context
-        goes through, is counted as often as the rest: a few percent, either way.
+        Every position is context once: `fc`, then keys and values of each layer. The layers
+        themselves run over the slots of all blocks, the head over the drafts of those at roots.
         """
         shape = self._shape(run, target.config, run.heads.mask_token or 0)
         drafter = self.drafter_class(shape, target.embedding_and_head)
+        passes = passes_of(run, drafter)
+        keys_values = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size * shape.num_layers
+        context = ON_FEATURES * matrix_numbers(drafter.fc) + TRAINED * keys_values
+        each_pass = TRAINED + FORWARD * run.objective.recompute
+        head = shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size)
         return Outline(
             drafter,
             logit_rows=run.objective.rows_per_chunk * drafter.drafts,
-            passes=passes_of(run, drafter),
-            borrowed_params=shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size),
+            operations=context + each_pass * matrix_numbers(drafter.layers) * passes,
+            head_operations=FROZEN * head * drafter.drafts,
+            most_roots=run.objective.anchors / run.data.max_length,
+            passes=passes,
             layers=shape.num_layers,
         )
 

@@ -44,6 +44,7 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
+from ...heads.fingerprint import changed_numbers
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
 from ...inference.device import send
@@ -58,7 +59,7 @@ from ..features import Features, check_packing
 from ..memory import recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics
-from ..outline import ConfigOnly, Outline, config_at
+from ..outline import FORWARD, TRAINED, ConfigOnly, Outline, config_at, matrix_numbers
 from .adaptive import accepted_runs, adaptive_calibration
 from .runs import DistillLoss, DistillRun
 
@@ -285,7 +286,13 @@ def whole_of(target: TargetSource, config: TargetConfig) -> Target:
             f"draft_model.path ({error})"
         ) from error
     quantised = getattr(whole.model, "is_quantized", False)  # refused where the cut is made
-    if not quantised and whole.fingerprint().weights_hash != target.fingerprint().weights_hash:
+    known, read = target.fingerprint(), whole.fingerprint()
+    if changes := changed_numbers(known.numbers, read.numbers):
+        raise UserError(
+            f"a draft model is cut from the whole target, and the configuration of {target.name} "
+            f"has changed since these features were made ({changes}); give draft_model.path"
+        )
+    if not quantised and read.weights_hash != known.weights_hash:
         raise UserError(
             f"a draft model is cut from the whole target, and the weights of {target.name} are not "
             "those that these features come from; give draft_model.path"
@@ -337,7 +344,17 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         config = _draft_model_config(run.draft_model, target)
         model = make_causal_lm(config, dtype=torch.float32)
         drafter = DraftModel(model, None, target.vocab_size)
-        return Outline(drafter, logit_rows=run.objective.rows_per_chunk)
+        head = matrix_numbers(model.get_output_embeddings())
+        # A tied head is the embedding, of which a position reads one row.
+        ends = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
+        ends |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
+        layers = matrix_numbers(model) - sum(ends.values())
+        return Outline(
+            drafter,
+            logit_rows=run.objective.rows_per_chunk,
+            operations=(TRAINED + FORWARD * run.objective.recompute) * layers,
+            head_operations=TRAINED * head,
+        )
 
     def make_drafter(
         self, run: DistillRun, target: TargetSource, batches: Batches, before: Artifact | None

@@ -11,6 +11,7 @@ transition.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from ...heads.dspark import DSparkDrafter
 from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
 from ..objectives import Sums
+from ..outline import TRAINED, ConfigOnly, Outline, matrix_numbers
 from .dflash import BlockObjective, DFlashMethod, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in
-from .runs import DSparkLoss, DSparkRun
+from .runs import DFlashRun, DSparkLoss, DSparkRun
 from .vocabulary import VocabularyMap
 
 BINS = 15  # of equal mass, in which calibration errors are measured
@@ -57,29 +59,66 @@ class DSparkObjective(BlockObjective):
         return {"confidence_loss": ((tables[0] * weights).sum(), weights.sum())}
 
 
-def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
+def confidence_calibration(texts: Sequence[Tensor]) -> JsonObject:
+    """Return temperatures of the confidences' logits, and calibration errors, by draft.
+
+    `texts` `[R, D, 2]` have a row for each root: ranks of the greedy chain's drafts, and logits.
+    The temperatures are fitted to all texts. `error_before` is that of the logits as they are;
+    `error` that of roots whose temperatures were fitted to the other half of the texts, so that no
+    root is judged by what was chosen on it. It is left out where a half has no root.
+    """
+    logits, survived = _parts(texts)
+    raw = scaled(logits, [1.0] * logits.shape[1])
+    found: JsonObject = {
+        "temperatures": scale_sequentially(logits, survived),
+        "error_before": _errors(raw, survived),
+    }
+    halves = [_parts(texts[place::2]) for place in range(min(len(texts), 2))]
+    if len(halves) == 2 and all(len(logits) for logits, _ in halves):
+        (logits, survived), (other_logits, other_survived) = halves
+        chances = [
+            scaled(logits, scale_sequentially(other_logits, other_survived)),
+            scaled(other_logits, scale_sequentially(logits, survived)),
+        ]
+        found["error"] = _errors(torch.cat(chances), torch.cat([survived, other_survived]))
+    return found
+
+
+def _parts(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits `[R, D]` of all texts, and 1 as long as the greedy chain is right."""
+    rows = torch.cat(list(texts))
+    # A greedy chain survives to a depth if all drafts up to there have rank 0.
+    return rows[..., 1], (rows[..., 0] == 0).int().cumprod(-1).float()
+
+
+def scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return the chances `[R, D]` that a chain survives to each draft, by scaled confidences."""
+    return (logits / torch.tensor(temperatures)).sigmoid().cumprod(-1)
+
+
+def _errors(chances: Tensor, survived: Tensor) -> list[float]:
+    return [calibration_error(*column) for column in zip(chances.T, survived.T, strict=True)]
+
+
+def scale_sequentially(logits: Tensor, survived: Tensor) -> list[float]:
     """Return temperatures of the confidences' logits by sequential temperature scaling.
 
     The method is DSpark's (arXiv 2607.05147). `logits` and `survived` are `[R, D]`, a row for each
     root; `survived` is 1 as long as the greedy chain is right, so the temperatures are for T = 0.
     For one draft after another that temperature is chosen at which the product of the confidences
-    so far matches best how often chains survive that far. The calibration errors before and after
-    are returned too.
+    so far matches best how often chains survive that far.
     """
-    raw, product = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
-    temperatures, before, after = [], [], []
+    product, temperatures = torch.ones_like(logits[:, 0]), []
     for depth in range(logits.shape[1]):
         tried = []
         for temperature in TEMPERATURES:
-            scaled = product * (logits[:, depth] / temperature).sigmoid()
-            error = calibration_error(scaled, survived[:, depth])
-            tried.append((error, abs(temperature - 1), scaled, temperature))
+            chances = product * (logits[:, depth] / temperature).sigmoid()
+            error = calibration_error(chances, survived[:, depth])
+            tried.append((error, abs(temperature - 1), chances, temperature))
         # Of equal errors the temperature nearest to 1 is taken; products are not compared.
-        error, _, product, best = min(tried, key=lambda entry: entry[:2])
+        _, _, product, best = min(tried, key=lambda entry: entry[:2])
         temperatures.append(best)
-        before.append(calibration_error(raw[:, depth], survived[:, depth]))
-        after.append(error)
-    return {"temperatures": temperatures, "error_before": before, "error": after}
+    return temperatures
 
 
 def calibration_error(chances: Tensor, happened: Tensor) -> float:
@@ -101,6 +140,14 @@ class DSparkMethod(DFlashMethod):
     objective_class = DSparkObjective
     configs = dspark
 
+    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+        """Return DFlash's outline, with the transition's output matrix at every draft."""
+        outline = super().outline(run, target)
+        drafter = outline.drafter
+        assert isinstance(drafter, DSparkDrafter)
+        transition = TRAINED * matrix_numbers(drafter.transition_out) * drafter.drafts
+        return replace(outline, head_operations=outline.head_operations + transition)
+
     @torch.no_grad()
     def teacher_forced(self, drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `[S, D, 2]`, float: ranks as DFlash's, then the confidences' logits."""
@@ -117,12 +164,10 @@ class DSparkMethod(DFlashMethod):
         """Return DFlash's calibration, with temperatures for the confidences."""
         ranks = [(table[..., 0].long(), start) for table, start in outcomes]
         calibration = super().calibrate(ranks, tree_nodes)
-        rows = comparable_roots(outcomes)
-        if not len(rows):
+        texts = [comparable_roots([outcome]) for outcome in outcomes]
+        if not sum(map(len, texts)):
             return calibration
-        # A greedy chain survives to a depth if all drafts up to there have rank 0.
-        survived = (rows[..., 0] == 0).int().cumprod(-1).float()
-        return calibration | {"confidence": scale_sequentially(rows[..., 1], survived)}
+        return calibration | {"confidence": confidence_calibration(texts)}
 
     def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_in_chains(outcome[..., 0], calibration)

@@ -27,7 +27,15 @@ from ...inference.targets.target import Target, TargetSource
 from ..data.batches import Batches
 from ..data.rollouts import Rollouts, Writer, decoded_rounds
 from ..method import FeaturesRead, Method
-from ..outline import ConfigOnly, Outline
+from ..outline import (
+    FORWARD,
+    FROZEN,
+    ON_FEATURES,
+    TRAINED,
+    ConfigOnly,
+    Outline,
+    matrix_numbers,
+)
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle_loss import EagleObjective
@@ -60,13 +68,20 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         return shape.taps, shape.version == 1
 
     def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
-        shape = shape_for(run.heads, target.config)
-        steps = run.objective.resolved(shape.version).steps or 1
+        shape, loss = shape_for(run.heads, target.config), run.objective
+        steps = loss.resolved(shape.version).steps or 1
+        drafter = EagleDrafter(shape, target.embedding_and_head)
+        head = shape.hidden_size * shape.draft_vocab_size
+        frozen = shape.version == 1 or loss.freeze_head
+        each_root = (FROZEN if frozen else TRAINED) * head
+        if loss.weighting != "decay":  # the weights follow from logits that are made before
+            each_root += FORWARD * head
         return Outline(
-            EagleDrafter(shape, target.embedding_and_head),
-            logit_rows=run.objective.rows_per_chunk * steps,
+            drafter,
+            logit_rows=loss.rows_per_chunk * steps,
+            operations=_operations(drafter, steps, loss.recompute),
+            head_operations=each_root * steps,
             passes=steps,
-            borrowed_params=shape.hidden_size * shape.vocab_size if shape.version == 1 else 0,
             layers=shape.num_layers,
         )
 
@@ -161,6 +176,26 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
 
     def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_in_chains(outcome, calibration)
+
+
+def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:
+    """Return the operations of a training step for each position, heads left out.
+
+    Each of the steps runs the layers. The features are fused once, and what a token adds to the
+    product of token and state is computed once for all steps.
+    """
+    each_pass = TRAINED + FORWARD * recompute
+    layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
+    if drafter.shape.version == 1:
+        # `fc` has one half for the token and one for the state, which begins as the feature.
+        state = fused // 2
+        return ON_FEATURES * fused + TRAINED * state * (steps - 1) + each_pass * layers * steps
+    # Norms of the taps are trained, so that the gradient passes on through `fc`.
+    normed = drafter.shape.norm_taps or drafter.shape.norm_fused_taps
+    fusing = (TRAINED if normed else ON_FEATURES) * fused
+    # Half of the columns of the first layer's projection read the token.
+    token = matrix_numbers(drafter.first_projection) // 2
+    return fusing + TRAINED * token + each_pass * (layers - token) * steps
 
 
 METHOD = EagleMethod()

@@ -42,7 +42,7 @@ from ..data.batches import Batch, Batches
 from ..features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
-from ..outline import ConfigOnly, Outline
+from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
 from .ranks import comparable_roots, rank_calibration, ranks_in
 from .runs import MedusaLoss, MedusaRun
 
@@ -181,11 +181,14 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         heads = MedusaHeads(
             run.heads, hidden_size, target.vocab_size, target.embedding_and_head.head
         )
-        borrowed = 0
-        if run.heads.shared_head:
-            # gradients go through the target's head once for each drafter head
-            borrowed = run.heads.num_heads * hidden_size * target.vocab_size
-        return Outline(heads, logit_rows=run.objective.rows_per_chunk, borrowed_params=borrowed)
+        outputs = run.heads.num_heads * hidden_size * target.vocab_size
+        head = FROZEN if run.heads.shared_head else TRAINED
+        return Outline(
+            heads,
+            logit_rows=run.objective.rows_per_chunk,
+            operations=0.0,
+            head_operations=TRAINED * matrix_numbers(heads.blocks) + head * outputs,
+        )
 
     def make_drafter(
         self, run: MedusaRun, target: TargetSource, batches: Batches, before: Artifact | None

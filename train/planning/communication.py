@@ -58,7 +58,7 @@ class Network:
 def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
     positions = config.batch_rows * config.data.max_length
-    operations = shape.training_operations
+    operations = shape.training_operations(options.written_share)
     if config.features.store is None:
         operations += 2 * shape.active_params
     speed = GPUS[options.gpu].tflops * 1e12 * options.mfu

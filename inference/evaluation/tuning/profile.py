@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from ....heads.documents import Document, read_document
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
-from ....heads.fingerprint import Fingerprint
+from ....heads.fingerprint import Fingerprint, changed_numbers
 from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
 from ...drafters import load_proposer, parse_spec, without_tree
@@ -114,12 +114,18 @@ class TuningProfile:
         self.path = path
         facts = read_profile(path)
         made_for, self._drafters, machine = facts["target"], facts["drafters"], facts["machine"]
-        # The name is a path, which may differ for the same weights.
         fingerprint = target.fingerprint().as_dict()
-        if {**made_for, "name": None} != {**fingerprint, "name": None}:
+        # The name is a path, which may differ for the same weights.
+        apart = {"name": None, "numbers": None}
+        if {**made_for, **apart} != {**fingerprint, **apart}:
             raise UserError(
                 f"{path} was tuned for target {made_for.get('name')}, which is not "
                 f"{fingerprint['name']}; tune again"
+            )
+        if changes := changed_numbers(made_for.get("numbers", {}), fingerprint["numbers"]):
+            raise UserError(
+                f"{path} was tuned before the target's configuration was changed ({changes}); tune "
+                "again"
             )
         this_machine = machine_of(target)
         # Another version of torch is accepted; the number of threads counts on a CPU only.

@@ -483,6 +483,7 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     ("change", "why"),
     [
         ({"target": {"name": "another", "weights_hash": "0"}}, "tuned for target another"),
+        ({"target": {"numbers": {"rms_norm_eps": 0.5}}}, r"changed \(rms_norm_eps was 0.5, is"),
         ({"machine": {"device": "H100"}}, "tuned with device H100, this is cpu; tune again here"),
         ({"machine": {"threads": 99}}, "tuned with threads 99"),
         ({"drafters": None, "machine": None}, "is not a profile"),

@@ -11,6 +11,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
+from draftsmith.train.data.tables import build
 from draftsmith.train.estimate import RunSizes, check_affordable, plan_for, shape_of
 from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS, Pace
@@ -20,9 +21,9 @@ from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 
 
-def run_of(tmp_path: Path, target: Path, method: str):
-    config = make_config(tmp_path, target, method)
-    module = method_named(method)
+def run_of(tmp_path: Path, target: Path, method: str, **changes: Any):
+    config = make_config(tmp_path, target, method, **changes)
+    module = method_named(method.rstrip("1"))
     from draftsmith.train.command_line.parse import parse
 
     return config, module, parse(module.run_class, ["--config", str(config)], "x")[0]
@@ -32,12 +33,14 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a
     1e9-parameter target at 40% of 989 TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
-    shape = RunSizes(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
+    shape = RunSizes(
+        1000, 10**9, 10**9, 32000, 10**8, 3, False, 7, operations=4e9, head_operations=2e8
+    )
     found = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
     assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
     assert found["train_gpu_hours"] == pytest.approx(
-        6 * 1e8 * 7 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs
+        4.2e9 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs
     )
     stages = [found[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train")]
     config.epochs = 3.0  # live: the target runs over the data in each epoch
@@ -52,6 +55,7 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     assert (
         half["feature_bytes"] == 7e12
         and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
+        and half["train_gpu_hours"] == pytest.approx(live["train_gpu_hours"] * 4.1 / 4.2)
     )
 
 
@@ -179,38 +183,63 @@ def test_a_draft_model_is_as_large_as_the_one_that_is_cut(
 
 
 def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_tiny: Path) -> None:
-    """Four heads through a head of 1e9 parameters: 16 FLOP for each of them and token, where own
-    heads would cost 24."""
-    config = make_config(
-        tmp_path, saved_tiny, "medusa", epochs=1, heads={"num_heads": 3, "shared_head": True}
-    )
-    run, shape, _ = plan.planned(Options(str(config), "medusa"))
-    assert shape.borrowed_params == 3 * 32 * shape.vocab
-    shape = RunSizes(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
-    found = plan_for(shape, Options("x", "medusa", tokens=1e9, mfu=1.0), run)
-    assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
+    """Three heads through the target's: 4 FLOP for each number and root, where own heads cost 6. A
+    head's block has 32 x 32 numbers."""
+    for shared, each in ((True, 4), (False, 6)):
+        config = make_config(
+            tmp_path, saved_tiny, "medusa", heads={"num_heads": 3, "shared_head": shared}
+        )
+        _, shape, _ = plan.planned(Options(str(config), "medusa"))
+        assert shape.operations == 0
+        assert shape.head_operations == 3 * (each * 32 * shape.vocab + 6 * 32 * 32)
 
 
 def test_a_block_drafter_runs_all_slots_of_all_blocks(
     tmp_path: Path, saved_tiny: Path, capsys, monkeypatch
 ) -> None:
-    """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a parameter of
-    its own and 4 for one of the borrowed head. 3 drafts of a block have logits; each of 2 layers
+    """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a number of
+    its own, and an eighth of the positions are roots, with 3 drafts at 4 FLOP for a number of the
+    borrowed head. Every position has keys and values once, and is fused at 4 FLOP. Each of 2 layers
     keeps 20 states of 32 fp32 numbers for each row."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
     assert (shape.passes, shape.layers, shape.taps) == (0.5, 2, 1)
     assert shape.logit_rows == 3 * run.objective.rows_per_chunk
-    assert shape.borrowed_params == 32 * shape.vocab
-    flops = (6 * shape.drafter_params + 4 * 32 * shape.vocab) * 0.5 * 1e6 * 3
-    assert found["train_gpu_hours"] == pytest.approx(flops / (989e12 * 3600))
+    # queries of 4 heads and keys and values of 2 have size 8; the MLP is 64 wide
+    layer = (32 + 2 * 16) * 32 + 32 * 32 + 3 * 32 * 64
+    flops = 4 * 32 * 32 + 6 * 2 * (2 * 16 * 32) + 6 * 2 * layer * 0.5
+    flops += 3 * 4 * 32 * shape.vocab / 8
+    assert found["train_gpu_hours"] == pytest.approx(flops * 1e6 * 3 / (989e12 * 3600))
     logits = 3 * 16 * 3 * shape.vocab * 4
     assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1
     monkeypatch.setenv("COLUMNS", "200")
     plan.run(Options(str(make_config(tmp_path, saved_tiny, "dspark")), "dspark"))
     assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
+
+
+def test_replies_are_counted_in_the_runs_own_data(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of its tables of tokens; 1 where the data is not here, which the plan says."""
+    config = make_config(tmp_path, saved_tiny, "eagle")
+    run, _, whole = plan.planned(Options(str(config), "eagle"))
+    out = tmp_path / "plan.json"
+    plan.run(Options(str(config), "eagle", json=str(out)))
+    found = json.loads(out.read_text())
+    tables = build(run.data, tiny_target(), 0)
+    masks = [tables.train.mask, tables.held_out.mask]
+    share = sum(mask.sum() for mask in masks) / sum(map(len, masks))
+    assert found["options"]["reply_share"] == pytest.approx(share, rel=0.05) and share < 0.9
+    assert found["plan"]["feature_bytes"] < whole["feature_bytes"]
+    capsys.readouterr()
+    plan.run(Options(str(config), "eagle"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Replies are {found['options']['reply_share']:.0%} of the tokens" in printed
+    (tmp_path / "train.jsonl").unlink()
+    plan.run(Options(str(config), "eagle"))
+    assert "All tokens are counted as replies" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_logs_where_its_time_goes_and_profiles_a_window(

@@ -243,7 +243,8 @@ def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -
     )
     assert (
         shape.passes == 512 * run.heads.block_size / run.data.max_length
-        and shape.borrowed_params == shape.hidden * shape.vocab
+        and shape.head_operations >= 4 * drafts * shape.hidden * shape.vocab
+        and shape.most_roots == 512 / run.data.max_length
     )
     chunk = run.objective.rows_per_chunk * drafts * shape.vocab * 4
     whole = run.objective.rows_per_chunk == 512 * run.batch_rows
@@ -271,7 +272,7 @@ def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
         0 if run.heads.shared_head else own
     )
     assert shape.drafter_params == sum(p.numel() for p in drafter.parameters())
-    assert shape.borrowed_params == (own if run.heads.shared_head else 0)
+    assert shape.head_operations == 6 * (4 * hidden**2) + own * (4 if run.heads.shared_head else 6)
     assert len(drafter.outputs) == (0 if run.heads.shared_head else 4)
     assert drafter.blocks[3][0].linear.weight.shape == (hidden, hidden)
     dear = own > shape.active_params / 3 or 16 * (own + 4 * (hidden * hidden + hidden)) > 48e9

@@ -29,14 +29,14 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.extract import apart, wait_for_others
+from draftsmith.train.data.extract import apart, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
-from draftsmith.train.inputs import embedding_and_head_in
+from draftsmith.train.inputs import check_named_target, embedding_and_head_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.architectures import architecture
-from tests.conftest import PYTHON, ROOT, tiny_target
+from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.test_faults import command_of, curve, disturb, flip
 from tests.train.test_loop import (
     environment,
@@ -300,6 +300,44 @@ def test_what_a_lost_worker_left_is_divided_among_all(tmp_path: Path) -> None:
         [(1, True), (7, True)],
         [(4, True)],
     ]
+
+
+def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    target, store = tmp_path / "target", tmp_path / "store"
+    shutil.copytree(saved_tiny, target)
+    config = config_for(tmp_path / "run", target, "medusa", max_steps=2)
+    extract(config, store, "medusa")
+    more = ("--features.store", store, "--evaluation.prompts", "3")
+    done = train(config, *more, "--target", "/nonexistent/target", "--out", tmp_path / "other")
+    assert "no config.json in /nonexistent/target: it was not compared" in done.stderr
+    assert "evaluation.prompts is 4 in the store, which is used, not 3" in done.stderr
+    assert "evaluation.max_new_tokens" not in done.stderr, "it is the store's"
+    assert "next: draftsmith evaluate --target TARGET --drafter" in done.stdout
+
+    stored = load_stored(store)
+    named = TargetConfig(str(target), device="cpu")
+    check_named_target(named, stored, str(store))
+    fingerprint = stored.fingerprint().as_dict()
+    refuse_another(store, {"target": fingerprint})
+    changed = {**fingerprint["numbers"], "rms_norm_eps": 0.5}
+    with pytest.raises(UserError, match=r"was changed \(rms_norm_eps was 1e-06, is 0.5\)"):
+        refuse_another(store, {"target": {**fingerprint, "numbers": changed}})
+    shutil.copytree(target, tmp_path / "kept")
+    edit_config(target)
+    with pytest.raises(UserError, match=r"differs in configuration \(rms_norm_eps was 1e-06, is"):
+        check_named_target(named, stored, str(store))
+    shutil.copyfile(tmp_path / "kept" / "config.json", target / "config.json")
+    tiny_target(seed=9).model.save_pretrained(target)
+    with pytest.raises(UserError, match="differs in weights; name that target"):
+        check_named_target(named, stored, str(store))
+    shutil.copyfile(tmp_path / "kept" / "model.safetensors", target / "model.safetensors")
+    more_tokens = tiny_target().tokenizer
+    more_tokens.add_tokens(["hallo"])
+    more_tokens.save_pretrained(target)
+    with pytest.raises(UserError, match="differs in tokenizer; name that target"):
+        check_named_target(named, stored, str(store))
 
 
 def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) -> None:

@@ -204,7 +204,7 @@ def false_alarms(draws: int, categories: int, prompts: int, seed: int) -> float:
         swaps = rng.integers(2, size=len(chosen))
         for number, (place, swap) in enumerate(zip(chosen.tolist(), swaps.tolist(), strict=True)):
             for side, record in zip(sides, pool[place][:: -1 if swap else 1], strict=True):
-                record.id = record.prompt = number
+                record.id = record.unit = number
                 record.category = f"category {number % categories}"
                 side.append(record)
         reports = [report(side) for side in sides]

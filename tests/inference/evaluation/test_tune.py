@@ -377,8 +377,8 @@ def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
 def test_halves_have_prompts_of_all_kinds_and_whole_conversations() -> None:
     prompts = [Prompt(str(n), [1], unit=n // 2) for n in range(24)]
     first, second = halves(prompts)
-    assert [p.place for p in first] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
-    assert [p.place for p in second] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
+    assert [p.unit for p in first] == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
+    assert [p.unit for p in second] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
     assert halves(prompts[:18]) == (prompts[:18], []), "nine conversations"
     assert enough(second, 1) and enough(second, 2) and not enough(second, 3)
     assert not enough(second[:8], 1), "four conversations"

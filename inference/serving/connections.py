@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -28,6 +32,8 @@ class Server(uvicorn.Server):
         self._engine = engine
         # what each connection did, and since when
         self._seen: dict[Any, tuple[Any, float]] = {}
+        self.stopped_by: int | None = None
+        """Number of the first signal that asked the server to stop."""
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -36,6 +42,25 @@ class Server(uvicorn.Server):
             limit_concurrency=engine.rows + engine.queue + SPARE,
         )
         super().__init__(config)
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM ask the server to stop, also before it runs.
+
+        The command's own handlers raise an exception, which the start of the event loop may lose.
+        """
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = sig
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         self.close_idle(time.monotonic())

@@ -77,13 +77,13 @@ def run(options: Options) -> None:
         # again while a request of many values is parsed, and nothing else runs meanwhile.
         gc.collect()
         gc.freeze()
-        announce(service, host, port)
-        try:
-            connections.Server(app_module.app_of(service), engine).run(sockets=[bound])
-        except KeyboardInterrupt as interrupt:  # raised by uvicorn after it has closed everything
-            print("the server has stopped", file=sys.stderr)
-            if type(interrupt) is not KeyboardInterrupt:  # SIGTERM, which has a status of its own
-                raise SystemExit(128 + signal.SIGTERM) from None
+        server = connections.Server(app_module.app_of(service), engine)
+        with server.heeding_signals():
+            announce(service, host, port)
+            server.run(sockets=[bound])
+        print("the server has stopped", file=sys.stderr)
+        if server.stopped_by == signal.SIGTERM:  # which has a status of its own
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 def key_of(options: Options) -> str | None:

@@ -427,7 +427,7 @@ def test_the_gain_that_is_reported_is_not_that_of_the_luckiest() -> None:
     assert len(taken) > 200
     again = [math.log(choice.again.ratio) for choice in taken if choice.again is not None]
     lucky = [math.log(choice.gain.ratio) for choice in taken]
-    error = numpy.std(again) / math.sqrt(len(again))
+    error = float(numpy.std(again)) / math.sqrt(len(again))
     assert numpy.mean(again) == pytest.approx(math.log(1.1), abs=3 * error)
     assert numpy.mean(lucky) > math.log(1.1) + 6 * error
     said, row = taken[0].reason, taken[0].to_json()

@@ -27,7 +27,7 @@ LEAST_READ = 64
 # Rounds that a median needs.
 FEWEST_ROUNDS = 3
 # Shares of the whole time; measuring the finalists has the rest.
-VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.2, 0.1, 0.25, 0.2
+VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.15, 0.1, 0.15, 0.15
 MEASURING = 1 - VERIFICATION - TEXTS - REPLAYS - DRAFTING
 
 
@@ -80,9 +80,9 @@ def texts_that_fit(
     chosen on in one batch, and at every batch size measuring `LEAST_WAYS` ways to decode on these
     prompts and `AGAIN` on the others. A drafted reply is counted as if it took as long as a plain
     one, and one repeat is assumed. `step(n)` gives the seconds of a plain step of n rows. The
-    prompts are halved first, down to as many as intervals need at every batch size that has them,
-    to a full batch of the largest size, or to `FEWEST_PROMPTS`; then the replies are halved, down
-    to `SHORTEST_REPLY`.
+    prompts are made fewer first, by a quarter at a time, down to as many as intervals need at every
+    batch size that has them, to a full batch of the largest size, or to `FEWEST_PROMPTS`; then the
+    replies are halved, down to `SHORTEST_REPLY`.
     """
 
     def fits(count: int, length: int) -> bool:
@@ -90,9 +90,8 @@ def texts_that_fit(
         writing = length * step(first)
         by_batch = []
         for batch in batches:
-            runs = LEAST_WAYS * math.ceil(first / batch) + AGAIN * math.ceil(
-                (count - first) / batch
-            )
+            runs = LEAST_WAYS * math.ceil(first / batch)
+            runs += AGAIN * math.ceil((count - first) / batch)
             by_batch.append(runs * length * step(batch))
         measuring = sum(by_batch)
         return writing <= TEXTS * seconds and measuring <= MEASURING * seconds
@@ -102,7 +101,7 @@ def texts_that_fit(
     fewest = min(prompts, max(FEWEST_PROMPTS, *batches, *for_intervals))
     shortest = min(tokens, SHORTEST_REPLY)
     while not fits(prompts, tokens) and prompts > fewest:
-        prompts = max(prompts // 2, fewest)
+        prompts = max(prompts * 3 // 4, fewest)
     while not fits(prompts, tokens) and tokens > shortest:
         tokens = max(tokens // 2, shortest)
     return prompts, tokens

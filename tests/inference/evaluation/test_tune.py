@@ -103,16 +103,16 @@ def test_the_fit_finds_what_a_draft_costs() -> None:
 def test_what_fits_into_a_budget_by_hand() -> None:
     """A plain step of n rows takes n hundredths of a second, so 12 replies of 96 tokens take 12 s,
     and measuring three ways at batch 1 on one half of 24 prompts and two on the other takes 58 s; a
-    tenth and a quarter of the time are theirs."""
+    tenth and 45% of the time are theirs."""
 
     def step(rows):
         return rows / 100
 
-    assert texts_that_fit(24, 96, [1], 240, step) == (24, 96) and texts_that_fit(
+    assert texts_that_fit(24, 96, [1], 130, step) == (24, 96) and texts_that_fit(
         24, 96, [1], math.inf, step
     ) == (24, 96)
-    assert texts_that_fit(24, 96, [1], 200, step) == (12, 96)
-    assert texts_that_fit(24, 96, [1], 90, step) == (10, 48), "both halves have an interval"
+    assert texts_that_fit(24, 96, [1], 110, step) == (18, 96)
+    assert texts_that_fit(24, 96, [1], 50, step) == (10, 48), "both halves have an interval"
     assert texts_that_fit(24, 96, [4], 12, step) == (4, 24), "a batch stays full"
     assert texts_that_fit(50, 96, [1, 4], 0, step) == (40, 16), "batches of 4 have an interval"
     assert texts_that_fit(2, 96, [1], 0, step) == (2, 16) and texts_that_fit(
@@ -427,7 +427,7 @@ def test_the_gain_that_is_reported_is_not_that_of_the_luckiest() -> None:
     assert len(taken) > 200
     again = [math.log(choice.again.ratio) for choice in taken if choice.again is not None]
     lucky = [math.log(choice.gain.ratio) for choice in taken]
-    error = numpy.std(again) / math.sqrt(len(again))
+    error = float(numpy.std(again)) / math.sqrt(len(again))
     assert numpy.mean(again) == pytest.approx(math.log(1.1), abs=3 * error)
     assert numpy.mean(lucky) > math.log(1.1) + 6 * error
     said, row = taken[0].reason, taken[0].to_json()

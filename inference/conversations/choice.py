@@ -20,20 +20,49 @@ Group = tuple[str, ...]
 """Names of a row's source and category, the larger first."""
 
 
-def unit_of(row: Any, conversation: Conversation, source: str = "") -> str:
-    """Return the name of the row's unit: its `id` within the `source`, else its prompt.
+class Units:
+    """Rows that belong together: those with an equal id in one source, or with an equal prompt.
 
-    The ids that `data regenerate` gives to rows without any are places in a file; its rows belong
-    together by their prompts.
+    All rows are added before the first is looked up.
     """
+
+    def __init__(self) -> None:
+        # The key that each key leads to; the smallest of a unit leads to itself.
+        self._towards: dict[int, int] = {}
+
+    def add(self, row: Any, conversation: Conversation, source: str = "") -> None:
+        """Add a row of a source."""
+        roots = [self._root(key) for key in _keys(row, conversation, source)]
+        for root in roots:
+            self._towards[root] = min(roots)
+
+    def of(self, row: Any, conversation: Conversation, source: str = "") -> int:
+        """Return the number of the unit of a row that was added, whatever the order of adding."""
+        return self._root(_keys(row, conversation, source)[0])
+
+    def _root(self, key: int) -> int:
+        self._towards.setdefault(key, key)
+        while (following := self._towards[key]) != key:
+            # Each step halves the way for those who come later.
+            self._towards[key] = self._towards[following]
+            key = following
+        return key
+
+
+def _keys(row: Any, conversation: Conversation, source: str) -> list[int]:
+    """Return the numbers of a row's prompt and of its id within the source, if it has one.
+
+    The ids that `data regenerate` gives to rows without any are places in a file and do not count.
+    """
+    keys = [number_of(prompt_of(conversation))]
     given = row.get("id", row.get("question_id"))
-    if given is None or "regenerated" in row:
-        return prompt_of(conversation)
-    return json.dumps([source, str(given)])
+    if given not in (None, "") and "regenerated" not in row:
+        keys.append(number_of(json.dumps([source, str(given)])))
+    return keys
 
 
 def prompt_of(conversation: Conversation) -> str:
-    """Return what stands before the first reply, system prompts left out, as one text.
+    """Return what stands before the first reply to a user, as one text.
 
     It is the same for all turns and parts of a conversation, and for several replies to a prompt.
     """
@@ -43,17 +72,19 @@ def prompt_of(conversation: Conversation) -> str:
         spans = conversation.response_spans
         return str(conversation.token_ids[: min((start for start, _ in spans), default=None)])
     said: list[Any] = []
+    asked = False
     for message in conversation.messages:
-        if message["role"] == "assistant" and said:
-            break
-        if message["role"] not in ("system", "assistant"):
+        if message["role"] != "assistant":
             said.append(message.get("content"))
+            asked = asked or message["role"] != "system"
+        elif asked:
+            break
     return json.dumps(said, ensure_ascii=False)
 
 
-def number_of(unit: str) -> int:
-    """Return the number by which a unit is known and drawn: 63 bits of its name's SHA-256."""
-    return int.from_bytes(hashlib.sha256(unit.encode()).digest()[:8]) >> 1
+def number_of(name: str) -> int:
+    """Return the number by which something is known and drawn: 63 bits of its name's SHA-256."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
 def in_turns(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
@@ -73,12 +104,16 @@ def in_turns(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
 
 
 def _merged(by_group: dict[Group, list[int]]) -> list[int]:
-    """Return the rows of all groups, one of each in turn: by the first name, then by the next."""
+    """Return the rows of all groups, one of each in turn: by the first name, then by the next.
+
+    Groups are in the order of their names' numbers.
+    """
     if list(by_group) == [()]:
         return by_group[()]
     inner: dict[str, dict[Group, list[int]]] = {}
-    for (first, *rest), rows in sorted(by_group.items()):
-        inner.setdefault(first, {})[tuple(rest)] = rows
+    # Not in the order of the alphabet: of more groups than rows to draw, any may be left out.
+    for first, *rest in sorted(by_group, key=lambda group: [number_of(name) for name in group]):
+        inner.setdefault(first, {})[tuple(rest)] = by_group[first, *rest]
     merged = []
     for of_turn in zip_longest(*map(_merged, inner.values())):
         merged += [index for index in of_turn if index is not None]

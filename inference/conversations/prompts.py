@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ..settings import BadRows
-from .choice import described, in_turns, number_of, unit_of
+from .choice import Units, described, in_turns
 from .formats import Conversation, RowError, conversation_of
 from .rows import LeftOut, prompt_ids, warn_of_plain_text
 from .sources import rows_of
@@ -33,7 +34,7 @@ class Prompt:
     later: list[str] = field(default_factory=list)
     """Further turns of the user (Spec-Bench, MT-Bench)."""
     unit: int = 0
-    """Place of the first prompt of the same unit (`choice.unit_of`): together they are one
+    """Place of the first prompt of the same unit (`choice.Units`): together they are one
     observation of an interval."""
 
 
@@ -49,22 +50,29 @@ def read_prompts(
 
     With a limit they are drawn evenly over the categories (`choice.in_turns`), and stay in the
     order of the file. `target_name` is the target's name in messages. Raises `UserError` if there
-    are no prompts, and for a malformed row unless `bad_rows` is skip.
+    are no prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
-    rows = [_Row.of(name, row) for name, row in rows_of(str(path), split)]
+    plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
+    rows: list[_Row] = []
+    for name, raw in rows_of(str(path), split):
+        try:
+            # a line that is not JSON is itself an error
+            if isinstance(raw, RowError):
+                raise raw
+            rows.append(_Row(name, raw, conversation_of(raw)))
+            units.add(raw, rows[-1].conversation)
+        except RowError as error:
+            left_out.add(name, error)
+    of_units = [units.of(row.raw, row.conversation) for row in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:
-        order = in_turns([(row.category,) for row in rows], [row.unit for row in rows])
+        order = in_turns([(row.category,) for row in rows], of_units)
     found: dict[int, Prompt] = {}
-    plain, left_out = 0, LeftOut(str(path), bad_rows)
     for index in order:
         if limit is not None and len(found) == limit:
             break
-        row = rows[index]
+        row, conversation = rows[index], rows[index].conversation
         try:
-            conversation = row.conversation
-            if isinstance(conversation, RowError):
-                raise conversation
             ids = prompt_ids(conversation, tokenizer, target_name)
             if not ids:
                 raise RowError("the prompt is empty")
@@ -72,10 +80,9 @@ def read_prompts(
             left_out.add(row.name, error)
             continue
         plain += conversation.messages is None and conversation.token_ids is None
-        prompt = Prompt(row.id, ids, row.category, unit=row.unit)
+        found[index] = Prompt(row.id, ids, row.category, unit=of_units[index])
         if conversation.later:
-            prompt.conversation, prompt.later = conversation, conversation.later
-        found[index] = prompt
+            found[index].conversation, found[index].later = conversation, conversation.later
     prompts = [found[index] for index in sorted(found)]
     first: dict[int, int] = {}
     for place, prompt in enumerate(prompts):
@@ -85,7 +92,7 @@ def read_prompts(
         if left_out.count:
             why = f"; the first of {left_out.count} malformed rows is {left_out.first}"
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
-    if len(prompts) == limit < len(rows):
+    if limit is not None and len(prompts) == limit < len(rows):
         groups = [(prompt.category,) for prompt in prompts]
         log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
@@ -98,24 +105,16 @@ class _Row:
 
     name: str
     """Its place in the file."""
-    conversation: Conversation | RowError
-    id: str = ""
-    category: str = ""
-    unit: int = 0
+    raw: JsonObject
+    conversation: Conversation
 
-    @classmethod
-    def of(cls, name: str, row: Any) -> _Row:
-        """Return a row as it was read; a malformed one is a unit of its own."""
-        try:
-            # a line that is not JSON is itself an error
-            if isinstance(row, RowError):
-                raise row
-            conversation = conversation_of(row)
-        except RowError as error:
-            return cls(name, error, unit=number_of(name))
-        row_id = str(row.get("id", row.get("question_id", name)))
-        unit = number_of(unit_of(row, conversation))
-        return cls(name, conversation, row_id, str(row.get("category", "")), unit)
+    @property
+    def id(self) -> str:
+        return str(self.raw.get("id", self.raw.get("question_id", self.name)))
+
+    @property
+    def category(self) -> str:
+        return str(self.raw.get("category") or "")
 
 
 def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:

@@ -14,6 +14,7 @@ from operator import truediv
 from .results import FEWEST, NAN
 
 LEVEL = 0.95
+WIDEST = math.log(100)
 BISECTIONS = 60  # halve the range of an angle to the precision of a float
 Sums = tuple[float, ...]
 
@@ -47,7 +48,8 @@ def interval(
     units.
 
     Units whose sums are all 0 tell nothing and are left out. Both ends are NaN for fewer than
-    `FEWEST` others, and where the statistic is not defined without one of them.
+    `FEWEST` others, where the statistic is not defined without one of them, and for an interval
+    that reaches beyond a factor of 100: one unit has nearly all of the sums, and it tells nothing.
     """
     telling = [unit for unit in units if any(unit)]
     count = len(telling)
@@ -66,6 +68,8 @@ def interval(
     variance = (count - 1) / count * sum((x - centre) ** 2 for x in logs)
     degrees = max(round(effective(telling)) - 1, 1)
     reach = student_t((1 + level) / 2, degrees) * math.sqrt(variance)
+    if reach > WIDEST:
+        return NAN, NAN
     return value * math.exp(-reach), value * math.exp(reach)
 
 

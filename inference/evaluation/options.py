@@ -82,7 +82,7 @@ class EvaluateOptions:
     batch_sizes: str | None = None
     """Several batch sizes, each at every temperature, in place of batch_size: 1,4,16."""
     limit: int | None = None
-    """Number of prompts to use, from the first on; all if not given."""
+    """Number of prompts to use, drawn evenly over their categories; all if not given."""
     max_new_tokens: int = 128
     """Longest reply, in tokens."""
     batch_size: int = 1
@@ -259,7 +259,7 @@ class TuneOptions:
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     limit: int = 24
-    """Number of prompts to use, from the first on."""
+    """Number of prompts to use, drawn evenly over their categories."""
     max_new_tokens: int = 96
     """Longest reply, in tokens."""
     temperatures: str | None = None

@@ -86,7 +86,7 @@ def replayed(
         accepted += [tokens - 1 for tokens in rounds]
     return {
         "tau_incl_bonus": tau(emitted),
-        "tau_ci95": tau_interval(emitted),
+        "tau_ci95": tau_interval(emitted, [text.unit for text in texts]),
         "survival": survival(accepted, max(accepted, default=0)),
         "emitted": emitted,
     }

@@ -19,6 +19,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import PADDING, collate
 from draftsmith.train.data.served import Client, ServedFeatures, served_texts
@@ -124,7 +125,8 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     asked: list[int] = []
     post = target.client._http.post
     target.client._http.post = lambda *args, **more: (asked.append(1), post(*args, **more))[1]  # type: ignore[method-assign]
-    prompts = [[3, 306, 341, 984, 1306, 12], [3, 306, 286, 1214], [5]]
+    ids = [[3, 306, 341, 984, 1306, 12], [3, 306, 286, 1214], [5]]
+    prompts = [HeldOutPrompt(prompt, unit) for unit, prompt in enumerate(ids)]
     texts = served_texts(target, prompts, TAPS, 12)
     assert len(asked) == len(prompts) and not list(folder.iterdir())
     for prompt, text in zip(prompts, texts, strict=True):

@@ -1,7 +1,7 @@
 """Contamination: training rows that share a prompt or a run of 13 words with a held-out row.
 
-Runs that many units share (an instruction, a disclaimer, a template) say nothing about a single
-held-out row, so that they do not count.
+Runs that many units share, held-out ones among them (an instruction, a disclaimer, a template), say
+nothing about a single held-out row, so that they do not count.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 NGRAM_WORDS = 13
 WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
-# A run of words is common if more units have it than the larger of a share of all and a number.
-COMMON_SHARE, COMMON_UNITS = 0.005, 10
+# A run of words is common if more units have it than the larger of a share of all and a number, and
+# several held-out ones: a question that has leaked into training is that of one held-out unit.
+COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
 class Row(Protocol):
@@ -58,14 +59,14 @@ def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str,
     """Return the training rows that are not contaminated, and the others by source.
 
     A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
-    not common: at most `COMMON_UNITS`, or `COMMON_SHARE` of all units, have it.
+    not common (`COMMON_UNITS`).
     """
     prompts = {row.prompt for row in held_out}
     grams = [ngrams(row.words) for row in held_out]
     # One set of all n-grams, against which each training row is one set operation.
     forbidden: set[int] = set().union(*grams)
     shared = [ngrams(row.words) & forbidden for row in train]
-    common = _common([*held_out, *train], [*grams, *shared])
+    common = _common(held_out, grams, train, shared)
     removed: dict[str, list[tuple[R, set[int]]]] = {}
     cleaned = []
     for row, own in zip(train, shared, strict=True):
@@ -76,25 +77,42 @@ def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str,
     return cleaned, {source: _found(rows) for source, rows in removed.items()}
 
 
-def _common(rows: Sequence[Row], grams: Sequence[set[int]]) -> set[int]:
-    """Return the n-grams that many units have; `grams` are those of each row.
+def _common(
+    held_out: Sequence[Row],
+    grams: Sequence[set[int]],
+    train: Sequence[Row],
+    shared: Sequence[set[int]],
+) -> set[int]:
+    """Return the n-grams that many units have.
 
+    `grams` are those of each held-out row, `shared` those of each training row that are among them.
     The most frequent one is logged.
     """
-    by_unit: dict[int, set[int]] = {}
-    for row, own in zip(rows, grams, strict=True):
-        by_unit.setdefault(row.unit, set()).update(own)
-    units = Counter(gram for own in by_unit.values() for gram in own)
-    most = max(COMMON_UNITS, COMMON_SHARE * len(by_unit))
-    common = {gram for gram, count in units.items() if count > most}
+    rows = [*held_out, *train]
+    units, count = _units(rows, [*grams, *shared])
+    of_held_out, _ = _units(held_out, grams)
+    most = max(COMMON_UNITS, COMMON_SHARE * count)
+    common = {
+        gram: number
+        for gram, number in units.items()
+        if number > most and of_held_out[gram] >= COMMON_HELD_OUT
+    }
     if common:
-        worst, count = _most_frequent({gram: units[gram] for gram in common}, rows)
+        worst, number = _most_frequent(common, rows)
         log.info(
             "runs of %d words that more than %d conversations have do not count as contamination, "
             'such as "%s" (%d)',
-            NGRAM_WORDS, most, worst, count,
+            NGRAM_WORDS, most, worst, number,
         )  # fmt: skip
-    return common
+    return set(common)
+
+
+def _units(rows: Sequence[Row], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
+    """Return how many units have each n-gram, and how many units there are."""
+    by_unit: dict[int, set[int]] = {}
+    for row, own in zip(rows, grams, strict=True):
+        by_unit.setdefault(row.unit, set()).update(own)
+    return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
 
 
 def _found(rows: Sequence[tuple[Row, set[int]]]) -> Contamination:
@@ -114,24 +132,21 @@ def _most_frequent(counts: Mapping[int, int], rows: Sequence[Row]) -> tuple[str,
     raise AssertionError("the n-grams are those of the rows")
 
 
-def refuse(removed: dict[str, Contamination], read: Callable[[str], int], allowed: float) -> None:
-    """Raise `UserError` if a source loses more than the share `allowed` of its rows.
+def refuse(removed: Mapping[str, Contamination], before: Mapping[str, int], allowed: float) -> None:
+    """Raise `UserError` if a source loses more than the share `allowed` of its training rows.
 
-    `read` gives the number of rows that were read of a source. Otherwise the losses are logged.
+    `before` has the number of these rows by source. Otherwise the losses are logged.
     """
     for source, found in removed.items():
-        share = found.rows / read(source)
+        share = found.rows / before[source]
+        lost = f"{found.rows} of {before[source]} training rows share words with held-out rows"
         if share > allowed:
             raise UserError(
-                f"data source {source}: {found.rows} of {read(source)} rows share words with "
-                f"held-out rows ({found}); hold out whole sources, accept it with "
+                f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "
                 f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
                 "data.decontaminate to false"
             )
-        log.warning(
-            "data source %s: %d rows share words with held-out rows and are left out: %s",
-            source, found.rows, found,
-        )  # fmt: skip
+        log.warning("data source %s: %s and are left out (%s)", source, lost, found)
 
 
 def ngrams(text: str) -> set[int]:

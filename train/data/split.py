@@ -11,11 +11,11 @@ from ..config import HeldOutConfig
 
 
 def is_held_out(
-    held_out: HeldOutConfig, source: str, raw: Any, row_name: str, unit: str, seed: int
+    held_out: HeldOutConfig, source: str, raw: Any, row_name: str, unit: int, seed: int
 ) -> bool:
     """Return whether a row is kept away from training.
 
-    By row, it depends on the seed and the row's unit (`conversations.choice.unit_of`) alone, so
+    By row, it depends on the seed and the row's unit (`conversations.choice.Units`) alone, so
     that all rows of a conversation or prompt lie on one side. Raises `UserError` for a row without
     the field to split by, or whose field is not a time.
     """

@@ -35,7 +35,7 @@ from ...heads.files import (
 )
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
-from ...inference.conversations.choice import Group, number_of, prompt_of, unit_of
+from ...inference.conversations.choice import Group, Units, number_of, prompt_of
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
@@ -274,11 +274,12 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     train: list[_Row] = []
     held_out: list[_Row] = []
     counts: dict[str, Counter[str]] = {}
+    units = units_of(data)
     for source in data.sources:
         name = source.name or source.path
         counts[name] = count = Counter()
         lost: list[str] = []
-        for row in _read(source, data, target, seed, count, lost):
+        for row in _read(source, data, target, units, seed, count, lost):
             (held_out if row.held_out else train).append(row)
         _refuse_losses(name, count, lost, data.max_lost_share)
     if data.deduplicate:
@@ -287,10 +288,11 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
     if data.decontaminate:
+        before = Counter(row.source for row in train)
         train, removed = clean(train, held_out)
         for name, found in removed.items():
             counts[name]["shares words with held-out rows"] += found.rows
-        refuse(removed, lambda name: counts[name]["read"], data.max_contaminated_share)
+        refuse(removed, before, data.max_contaminated_share)
     for rows, kind in ((train, "to learn from"), (held_out, "held out")):
         if not rows:
             if kind == "held out" and data.held_out.by == "row":
@@ -353,6 +355,7 @@ def _read(
     source: Source,
     data: Data,
     target: TargetSource,
+    units: Units,
     seed: int,
     count: Counter[str],
     lost: list[str],
@@ -370,8 +373,9 @@ def _read(
     ):
         count["read"] += 1
         conversation = _conversation(raw)
-        malformed = isinstance(conversation, RowError)
-        unit = row_name if malformed else unit_of(raw, conversation, name)
+        unit = 0  # of a malformed row, which is lost
+        if not isinstance(conversation, RowError):
+            unit = units.of(raw, conversation, name)
         held_out = is_held_out(data.held_out, name, raw, row_name, unit, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
@@ -417,10 +421,23 @@ def _read(
             conversation.words(),
             held_out,
             1 if held_out else copies,
-            number_of(unit),
+            unit,
             number_of(prompt_of(conversation)),
-            (name, str(raw.get("category", ""))),
+            (name, str(raw.get("category") or "")),
         )
+
+
+def units_of(data: Data) -> Units:
+    """Return the units of all rows of the sources, which are read once for it."""
+    units = Units()
+    for source in data.sources:
+        name = source.name or source.path
+        rows = rows_of(source.path, source.split)
+        for _, raw in Progress(rows, desc=f"ids and prompts of {name}", unit=" rows"):
+            conversation = _conversation(raw)
+            if not isinstance(conversation, RowError):
+                units.add(raw, conversation, name)
+    return units
 
 
 def _conversation(raw: Any) -> Conversation | RowError:

@@ -11,6 +11,7 @@ example) cannot show several turns in one rendering; each such turn becomes a se
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,10 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning, by the names that servers and templates use."""
 REASONING_BEGINS, REASONING_ENDS = "<think>", "</think>"  # in the content of a message
+
+
+Span = tuple[int, int, str]
+"""Start and end of a turn in a rendered text, in characters, and the content of its message."""
 
 
 @dataclass
@@ -158,7 +163,7 @@ def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list
     end. Raises `RowError` for a turn of which neither prefixes nor marks tell where it begins, and
     for one without its reasoning.
     """
-    sequences: list[tuple[str, list[tuple[int, int]]]] = []
+    sequences: list[tuple[str, list[Span]]] = []
     marked = has_marks(rendering.tokenizer)
     for i, message in enumerate(rendering.messages):
         # A greeting that stands before everything answers no prompt.
@@ -170,18 +175,19 @@ def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list
         if start is None and marked:
             start = rendering.marked_start(i, prompt, full)
         written = full[_common(prompt, full) if start is None else start :]
-        if any(part not in written for part in _reasoning_of(message)):
+        if any(part not in _words(written) for part in _reasoning_of(message)):
             raise RowError(
                 "the chat template leaves out the reasoning of a reply, which would be learned as "
                 "if the target wrote it without; rows of draftsmith data regenerate are exact"
             )
         if start is None:
             raise RowError("the chat template does not continue its own generation prompt")
+        span = (start, len(full), _content_of(message))
         if sequences and start >= len(sequences[-1][0]) and full.startswith(sequences[-1][0]):
             # Its spans stay where they are.
-            sequences[-1] = (full, [*sequences[-1][1], (start, len(full))])
+            sequences[-1] = (full, [*sequences[-1][1], span])
         else:
-            sequences.append((full, [(start, len(full))]))
+            sequences.append((full, [span]))
     encoded = []
     for number, (text, spans) in enumerate(sequences, 1):
         last_cut = cut and number == len(sequences)
@@ -190,59 +196,88 @@ def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list
 
 
 def _reasoning_of(message: JsonObject) -> list[str]:
-    """Return the reasoning that a message has, in a key of its own or in its content."""
+    """Return the words of a message's reasoning, in a key of its own or first in its content."""
     parts = [message.get(key) for key in REASONING_KEYS]
+    head, ends, _ = _content_of(message).partition(REASONING_ENDS)
+    # Whoever prompts with the first mark gets replies that have only the second.
+    if ends and (REASONING_BEGINS not in head or head.lstrip().startswith(REASONING_BEGINS)):
+        parts.append(head.split(REASONING_BEGINS)[-1])
+    return [_words(part) for part in parts if isinstance(part, str)]
+
+
+def _words(text: str) -> str:
+    """Return a text with single spaces for all white space, which templates may change."""
+    return " ".join(text.split())
+
+
+def _content_of(message: JsonObject) -> str:
+    """Return the content of a message as text; the empty text where it is none."""
     content = message.get("content")
-    if isinstance(content, str) and REASONING_ENDS in content:
-        parts.append(content.partition(REASONING_ENDS)[0].split(REASONING_BEGINS)[-1])
-    return [part.strip() for part in parts if isinstance(part, str)]
+    return content if isinstance(content, str) else ""
 
 
 def _mask_spans(
     text: str,
-    spans: list[tuple[int, int]],
+    spans: list[Span],
     tokenizer: Any,
     eos_ids: frozenset[int],
     cut: bool,
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true where the target wrote.
 
-    `spans` are [start, end) of the turns, in characters; `cut`: the last of them has no end.
+    `cut`: the last of the turns `spans` has no end.
     """
     # The template has written all special tokens into the text already.
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids) | eos_ids
     mask = [False] * len(ids)
-    for number, (start, end) in enumerate(spans, 1):
+    for number, (start, end, content) in enumerate(spans, 1):
         # A token without characters (first == past) belongs to no span.
         inside = []
         for i, (first, past) in enumerate(offsets):
             if start <= first < end and past > first:
                 inside.append(i)
         tokens = [(ids[i], text[slice(*offsets[i])]) for i in inside]
-        written = _written(tokens, eos_ids, special, cut and number == len(spans))
+        last_cut = cut and number == len(spans)
+        written = _written(tokens, content.strip(), eos_ids, special, last_cut)
         for i in inside[:written]:
             mask[i] = True
     return Encoded(ids, mask)
 
 
 def _written(
-    tokens: list[tuple[int, str]], eos_ids: frozenset[int], special: set[int], cut: bool
+    tokens: list[tuple[int, str]],
+    content: str,
+    eos_ids: frozenset[int],
+    special: set[int],
+    cut: bool,
 ) -> int:
     """Return how many of a turn's tokens (id and text) the target wrote, from the first on.
 
     Up to its end token, without it if the turn was `cut` short. Templates may add a line break
-    behind the end token, or the end token of texts; the target does not write those. An end token
-    with other text behind it is part of the reply.
+    after the end token, or the end token of texts; the target does not write those. An end token
+    with more of the message's `content` after it is part of the reply.
     """
-    body = len(tokens)
-    while body and (tokens[body - 1][0] in eos_ids or not tokens[body - 1][1].strip()):
-        body -= 1
-    end = next((i for i in range(body, len(tokens)) if tokens[i][0] in eos_ids), None)
     # The end token of a turn need not be one that ends generation.
-    if end is None and body and tokens[body - 1][0] in special:
-        end = body - 1
-    if end is None:
-        return len(tokens)
-    return end if cut else end + 1
+    for ends in (eos_ids, special):
+        end = max((i for i, (token, _) in enumerate(tokens) if token in ends), default=None)
+        rest = "" if end is None else "".join(text for _, text in tokens[end + 1 :]).strip()
+        if end is None or (rest and content.endswith(rest)):
+            continue
+        # Of several at the end, the first.
+        while ends is eos_ids and (before := _end_before(tokens, end, ends)) is not None:
+            end = before
+        return end if cut else end + 1
+    body = len(tokens)
+    while cut and body and not tokens[body - 1][1].strip():
+        body -= 1  # a line break of the template's
+    return body
+
+
+def _end_before(tokens: list[tuple[int, str]], end: int, ends: Set[int]) -> int | None:
+    """Return the end token before that at `end`, if there is only white space between them."""
+    place = end - 1
+    while place >= 0 and tokens[place][0] not in ends and not tokens[place][1].strip():
+        place -= 1
+    return place if place >= 0 and tokens[place][0] in ends else None

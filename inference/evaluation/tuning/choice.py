@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....heads.files import JsonObject
+from ...conversations.choice import in_turns, number_of
 from ...conversations.prompts import Prompt
 from ..figures import Gain
 from ..intervals import LEVEL
@@ -20,13 +21,21 @@ from ..results import FEWEST
 from .budget import to_choose_on
 
 
+def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` of the prompts, evenly over their categories, in their order."""
+    groups = [(prompt.category,) for prompt in prompts]
+    units = [number_of(str(prompt.unit)) for prompt in prompts]
+    return [prompts[index] for index in sorted(in_turns(groups, units)[:count])]
+
+
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts that a tree is chosen on, and those on which its gain is measured.
 
-    Every second one is in the second half, so that both have prompts of all kinds; prompts of
-    one unit stay together. The second half is empty where there are too few.
+    Of each category every second one is in the second half; prompts of one unit stay together. The
+    second half is empty where there are too few.
     """
-    units = list(dict.fromkeys(prompt.unit for prompt in prompts))
+    by_category = sorted(prompts, key=lambda prompt: prompt.category)
+    units = list(dict.fromkeys(prompt.unit for prompt in by_category))
     first = units[::2] if to_choose_on(len(units)) < len(units) else units
     chosen_on = [prompt for prompt in prompts if prompt.unit in first]
     return chosen_on, [prompt for prompt in prompts if prompt.unit not in first]

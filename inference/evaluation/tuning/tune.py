@@ -34,6 +34,7 @@ from ..journal import Journal, kept
 from ..names import distinct_labels
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
+from ..results import FEWEST
 from .budget import (
     DRAFTING,
     MEASURING,
@@ -48,7 +49,7 @@ from .budget import (
     timings_that_fit,
 )  # fmt: skip
 from .candidates import Candidate, candidates, check_tunable
-from .choice import halves
+from .choice import enough, fewer, halves
 from .costs import (
     NODES,
     PLAIN,
@@ -81,6 +82,12 @@ def run(options: Options) -> None:
     # Tuning looks at the first turns of conversations alone.
     prompts = [replace(prompt, later=[]) for prompt in prompts_of(options)]
     check_batches(batches, prompts)
+    for batch in batches:
+        if not enough(halves(prompts)[1], batch):
+            warn(
+                f"batch size {batch}: its default tree will be kept, since a choice needs "
+                f"{2 * FEWEST * batch} prompts and there are {len(prompts)} (--limit)"
+            )
     target = load_for_decoding(options.target)
     check_room(prompts, target.max_positions)
 
@@ -228,7 +235,7 @@ class Bench:
         count, tokens = texts_that_fit(
             len(self.prompts), options.max_new_tokens, batches, seconds, self._step
         )
-        chosen_on, others = halves(self.prompts[:count])
+        chosen_on, others = halves(fewer(self.prompts, count))
         prompts = [prompt.token_ids for prompt in chosen_on]
         known = self._texts(prompts, tokens, sampling)
         known = self._begun(known, spec, sampling, REPLAYS * seconds)

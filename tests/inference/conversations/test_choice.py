@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from draftsmith.inference.conversations.choice import described, in_turns, prompt_of, unit_of
+from draftsmith.inference.conversations.choice import Units, described, in_turns, prompt_of
 from draftsmith.inference.conversations.formats import conversation_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 def test_sources_take_turns_then_categories_then_units() -> None:
     groups = [("a", "x")] * 4 + [("a", "y")] + [("b", "")] * 2
     units = [40, 10, 30, 10, 20, 8, 7]
-    # a/x in the order of its units, the second row of unit 10 last: 1, 2, 0, 3; with a/y: 1, 4, 2,
-    # 0, 3; b: 6, 5
-    assert in_turns(groups, units) == [1, 6, 4, 5, 2, 0, 3]
+    # a/x in the order of its units, the second row of unit 10 last: 1, 2, 0, 3; with a/y in turns:
+    # 1, 4, 2, 0, 3; b: 6, 5. By the hashes of their names b comes before a, and x before y.
+    assert in_turns(groups, units) == [6, 1, 5, 4, 2, 0, 3]
     assert described([groups[i] for i in in_turns(groups, units)[:4]]) == "1 a/x, 1 a/y, 2 b"
+
+
+def test_of_more_groups_than_rows_to_draw_any_may_come() -> None:
+    groups = [(f"cat{i:02d}",) for i in range(57)]
+    drawn = sorted(in_turns(groups, list(range(57)))[:32])
+    assert drawn[:5] != list(range(5)) and any(i > 50 for i in drawn)
 
 
 def test_three_sources_of_a_thousand_rows() -> None:
@@ -46,17 +52,15 @@ def chat(*said: str) -> dict[str, Any]:
     return {"messages": [{"role": roles[i % 2], "content": s} for i, s in enumerate(said)]}
 
 
-def unit(row: dict[str, Any], source: str = "s") -> str:
-    return unit_of(row, conversation_of(row), source)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
         (chat("q", "a"), chat("q", "b", "q2", "c"), True),
         (chat("q", "a"), chat("r", "a"), False),
         (chat("q", "a") | {"id": 1}, chat("r", "a") | {"id": 1}, True),
-        (chat("q", "a") | {"id": 1}, chat("q", "a") | {"id": 2}, False),
+        (chat("q", "a") | {"id": 1}, chat("q", "b") | {"id": 2}, True),
+        (chat("q", "a") | {"id": 1}, chat("r", "a") | {"id": 2}, False),
+        (chat("q", "a") | {"id": ""}, chat("r", "a") | {"id": ""}, False),
         ({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}, True),
         (
             {"token_ids": [1, 2, 3], "response_spans": [[2, 3]]},
@@ -72,14 +76,30 @@ def unit(row: dict[str, Any], source: str = "s") -> str:
     ],
 )
 def test_rows_of_one_unit(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    assert (unit(one) == unit(other)) is same
-    assert unit(one | {"id": 7}) != unit(one | {"id": 7}, "another source") or "regenerated" in one
+    assert (units_of([one, other])[0] == units_of([one, other])[1]) is same
+    assert units_of([one, other]) == units_of([other, one])[::-1], "whatever comes first"
 
 
-def test_system_prompts_and_greetings_are_no_part_of_the_prompt() -> None:
-    rows = [
-        {"messages": [{"role": "system", "content": "be kind"}, *chat("q", "a")["messages"]]},
-        {"messages": [{"role": "assistant", "content": "hello"}, *chat("q", "b")["messages"]]},
-        chat("q", "c"),
-    ]
-    assert len({prompt_of(conversation_of(row)) for row in rows}) == 1
+def units_of(rows: list[dict[str, Any]]) -> list[int]:
+    units = Units()
+    for row in rows:
+        units.add(row, conversation_of(row), "s")
+    return [units.of(row, conversation_of(row), "s") for row in rows]
+
+
+def test_ids_are_those_of_a_source_and_a_chain_of_rows_is_one_unit() -> None:
+    rows = [chat(f"q{i // 2}", "a") | {"id": (i + 1) // 2} for i in range(9)]
+    assert len(set(units_of(rows))) == 1
+    units, (one, other) = Units(), (chat("q", "a") | {"id": 1}, chat("r", "a") | {"id": 1})
+    units.add(one, conversation_of(one), "s")
+    units.add(other, conversation_of(other), "t")
+    assert units.of(one, conversation_of(one), "s") != units.of(other, conversation_of(other), "t")
+
+
+def test_greetings_are_no_part_of_the_prompt_and_system_prompts_are() -> None:
+    """A document may stand in the system prompt, and the same question after each."""
+    greeted = [{"role": "assistant", "content": "hello"}, *chat("q", "b")["messages"]]
+    document = [{"role": "system", "content": "a document"}, *chat("q", "a")["messages"]]
+    rows = [{"messages": greeted}, {"messages": document}, chat("q", "c")]
+    first, second, third = (prompt_of(conversation_of(row)) for row in rows)
+    assert first == third != second

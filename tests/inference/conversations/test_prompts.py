@@ -75,10 +75,10 @@ def test_a_limit_draws_evenly_from_all_categories(
 
 def test_rows_of_one_id_or_prompt_are_one_unit(quickstart: Target, tmp_path: Path) -> None:
     rows = [{"prompt": "def f():", "id": i // 2} for i in range(4)] + [{"prompt": "def f():"}] * 2
+    rows += [{"prompt": "def g():", "id": 8}, {"prompt": "def h():", "id": 8}, {"prompt": "x"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = read_prompts(tmp_path, quickstart.tokenizer, quickstart.name)
-    assert len({prompt.unit for prompt in prompts}) == 3
-    assert [prompt.unit == prompts[0].unit for prompt in prompts] == [True] * 2 + [False] * 4
+    assert [prompt.unit for prompt in prompts] == [0] * 6 + [6, 6, 8]
 
 
 @pytest.mark.parametrize("row", [{"prompt": ["a", 3]}, {"turns": []}, {"prompt": []}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from draftsmith.inference.evaluation.tuning.budget import (
     timings_that_fit,
 )
 from draftsmith.inference.evaluation.tuning.candidates import Candidate
-from draftsmith.inference.evaluation.tuning.choice import Choice, enough, halves, level_of
+from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
 from draftsmith.inference.evaluation.tuning.costs import (
     NODES,
     PLAIN,
@@ -372,6 +373,16 @@ def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
     else:
         assert row["setting"] == {"length": 1} and row["gain_over_default"] == 1
     assert row["reason"] in " ".join(done.stdout.split())
+
+
+def test_a_part_of_the_prompts_and_its_halves_have_all_categories() -> None:
+    """Whether the file is sorted by category or the categories take turns in it."""
+    for name in (lambda n: "abc"[n // 8], lambda n: "abc"[n % 3]):
+        prompts = [Prompt(str(n), [1], name(n), place=n, unit=n) for n in range(24)]
+        part = fewer(prompts, 12)
+        assert [p.place for p in part] == sorted(p.place for p in part)
+        for half in halves(part):
+            assert Counter(p.category for p in half) == {"a": 2, "b": 2, "c": 2}
 
 
 def test_halves_have_prompts_of_all_kinds_and_whole_conversations() -> None:

@@ -158,11 +158,19 @@ def test_contamination_above_a_share_is_an_error_that_names_the_words(tmp_path: 
     words = "one two three four five six seven eight nine ten eleven twelve thirteen"
     rows = [chat(f"question {i}", f"{words} {i}" if i < 8 else f"reply {i}") for i in range(60)]
     held = [chat("another", f"{words} again")]
-    said = rf'8 of 60 rows share words with held-out rows \("{words}" is in 8 of them\)'
+    said = rf'8 of 60 training rows share words with held-out rows \("{words}" is in 8 of them\)'
     with pytest.raises(UserError, match=said):
         build(data(tmp_path, rows, held), TARGET, seed=0)
     tables = build(data(tmp_path, rows, held, max_contaminated_share=0.14), TARGET, seed=0)
     assert tables.counts["train"]["shares words with held-out rows"] == 8
+
+
+def test_a_question_that_leaked_into_many_rows_is_contamination(tmp_path: Path) -> None:
+    """It is in one held-out row, and so no template."""
+    asked = "how many of the seventeen little words in this question are there in the benchmark"
+    leaked = [chat(f"tell me {i}: {asked}", f"answer {i}") for i in range(15)]
+    tables = build(data(tmp_path, [*GOOD, *leaked], [chat(asked, "seventeen")]), TARGET, seed=0)
+    assert tables.counts["train"]["shares words with held-out rows"] == 15
 
 
 def test_a_short_prompt_of_a_held_out_row_is_not_learned(tmp_path: Path) -> None:
@@ -172,9 +180,9 @@ def test_a_short_prompt_of_a_held_out_row_is_not_learned(tmp_path: Path) -> None
 
 
 def test_replies_to_one_prompt_and_parts_of_a_conversation_stay_together(tmp_path: Path) -> None:
-    """Five replies to each prompt of few words, with ids that regeneration gave, and none."""
+    """Five replies to each prompt of few words, each with an id of its own."""
     rows = [chat(f"question {i}", f"reply {i} {k}") for i in range(60) for k in range(5)]
-    numbered = [row | {"id": f"p:{n}", "regenerated": {}} for n, row in enumerate(rows)]
+    numbered = [row | {"id": f"p:{n}"} for n, row in enumerate(rows)]
     parts = [chat(f"other {i}", "a") for i in range(40)]
     parts += [
         {"messages": [*part["messages"], *chat("and then", "b")["messages"]]} for part in parts

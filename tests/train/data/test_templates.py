@@ -313,6 +313,12 @@ TWO_ENDS = (
 )
 
 
+SIGNED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content }}<e> hello{% else %}<u>"
+    "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "reply", "written"),
     [
@@ -323,6 +329,9 @@ TWO_ENDS = (
         (MARKED_TEMPLATE, "I am <p> fine", "I am <p> fine<e>"),
         # A template may end its texts with another token than its turns.
         (TWO_ENDS, "I am fine", "I am fine<e>"),
+        # Words of the template's own after the end.
+        (SIGNED, "I am fine", "I am fine<e>"),
+        (SIGNED, "I am <e> fine", "I am <e> fine<e>"),
     ],
 )
 def test_special_tokens_in_a_reply_are_learned(template: str, reply: str, written: str) -> None:
@@ -372,3 +381,11 @@ def test_no_end_is_learned_of_a_reply_that_was_cut_short(row: dict, written: lis
     ends = frozenset({tokenizer.eos_token_id})
     (part,) = encode(conversation_of(row), tokenizer, ends, "marked", {})
     assert learned("marked", part) == written
+
+
+def test_a_line_break_after_a_reply_that_was_cut_short_is_not_learned() -> None:
+    tokenizer: Any = make_tokenizer(["<p>", "<e>", "<u>", "<a>", "<f>"], ENDLESS, "<e>")
+    TOKENIZERS["endless"] = tokenizer
+    row = conversation_of({"messages": [ASKED, SAID], "finish_reason": "length"})
+    (part,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), "x", {})
+    assert learned("endless", part) == ["I am fine"]

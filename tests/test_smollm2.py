@@ -54,6 +54,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_no_source_is_in_two_splits(prompts: Path) -> None:
     sources: dict[str, set[str]] = {}
     texts: dict[str, set[str]] = {}
@@ -74,6 +75,7 @@ def test_no_source_is_in_two_splits(prompts: Path) -> None:
     assert {row["source"] for row in long}.isdisjoint(sources["train"])
 
 
+@pytest.mark.full
 def test_word_problems_have_no_field_left(prompts: Path) -> None:
     rows = [r for r in rows_of(prompts / "train.prompts.jsonl") if r["category"] == "reasoning"]
     for row in rows:

@@ -268,6 +268,7 @@ def test_as_in_an_engine(second: dict[str, Any]) -> None:
         assert vllm["equal_to_ar"] == 6, "greedy drafts write what plain sampling writes"
 
 
+@pytest.mark.full
 def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) -> None:
     greedy, _, sampled, _ = second["settings"]
     assert (
@@ -280,6 +281,7 @@ def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) ->
     )
 
 
+@pytest.mark.full
 def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     drafters = second["drafters"]
     assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft_model", "suffix"]
@@ -295,6 +297,7 @@ def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     assert where["layout"] == ("packed" if where["packed_bytes"] else "as stored")
 
 
+@pytest.mark.full
 def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> None:
     one, three = second["settings"][:2]
     assert all(x == x for x in one["drafters"]["ngram"]["speedup_ci95"])

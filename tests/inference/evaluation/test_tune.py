@@ -57,6 +57,7 @@ def test_between_is_linear_and_flat_outside() -> None:
     assert [between(points, at) for at in (0, 1, 2, 3, 5, 7, 9)] == [10, 10, 15, 20, 10, 0, 0]
 
 
+@pytest.mark.full
 def test_a_filler_is_never_right_and_takes_every_size_in_turn(quickstart: Target) -> None:
     prompt = chat_prompts(quickstart, "valid", 1)[0]
     found = run(quickstart, Filler((0, 3, 9)), [prompt] * 2, 6, GREEDY)

@@ -454,6 +454,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
     assert not isinstance(load_stored(store), Target)
 
 
+@pytest.mark.full
 def test_a_ring_stays_within_its_bound_and_teaches_the_same(
     tmp_path: Path, saved_tiny: Path
 ) -> None:

@@ -88,20 +88,23 @@ def trained(root: Path) -> dict[str, Any]:
 
     hashes = {}
     with tempfile.TemporaryDirectory() as name:
-        data = Path(name, "texts.jsonl")
+        # Held out by source, so that rows do not change sides when the split by row does.
+        texts, held = Path(name, "texts.jsonl"), Path(name, "held.jsonl")
         source = Path(ast.__file__).read_text()
         parts = [source[at : at + 450] for at in range(0, 60_000, 450)]
-        data.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts if part))
+        rows = [json.dumps({"text": part}) + "\n" for part in parts if part]
+        texts.write_text("".join(rows[:-8]))
+        held.write_text("".join(rows[-8:]))
         for method in METHODS:
             out = Path(name, method)
             command = [
                 sys.executable, "-m", "draftsmith.train", method, "--config",
                 f"configs/{method}/quickstart.yaml",
-                # Rows are held out by their names, which begin with the source's.
-                "--data.sources", f"[{{path: {data}, name: texts}}]",
+                "--data.sources", f"[{{path: {texts}, name: texts}}, {{path: {held}, name: held}}]",
                 "--max-steps", "10", "--out", str(out), "--evaluation.prompts", "2",
                 "--evaluation.max-new-tokens", "8", "--data.max-length", "256",
-                "--data.held-out.by", "row",
+                "--data.held-out.by", "source", "--data.held-out.sources", "held",
+                "--data.decontaminate", "false",
             ]  # fmt: skip
             environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
             subprocess.run(command, cwd=root, env=environment, check=True, stdout=sys.stderr)

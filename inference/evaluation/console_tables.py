@@ -89,7 +89,7 @@ def show_settings(report: Report, console: Console) -> None:
 def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
     """Return a line for the settings whose tau is noticeably below `tau_untruncated`.
 
-    The tokens that a round emits behind the end of a reply do not count in tau, which matters where
+    The tokens that a round emits after the end of a reply do not count in tau, which matters where
     replies are short. Settings with the same figures share a line.
     """
     found: dict[tuple[float, bool, str], list[SettingFigures]] = {}

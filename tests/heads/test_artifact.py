@@ -91,7 +91,7 @@ def test_a_fine_tune_is_told_from_its_base(folder: Path) -> None:
 def test_a_target_whose_config_was_edited_is_said_with_both_values(
     folder: Path, saved_tiny: Path, tmp_path: Path
 ) -> None:
-    """As model cards ask for, for long texts; the weights stay the same."""
+    """The edit that model cards ask for, for long texts; the weights stay the same."""
     edited = tmp_path / "edited"
     shutil.copytree(saved_tiny, edited)
     edit_config(edited)

@@ -251,7 +251,7 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     Tables of equal keys are equal; those of different keys may be equal too.
     """
     facts = [
-        "units and groups",  # what tables hold since this word stands here
+        "units and groups",  # arrays that older tables lack
         asdict(data),
         seed,
         tokenizer_hash(target.tokenizer),

@@ -65,12 +65,12 @@ class Choice:
 
     @property
     def promising(self) -> bool:
-        """Whether the interval excludes no gain, and there are prompts to measure it again."""
+        """True if the interval excludes no gain, and there are prompts to measure it again."""
         return self.others > 0 and self.gain.interval[0] > 1
 
     @property
     def taken(self) -> bool:
-        """Whether the best finalist replaces the default.
+        """True if the best finalist replaces the default.
 
         The second measurement decides nothing, so that it is unbiased, unless it excludes a gain.
         """

@@ -47,7 +47,7 @@ def test_quantiles_at_high_levels_leave_their_probability_above(degrees: int) ->
 
 
 def test_the_jackknife_by_hand() -> None:
-    """Of the five units 4.2 are effective, since one has more than a third of all tokens and
+    """4.2 of the five units are effective, since one has more than a third of all tokens and
     rounds: three degrees of freedom."""
     units = [(9, 4), (4, 4), (6, 2), (16, 7), (7, 3)]
     without = numpy.log([33 / 16, 38 / 16, 36 / 18, 26 / 13, 35 / 17])

@@ -377,7 +377,7 @@ def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
 
 
 def test_a_part_of_the_prompts_and_its_halves_have_all_categories() -> None:
-    """Whether the file is sorted by category or the categories take turns in it."""
+    """It holds for a file sorted by category, and where the categories take turns."""
     for name in (lambda n: "abc"[n // 8], lambda n: "abc"[n % 3]):
         prompts = [Prompt(str(n), [1], name(n), place=n, unit=n) for n in range(24)]
         part = fewer(prompts, 12)

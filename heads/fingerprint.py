@@ -170,20 +170,35 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return a phrase that names values that differ, with both; empty if none does.
 
-    Only names that both tables have are compared: another version of transformers may know more.
+    Names that only one table has are compared where they are rotary parameters that a user adds or
+    takes away; another version of transformers may know more of the others.
     Example: `rms_norm_eps was 1e-06, is 0.01`.
     """
     changes = []
-    for name in sorted(before.keys() & now.keys()):
+    for name in sorted(before.keys() & now.keys() | added_rotary(before, now)):
+        was, found = before.get(name), now.get(name)
         # Numbers are compared as numbers: one version writes 10000, another one 10000.0.
-        if before[name] != now[name]:
-            changes.append(f"{name} was {_shortened(before[name])}, is {_shortened(now[name])}")
+        if was != found:
+            changes.append(f"{name} was {_shortened(was)}, is {_shortened(found)}")
     more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
     return "; ".join([*changes[:SHOWN], *more])
 
 
+def added_rotary(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Return the names of rotary parameters that only one of two tables has.
+
+    Those that some versions of transformers write at their default values are left out.
+    """
+    both = before | now
+    tables = [{n for n in table if n.startswith("rope_parameters.")} for table in (before, now)]
+    if not all(tables):
+        return set()
+    only_one = {name for name in tables[0] ^ tables[1] if both[name] != "default"}
+    return {name for name in only_one if name.rpartition(".")[2] not in BESIDE_ROPE}
+
+
 def _shortened(value: Any) -> str:
-    text = str(value)
+    text = "not set" if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:36]} ..."
 
 

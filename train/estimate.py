@@ -6,7 +6,7 @@ weights. A run of absurd cost is refused before anything is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from ..inference.targets.target import resolve_device
 from .config import RunConfig
 from .method import AnyMethod
 from .options import PlanOptions
-from .outline import ConfigOnly, Outline, config_at, empty
+from .outline import ConfigOnly, Work, config_at, empty, outlined
 
 STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
 DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
@@ -39,8 +39,8 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class RunSizes:
-    """Sizes of a target and its drafter that the arithmetic needs."""
+class RunSizes(Work):
+    """Sizes of a target and its drafter that the arithmetic needs, and the work to train it."""
 
     hidden: int
     """Hidden size of the target."""
@@ -54,21 +54,7 @@ class RunSizes:
     """Number of taps that the drafter reads."""
     all_last: bool
     """True where the last state of every position is read, and not only of the replies'."""
-    passes: float
-    """See `Outline`, as for all that follow."""
-    operations: float = 0.0
-    head_operations: float = 0.0
-    most_roots: float = 1.0
-    layers: int = 1
-    logit_rows: int = 1024
     target_layers: int = 1
-
-    def training_operations(self, reply_share: float) -> float:
-        """Return the operations of the drafter in a step, for each position.
-
-        `reply_share` is the share of the positions that the target wrote: roots are among them.
-        """
-        return self.operations + self.head_operations * min(reply_share, self.most_roots)
 
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
@@ -96,18 +82,8 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     trained = sum(p.numel() for p in outline.drafter.parameters())
     return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        outline.passes, outline.operations, outline.head_operations, outline.most_roots,
-        outline.layers, outline.logit_rows, target.num_layers,
+        target.num_layers, **{f.name: getattr(outline, f.name) for f in fields(Work)},
     )  # fmt: skip
-
-
-def outlined(method: AnyMethod, config: RunConfig, target: ConfigOnly) -> Outline:
-    """Return the run's drafter on the meta device, and the amount of its work in training.
-
-    Raises `UserError` for heads that do not fit the target.
-    """
-    with torch.device("meta"):
-        return method.outline(config, target)
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:

@@ -499,8 +499,10 @@ def _log(
 ) -> None:
     """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
     if accelerator.is_main_process:
+        # JSON has no NaN: a metric of nothing is null, which `read_metrics` gives back as NaN
+        found = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with (folder / METRICS_FILE).open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps({"step": step, **found}) + "\n")
         progress.say(line)
     if accelerator.trackers:
         accelerator.log(metrics, step=step)

@@ -34,11 +34,6 @@ class Objective(Protocol):
     """True if the last hidden state is read at every position, false if only where a reply token
     comes next."""
 
-    @property
-    def passes(self) -> float:
-        """Average number of passes of the drafter over a position, in the step of now."""
-        ...
-
     def begin(self, progress: float) -> None:
         """Prepare for an optimiser step; `progress` is the share of the run that lies before it.
 

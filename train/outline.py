@@ -20,20 +20,17 @@ ON_FEATURES = 4  # of a trained matrix whose input is frozen and needs no gradie
 FORWARD = 2  # once more, where the forward pass is repeated
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Drafter of a run on the meta device, and the amount of work in training it.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Amount of work in training a drafter.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
     which an objective makes too, are counted with the target's forward pass.
     """
 
-    drafter: nn.Module
-    logit_rows: int
-    """Number of rows of logits that exist at one time in the objective."""
-    operations: float
+    operations: float = 0.0
     """Operations of a training step for each position."""
-    head_operations: float
+    head_operations: float = 0.0
     """Those of the heads, which run for roots only: for each root."""
     most_roots: float = 1.0
     """Largest share of the positions that are roots, however much of a text is reply."""
@@ -41,6 +38,22 @@ class Outline:
     """Average number of passes of the drafter over a position, in a step."""
     layers: int = 1
     """Number of decoder layers whose states a pass keeps for its backward pass."""
+    logit_rows: int = 1024
+    """Number of rows of logits that exist at one time in the objective."""
+
+    def training_operations(self, reply_share: float) -> float:
+        """Return the operations of the drafter in a step, for each position.
+
+        `reply_share` is the share of the positions that the target wrote: roots are among them.
+        """
+        return self.operations + self.head_operations * min(reply_share, self.most_roots)
+
+
+@dataclass(frozen=True)
+class Outline(Work):
+    """Drafter of a run on the meta device, and the amount of work in training it."""
+
+    drafter: nn.Module
 
 
 class ConfigOnly:
@@ -56,6 +69,15 @@ class ConfigOnly:
         self.embedding_and_head = EmbeddingAndHead(
             lambda ids: ids, lambda last: last, self.vocab_size
         )
+
+
+def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
+    """Return the run's drafter on the meta device, and the amount of its work in training.
+
+    Raises `UserError` for heads that do not fit the target.
+    """
+    with torch.device("meta"):
+        return method.outline(config, target)
 
 
 def matrix_numbers(*modules: nn.Module) -> int:

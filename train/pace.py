@@ -86,7 +86,7 @@ class Pace:
             seconds[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         metrics = {"tokens_s": self._positions * self._ranks / passed}
         metrics |= {f"share_{name}": spent / passed for name, spent in seconds.items()}
-        if self._peak is not None:
+        if self._peak is not None and self.flops_per_position:
             metrics["mfu"] = self.flops_per_position * self._positions / passed / self._peak
         self.restart()
         return metrics

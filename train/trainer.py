@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from .features import FeatureSource
 from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
+from .outline import FORWARD, ConfigOnly, outlined
 from .pace import Pace
 from .parallel import check_optimizer, fuses_optimizer, gather, norm_of, prepare, twin_of
 from .provenance import provenance
@@ -73,11 +75,10 @@ class Trainer:
             accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
         )
         batches.written_parts = self._written_parts(method)
-
-        def size(module):
-            return sum(p.numel() for p in module.parameters())
-
-        self._sizes = size(self.drafter), size(target.decoder) if isinstance(target, Target) else 0
+        # The shape of a run that begins with a drafter is that drafter's, not the config's.
+        self._outline = outlined(method, run, cast(ConfigOnly, target)) if before is None else None
+        live = target.decoder.parameters() if isinstance(target, Target) else ()
+        self._target_size = sum(p.numel() for p in live)
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         self.pace = Pace(target.device, accelerator.num_processes)
         self.stopping = False
@@ -157,7 +158,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
-        self.pace.flops_per_position = self._flops()
+        self.pace.flops_per_position = self._flops(micro, positions)
         sums = self._forward_backward(micro, denominators, measured)
         with self.pace.part("optimiser"):
             norm = norm_of(
@@ -170,14 +171,16 @@ class Trainer:
         self.pace.count(positions)
         return sums, norm, positions
 
-    def _flops(self) -> float:
-        """Return floating point operations of one position, by the usual count.
+    def _flops(self, micro: Sequence[Batch], positions: int) -> float:
+        """Return floating-point operations of a position: the drafter's and the target's forward.
 
-        That is two for each parameter in a forward pass, and four more in a backward pass, which
-        the frozen target does not have.
+        A run that begins with one pass of its drafter (`single_step_share`) is counted as later on.
+        0 where they are not known.
         """
-        drafter, target = self._sizes
-        return 6.0 * drafter * self.objective.passes + 2.0 * target
+        if self._outline is None:
+            return 0.0
+        written = sum(int(batch.mask.sum()) for batch in micro) / positions
+        return self._outline.training_operations(written) + FORWARD * self._target_size
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this rank in step `index`."""

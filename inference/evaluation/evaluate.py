@@ -32,7 +32,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..drafters import Given, load_proposer, parse_spec, weight_bytes
+from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -61,7 +61,7 @@ from .results import (
 )
 from .server import report as live_report
 from .spec_bench import write_spec_bench
-from .tuning.profile import Tuned, TuningProfile, key_of, machine_of
+from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
 
 CONCURRENCY = (1, 8, 32, 64)
 PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
@@ -185,8 +185,9 @@ def decode_settings(
             partial = Partial(
                 report, options, setting, number, len(settings), len(prompts), target, ways
             )
+            decoding = decoded_ways(ways)
             results.append(
-                decode_in_turns(target, ways, prompts, setting, progress, journal, partial)
+                decode_in_turns(target, decoding, prompts, setting, progress, journal, partial)
             )
             report.settings.append(configured_figures(target, results[-1], setting, ways))
             if number + 1 < len(settings):
@@ -195,16 +196,29 @@ def decode_settings(
     return results
 
 
+def decoded_ways(ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that have to decode: all but tuned drafters whose profile changes nothing.
+
+    Two measurements of the same decoding differ by one or two percent, which is not a gain.
+    """
+    names, without = distinct_names(ways), untuned(ways)
+    same = {name for name, (_, same_tree) in without.items() if same_tree}
+    return [way for name, way in zip(names, ways, strict=True) if name not in same]
+
+
 def configured_figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
 ) -> SettingFigures:
     """Return the part of the report about one setting: the figures of every way to decode.
 
     Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers,
-    tuned ones their gain over the same drafter as it is named without the profile. `samples`
-    replies of each way are shown token by token.
+    tuned ones their gain over the same drafter as it is named without the profile, whose replies
+    and figures they share where the profile changes nothing. `samples` replies of each way are
+    shown token by token.
     """
     named = dict(zip(distinct_names(ways), ways, strict=True))
+    without = untuned(ways)
+    results = {name: results[without[name][0] if name not in results else name] for name in named}
     configured = {name: way for name, way in named.items() if isinstance(way, Tuned | AsIn)}
     settings_of = {name: way.setting for name, way in configured.items()}
     entry = figures_of_setting(target, results, setting, settings_of, samples)
@@ -212,14 +226,11 @@ def configured_figures(
         figures.kind = named[name].name
         if name in configured:
             figures.spec = configured[name].spec
-    by_given = {getattr(way, "given", None): name for name, way in named.items()}
-    for name, way in named.items():
-        default = by_given.get(Given(way.spec)) if isinstance(way, Tuned) else None
-        if default is not None:
-            beside = [turn.generation for turn in results[default]]
-            tuned = entry.drafters[name]
-            tuned.untuned = default
-            tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
+    for name, (default, _) in without.items():
+        beside = [turn.generation for turn in results[default]]
+        tuned = entry.drafters[name]
+        tuned.untuned = default
+        tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
     return entry
 
 

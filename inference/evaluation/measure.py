@@ -1,14 +1,16 @@
 """Measurement of drafters beside plain decoding in one setting, in the loop that users decode with.
 
 All ways to decode take turns on each batch of prompts, so that a machine that slows down slows all
-of them. Of `repeats` runs of a batch the one of median decode time counts; tokens and rounds are
-the same in all of them. docs/metrics.md defines the figures.
+of them, in an order that is drawn for each run, so that none always follows the same other one. Of
+`repeats` runs of a batch the one of median decode time counts; tokens and rounds are the same in
+all of them. docs/metrics.md defines the figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -149,8 +151,8 @@ def _in_turns(
         for place, prompt in enumerate(batch, start):
             requests.append(Request(prompt.token_ids, place, number))
         runs: dict[str, list[list[Generation]]] = {name: [] for name in ways}
-        for _ in range(setting.repeats):
-            for name, way in ways.items():
+        for repeat in range(setting.repeats):
+            for name, way in Random(f"{key}, run {repeat}").sample([*ways.items()], len(ways)):
                 runs[name].append(
                     _decode(target, way, requests, setting.max_new_tokens, setting.sampling)
                 )

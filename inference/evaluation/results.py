@@ -404,15 +404,11 @@ class Report(Document, kw_only=True):
         """Remove intervals over fewer than `FEWEST` prompts, which older versions have written."""
         for setting in self.settings:
             for figures in setting.drafters.values():
-                places: dict[str, set[str | int]] = {}
-                for r in figures.per_request:
-                    place = r.id if r.prompt is None else r.prompt
-                    places.setdefault(r.category, set()).add(place)
-                prompts = len(set().union(*places.values())) or figures.requests
-                if prompts < FEWEST:
+                if (len(units_of(figures.per_request)) or figures.requests) < FEWEST:
                     figures.tau_ci95 = None
                 for category, found in figures.by_category.items():
-                    if (len(places.get(category, ())) or found.requests) < FEWEST:
+                    own = [r for r in figures.per_request if r.category == category]
+                    if (len(units_of(own)) or found.requests) < FEWEST:
                         found.tau_ci95 = (NAN, NAN)
 
     def to_json(self) -> JsonObject:
@@ -422,6 +418,15 @@ class Report(Document, kw_only=True):
             if not value[key]:
                 del value[key]
         return value
+
+
+def units_of(requests: Sequence[RequestRecord]) -> set[str | int]:
+    """Return the units that requests belong to, by number; in older reports their prompts."""
+    found = set()
+    for request in requests:
+        known = [n for n in (request.unit, request.prompt) if n is not None]
+        found.add(known[0] if known else request.id)
+    return found
 
 
 def by_depth(survival: ByDepth) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 from ...heads.errors import UserError
@@ -32,7 +33,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
         try:
             row = json.loads(line)
             _ = row["step"] + 0  # raises TypeError for a step that is no number
-            rows.append(row)
+            rows.append({name: math.nan if v is None else v for name, v in row.items()})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(

@@ -166,6 +166,19 @@ def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
     }
 
 
+@pytest.mark.parametrize("before, now", [({}, {"mscale": 0.7}), ({"attention_factor": 2.0}, {})])
+def test_a_rotary_parameter_that_is_added_or_taken_away_is_noticed(
+    before: dict[str, float], now: dict[str, float]
+) -> None:
+    tables = [numbers_of(Written(rope_parameters=ROPE | more)) for more in (before, now)]
+    (name, value), *_ = [*before.items(), *now.items()]
+    was, found = (value, "not set") if before else ("not set", value)
+    assert changed_numbers(*tables) == f"rope_parameters.{name} was {was}, is {found}"
+    plain = numbers_of(Written(rope_theta=1e6))
+    assert not changed_numbers(plain, plain | {"rope_parameters.rope_type": "default"})
+    assert "rope_type was not set, is yarn" in changed_numbers(plain, tables[0])
+
+
 def test_a_message_names_a_few_values_and_counts_the_rest() -> None:
     before = {"a_eps": 1, "b_eps": 1, "c_eps": 1, "d_eps": 1, "layer_types": ["full"] * 40}
     now = {name: 2 for name in before} | {"layer_types": ["sliding"] * 40}

@@ -93,10 +93,9 @@ class BlockObjective:
         drafter: DFlashDrafter,
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
-        passes: float = 1.0,
     ) -> None:
         """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
-        self.config, self.taps, self.passes = config, drafter.taps, passes
+        self.config, self.taps = config, drafter.taps
         self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
         gamma = config.gamma or (size + 1) // 2
@@ -383,9 +382,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         self, run: DFlashRun, target: TargetSource, drafter: DFlashDrafter
     ) -> BlockObjective:
         ready(run.objective, target, drafter)
-        return self.objective_class(
-            run.objective, drafter, target.head, run.seed, passes_of(run, drafter)
-        )
+        return self.objective_class(run.objective, drafter, target.head, run.seed)
 
     @torch.no_grad()
     def teacher_forced(self, drafter: DFlashDrafter, hidden: Hidden, ids: Tensor) -> Tensor:

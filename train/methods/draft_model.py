@@ -75,7 +75,6 @@ class DistillObjective(nn.Module):
 
     taps: tuple[int, ...] = ()
     all_last = False
-    passes = 1.0
 
     def __init__(
         self,

@@ -72,10 +72,6 @@ class EagleObjective:
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
         self.begin(1.0)  # all steps, for callers that have no run
 
-    @property
-    def passes(self) -> float:
-        return float(self.steps)
-
     def begin(self, progress: float) -> None:
         """Set the steps of an optimiser step that begins after this share of the run."""
         assert self.config.steps is not None

@@ -60,7 +60,6 @@ class MedusaObjective:
 
     taps: tuple[int, ...] = ()
     all_last = False
-    passes = 1.0
 
     def __init__(
         self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]

@@ -10,7 +10,8 @@ from functools import partial
 from html import escape
 
 from ....heads.files import JsonObject
-from ..results import FEWEST, PromptSet, Report, SettingFigures
+from ..console_tables import over_untuned
+from ..results import FEWEST, PromptSet, Report, SettingFigures, units_of
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
 from .page import Figure, others_folded, side_by_side
@@ -194,6 +195,8 @@ def summaries(report: Report, colours: Colours) -> str:
             if (gap := s.largest_gap) is not None:
                 differ = "where a reply first differs, the target's two best logits are at most"
                 notes.append(f"{caption(setting)}, {name}: {differ} {gap:.2g} apart.")
+            if s.untuned is not None:
+                notes.append(f"{caption(setting)}, {name}: {over_untuned(s)}.")
     remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return summary(report).html(colours) + remarks
 
@@ -202,14 +205,14 @@ def few_prompts(report: Report) -> str:
     """Return why there are no intervals, where too few prompts were measured; else ""."""
     counts = []
     for setting in report.settings:
-        places = [r.id if r.prompt is None else r.prompt for r in setting.plain.per_request]
-        if 0 < len({*places}) < FEWEST:
-            counts.append(len({*places}))
+        if 0 < (count := len(units_of(setting.plain.per_request))) < FEWEST:
+            counts.append(count)
     if not counts:
         return ""
     return (
-        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}): "
-        "it would be narrower than the figures differ between prompts."
+        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}; "
+        "those of one id or text are one): it would be narrower than the figures differ between "
+        "prompts."
     )
 
 

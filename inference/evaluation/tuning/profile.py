@@ -22,10 +22,11 @@ from ....heads.files import JsonObject
 from ....heads.fingerprint import Fingerprint, changed_numbers
 from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
-from ...drafters import load_proposer, parse_spec, without_tree
+from ...drafters import Given, load_proposer, parse_spec, without_tree
 from ...settings import Sampling
 from ...targets.target import Target
 from ...tree_settings import LOOKUP_SETTINGS
+from ..names import distinct_names
 from ..options import TuneOptions
 
 SCHEMA = 1
@@ -174,14 +175,39 @@ class Tuned:
         self.spec = spec
         self.setting = profile.setting(spec, sampling.temperature, batch)
         self._target = target
-        self._proposer: Any = load_proposer(spec, target, lambda message: None, self.setting)
-        self.name, self.given = self._proposer.name, self._proposer.given
+        self.proposer: Any = load_proposer(spec, target, lambda message: None, self.setting)
+        self.name, self.given = self.proposer.name, self.proposer.given
 
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
     ) -> list[Generation]:
         """Decode like `decode.generate`."""
-        return generate(self._target, self._proposer, requests, max_new_tokens, sampling)
+        return generate(self._target, self.proposer, requests, max_new_tokens, sampling)
+
+
+def untuned(ways: Sequence[object]) -> dict[str, tuple[str, bool]]:
+    """Return, by the names of tuned drafters, the names of the same drafters without the profile.
+
+    The second value is True where both draft the same tree: the profile keeps the one that the
+    drafter has without it. Tuned drafters of `ways` that stand alone are left out.
+    """
+    named = dict(zip(distinct_names(ways), ways, strict=True))
+    by_given = {getattr(way, "given", None): name for name, way in named.items()}
+    found = {}
+    for name, way in named.items():
+        default = by_given.get(Given(way.spec)) if isinstance(way, Tuned) else None
+        if isinstance(way, Tuned) and default is not None:
+            found[name] = default, _tree_of(way.proposer) == _tree_of(named[default])
+    return found
+
+
+def _tree_of(proposer: Any) -> tuple[object, ...]:
+    """Return everything about what a proposer drafts that the settings of a profile may change."""
+    proposer = getattr(proposer, "trained", proposer)  # beside a lookup
+    own = proposer.max_drafted, getattr(proposer, "slots", None), getattr(proposer, "ranks", None)
+    plan = getattr(proposer, "plan", proposer)
+    names = ("fixed", "length", "width", "nodes", "threshold", "score_temperature")
+    return *own, *(getattr(plan, name, None) for name in names)
 
 
 def key_of(spec: str) -> str:

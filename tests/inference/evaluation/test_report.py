@@ -526,6 +526,15 @@ def test_a_page_says_what_the_speeds_were_measured_on(tmp_path: Path) -> None:
         assert ": 1.2, 6.0, matrices packed" in text
 
 
+def test_the_page_says_what_a_profile_gains(tmp_path: Path) -> None:
+    report = made()
+    figures = report["settings"][0]["drafters"]
+    gains = {"untuned": "head", "gain_over_default": 1.25, "gain_ci95": [1.1, 1.4]}
+    figures["head:tuned"] = figures["head"] | gains
+    page = every_format(report, tmp_path)["html"]
+    assert "head:tuned: 1.25x (95%: 1.10 to 1.40) the tokens per second of head." in page
+
+
 def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
     """Older reports hold intervals of two prompts; they are neither drawn nor printed."""
     report = made()
@@ -537,7 +546,7 @@ def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
                 {"id": place, "prompt": place % 2, "category": "code", "turn": 0, "rounds": []}
             )
     texts = every_format(report, tmp_path)
-    assert "No interval is given for figures of fewer than 5 prompts (here 2)" in texts["html"]
+    assert "No interval is given for figures of fewer than 5 prompts (here 2;" in texts["html"]
     assert "no intervals, of fewer than 5 prompts" in texts["html"]
     assert 'class="whisker' not in texts["html"].partition("</style>")[2]
     assert "2.89\u20133.39" not in texts["html"] + texts["md"] and "| 3.14 |" in texts["md"]

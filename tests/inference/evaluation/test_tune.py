@@ -13,10 +13,12 @@ import numpy
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
-from draftsmith.inference.decode import Generation, Round
+from draftsmith.inference.decode import Generation, Request, Round, generate
 from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
 from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.measure import Turn
+from draftsmith.inference.evaluation.measure import Setting, Turn, decode_in_turns
+from draftsmith.inference.evaluation.results import SettingFigures
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
     past_the_limit,
@@ -24,7 +26,7 @@ from draftsmith.inference.evaluation.tuning.budget import (
     texts_that_fit,
     timings_that_fit,
 )
-from draftsmith.inference.evaluation.tuning.candidates import Candidate
+from draftsmith.inference.evaluation.tuning.candidates import Candidate, candidates
 from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
 from draftsmith.inference.evaluation.tuning.costs import (
     NODES,
@@ -39,7 +41,7 @@ from draftsmith.inference.evaluation.tuning.costs import (
     run,
 )
 from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
-from draftsmith.inference.evaluation.tuning.replay_roots import KnownText
+from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts
 from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_of
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
@@ -49,6 +51,7 @@ from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import chat_prompts
 
+EAGLE = str(QUICKSTART.parent / "drafters" / "eagle3")
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")
 
 
@@ -317,6 +320,44 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
         "false",
     )
     assert done.returncode == 0 and "8 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("drafter, same, other", [
+    ("ngram:longest=2", {"length": 8}, {"length": 3}),
+    (MEDUSA, None, {"nodes": 3}),
+    (EAGLE, None, {"length": 2, "width": 1}),
+])  # fmt: skip
+def test_a_profile_that_keeps_the_default_is_not_measured_beside_it(
+    drafter: str, same: dict[str, Any] | None, other: dict[str, Any],
+    quickstart: Target, profile: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """One decoding that is timed twice would seem to gain or lose a percent or two."""
+    sampling, setting = GREEDY, Setting(GREEDY, 1, 12, 1)
+    plain = load_proposer("none", quickstart, print)
+    default = load_proposer(drafter, quickstart, print, choose=True)
+    prompt = Prompt("p", chat_prompts(quickstart, "valid", 1)[0])
+    if same is None:
+        (reply,) = generate(quickstart, plain, [Request(prompt.token_ids, 0)], 12, sampling)
+        known = KnownTexts(quickstart, [KnownText.of(reply, (0, 0))])
+        same = candidates(drafter, known, sampling, lambda what: None)[0][0].setting
+    written = json.loads(profile.read_text())
+    path = tmp_path / "profile.json"
+
+    def measured(tree: dict[str, Any]) -> tuple[int, SettingFigures]:
+        rows = [{"temperature": 0, "batch": 1, "setting": tree}]
+        path.write_text(json.dumps(written | {"drafters": {key_of(drafter): rows}}))
+        tuned = Tuned(TuningProfile(str(path), quickstart), drafter, quickstart, sampling, 1)
+        ways: list[Any] = [plain, default, tuned]
+        decoding = decoded_ways(ways)
+        results = decode_in_turns(quickstart, decoding, [prompt], setting)
+        return len(decoding), configured_figures(quickstart, results, setting, ways)
+
+    count, entry = measured(same)
+    *_, untuned, tuned = entry.drafters.values()
+    assert count == 2 and len(entry.drafters) == 3 and tuned.gain_over_default == 1
+    assert tuned.setting is not None and tuned.tokens_s == untuned.tokens_s
+    count, entry = measured(other)
+    assert count == 3 and list(entry.drafters.values())[-1].gain_over_default != 1
 
 
 def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     1e9-parameter target at 40% of 989 TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
     shape = RunSizes(
-        1000, 10**9, 10**9, 32000, 10**8, 3, False, 7, operations=4e9, head_operations=2e8
+        1000, 10**9, 10**9, 32000, 10**8, 3, False, operations=4e9, head_operations=2e8
     )
     found = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12

@@ -17,9 +17,8 @@ from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options, planned
-from draftsmith.train.estimate import outlined
 from draftsmith.train.method import METHODS, MethodName, method_named
-from draftsmith.train.outline import ConfigOnly
+from draftsmith.train.outline import ConfigOnly, outlined
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 

@@ -81,7 +81,7 @@ def test_hours_disk_and_price_stand_in_the_line() -> None:
 
 
 def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
-    shape = RunSizes(1000, GB, GB, 32000, 10**8, 3, False, 7)
+    shape = RunSizes(1000, GB, GB, 32000, 10**8, 3, False)
     sums = {"target_bytes": 2e9, "activation_bytes": 1e9}
     need = need_of(shape, sums, None, CONFIG)
     assert need.each(1) == 2e9 + 16e8 + 1e9

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
-from .compiled import prepare_to_compile
 from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, Step, decode, generate
@@ -29,6 +28,7 @@ from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .proposer import Proposer
+from .rounds.compiled import prepare_to_compile
 from .settings import Sampling, TargetConfig
 from .targets.target import Target, load_for_decoding, target_of
 

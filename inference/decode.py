@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
-from .accept import judge
-from .cache import TreeCache
-from .clock import Clock
-from .compiled import compiled
-from .decision import Decision, pack, unpack
 from .detokenize import StopStrings
-from .device import read_later, send
-from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
-from .sampling import Draws
+from .rounds.accept import judge
+from .rounds.cache import TreeCache
+from .rounds.clock import Clock
+from .rounds.compiled import compiled
+from .rounds.decision import Decision, pack, unpack
+from .rounds.device import read_later, send
+from .rounds.noise import row_keys
+from .rounds.sampling import Draws
+from .rounds.tree import DraftTree
+from .rounds.verify import accepted_of, keep_path, run_tree, verify
 from .settings import GREEDY, Sampling
 from .targets.causal_model import CausalModel
-from .tree import DraftTree
-from .verify import accepted_of, keep_path, run_tree, verify
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 

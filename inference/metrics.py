@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .clock import PARTS
 from .decode import Generation, Round
+from .rounds.clock import PARTS
 
 LOOP_NGRAM = 8
 

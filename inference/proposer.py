@@ -11,10 +11,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .cache import TreeCache
-from .sampling import Draws
+from .rounds.cache import TreeCache
+from .rounds.sampling import Draws
+from .rounds.tree import DraftTree
 from .targets.causal_model import Hidden
-from .tree import DraftTree
 
 
 @dataclass(kw_only=True)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .accept import match
-from .cache import TreeCache
 from .proposer import Accepted, Prompts, Proposer
-from .sampling import Draws
+from .rounds.accept import match
+from .rounds.cache import TreeCache
+from .rounds.sampling import Draws
 from .settings import GREEDY
 from .targets.causal_model import Hidden
 

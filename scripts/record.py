@@ -2,7 +2,7 @@
 nothing.
 
     python scripts/record.py --out new.json
-    PYTHONPATH=OLD/tests/.path python scripts/record.py --root OLD --out old.json
+    PYTHONPATH=OLD python scripts/record.py --root OLD --out old.json
     python scripts/record.py --compare old.json new.json
 
 Decoding: token ids and rounds of every committed drafter and of four that need no training, for ten

@@ -6,20 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from draftsmith.inference.proposer import Accepted, Prompts, Proposer
-from draftsmith.inference.proposers.draft_model import DraftModelProposer
-from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.proposers.early_exit import EarlyExit
-from draftsmith.inference.proposers.lookahead import Lookahead
-from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.proposers.suffix import SuffixLookup
-from draftsmith.inference.proposers.with_lookup import WithLookup
-from draftsmith.inference.sampling import Draws
-from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import DraftTree, TreeShape
-from draftsmith.inference.tree_settings import TreeSettings
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -38,6 +24,20 @@ from transformers import (
     Qwen3Config,
 )
 
+from draftsmith.inference.proposer import Accepted, Prompts, Proposer
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.early_exit import EarlyExit
+from draftsmith.inference.proposers.lookahead import Lookahead
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.suffix import SuffixLookup
+from draftsmith.inference.proposers.with_lookup import WithLookup
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from tests.blocks import proposer_of, random_block
 from tests.conftest import random_heads
 from tests.eagles import random_eagle

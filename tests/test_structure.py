@@ -7,22 +7,21 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from draftsmith.train.command_line.help_text import help_page, options_of_class
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
-
 from tests.conftest import ROOT
 
 ROOTS = ("heads", "inference", "distill", "train")
 LAYERS = (  # packages of one line may import each other and all lines above
     ("heads",),
     ("heads.exchange",),
-    ("inference", "inference.conversations", "inference.targets"),
+    ("inference", "inference.conversations", "inference.rounds", "inference.targets"),
     ("inference.proposers",),
     (
         "inference.evaluation",
@@ -36,11 +35,11 @@ LAYERS = (  # packages of one line may import each other and all lines above
     ("train.methods",),
     ("train.planning",),
     ("train.commands",),
-    ("train.toplevel",),
+    ("draftsmith",),
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FILES = sorted(file for root in ROOTS for file in (ROOT / root).rglob("*.py"))
-MOST_MODULES = 22  # of one folder
+FILES += sorted((ROOT / "draftsmith").glob("*.py"))
 
 
 def module_of(file: Path) -> str:
@@ -64,7 +63,7 @@ def imported_modules(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             parts = package_of(file).split(".")
             parts = parts[: len(parts) - node.level + 1]
-            if file.parent.name == "toplevel":  # the file of the package `draftsmith` itself
+            if parts == ["draftsmith"]:  # which has the other packages as its own
                 parts = []
             parts += node.module.split(".") if node.module else []
             for alias in node.names:
@@ -103,20 +102,6 @@ def test_imports_point_one_way(module: str) -> None:
 def test_no_module_imports_itself_through_others() -> None:
     """`TopologicalSorter` raises `CycleError`, which names the circle."""
     assert len([*graphlib.TopologicalSorter(IMPORTS).static_order()]) == len(MODULES)
-
-
-def test_no_folder_holds_too_many_modules() -> None:
-    counts = Counter(package_of(file) for file in FILES if file.name != "__init__.py")
-    assert max(counts.values()) <= MOST_MODULES, counts.most_common(1)
-
-
-def test_files_and_functions_stay_small() -> None:
-    for file in FILES:
-        text = file.read_text()
-        assert text.count("\n") <= 530, file
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 75, f"{file.name}: {node.name}"
 
 
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb() -> None:

@@ -17,7 +17,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
 
 from tests.conftest import ROOT

@@ -31,10 +31,10 @@ from ..inference.targets.target_files import check_there
 from .config import Data, RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
+from .data.features import FeatureSource, LiveTarget
 from .data.served import Client, ServedFeatures, ServedTarget, served_texts
 from .data.store import StoredFeatures
 from .evaluation import held_out_prompts
-from .features import FeatureSource, LiveTarget
 from .objectives import Objective
 from .parallel import on_main
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .data.batches import Batch
-from .features import Features
+from .data.features import Features
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metric name -> (sum, count), both scalars. They are added up over steps and ranks before they are

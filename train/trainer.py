@@ -19,9 +19,9 @@ from ..heads.files import JsonObject
 from ..inference.targets.target import Target, TargetSource
 from .config import RunConfig
 from .data.batches import Batch, Batches
+from .data.features import FeatureSource
 from .data.rollouts import Writer, Written
 from .endings import Stop
-from .features import FeatureSource
 from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums

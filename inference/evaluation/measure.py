@@ -21,9 +21,9 @@ from ..decode import Generation, Request, generate
 from ..metrics import (
     batch_seconds,
 )
-from ..noise import row_keys
 from ..proposer import Proposer
-from ..sampling import Draws
+from ..rounds.noise import row_keys
+from ..rounds.sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
 from .journal import Journal, as_json, from_json

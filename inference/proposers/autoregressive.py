@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import TreeCache
-from ..device import row_of
 from ..proposer import Accepted
+from ..rounds.cache import TreeCache
+from ..rounds.device import row_of
 from ..targets.causal_model import CausalModel
 from .growth import Level
 from .tree_plan import Planner

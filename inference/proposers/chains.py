@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..sampling import Draws
-from ..tree import NO_NODE, DraftTree, TreeShape
+from ..rounds.sampling import Draws
+from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from .growth import Continue, Level
 
 

@@ -24,13 +24,13 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.vocabulary import to_target
-from ..attention import attention_over
-from ..cache import KeptCache, TreeCache, visible_slots
-from ..device import send
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
+from ..rounds.attention import attention_over
+from ..rounds.cache import KeptCache, TreeCache, visible_slots
+from ..rounds.device import send
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, TreeShape, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import DraftTree, TreeShape, named
 from ..tree_settings import TreeSettings, positive
 from .chains import cut, grow_chain
 from .growth import Continue, Slots

@@ -20,13 +20,13 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..cache import KeptCache, TreeCache
-from ..device import row_of, send
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
+from ..rounds.cache import KeptCache, TreeCache
+from ..rounds.device import row_of, send
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree
 from ..targets.causal_model import CausalModel
 from ..targets.target import Target
-from ..tree import DraftTree
 from ..tree_settings import TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
 from .tree_plan import Planned, TreePlan

@@ -23,13 +23,13 @@ from torch.nn import functional
 from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter, EagleShape
 from ...heads.vocabulary import to_target
-from ..attention import attention_over
-from ..cache import KeptCache, TreeCache, visible_slots
-from ..device import send
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
+from ..rounds.attention import attention_over
+from ..rounds.cache import KeptCache, TreeCache, visible_slots
+from ..rounds.device import send
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import DraftTree, named
 from ..tree_settings import TreeSettings, positive
 from .growth import Level
 from .tree_plan import Planned, TreePlan

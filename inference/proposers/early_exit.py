@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..cache import TreeCache
-from ..device import row_of
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
+from ..rounds.cache import TreeCache
+from ..rounds.device import row_of
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree
 from ..targets.target import Target
-from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Level
 from .tree_plan import TreePlan

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...heads.errors import UserError
-from ..sampling import Draws
-from ..tree import NO_NODE, DraftTree, TreeShape
+from ..rounds.sampling import Draws
+from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import Ranks
 
 

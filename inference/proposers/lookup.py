@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..device import send
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
-from ..tree import NO_NODE, DraftTree, TreeShape
+from ..rounds.device import send
+from ..rounds.sampling import Draws
+from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import positive
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
-from ..device import send
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
-from ..tree import DraftTree, TreeShape
+from ..rounds.device import send
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, TreeShape
 from ..tree_settings import Ranks, TreeSettings, positive
 from .growth import best_first, grow, independent, shape_of_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..proposer import Accepted, Prompts
-from ..sampling import Draws
-from ..tree import DraftTree, TreeShape
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, TreeShape
 
 
 class PlainDecoding:

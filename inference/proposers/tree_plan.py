@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..sampling import Draws
-from ..tree import DraftTree, TreeShape
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, TreeShape
 from ..tree_settings import MOST, Ranks, TreeSettings, positive
 from .chains import grow_chain
 from .growth import (

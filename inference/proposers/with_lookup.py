@@ -14,11 +14,11 @@ import copy
 import torch
 from torch import Tensor
 
-from ..device import send
 from ..proposer import Accepted, Prompts, Proposer
-from ..sampling import Draws
+from ..rounds.device import send
+from ..rounds.sampling import Draws
+from ..rounds.tree import NO_NODE, DraftTree
 from ..targets.causal_model import Hidden
-from ..tree import NO_NODE, DraftTree
 from ..tree_settings import positive
 from .ngram import NgramLookup
 

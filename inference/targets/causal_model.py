@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
-from ..cache import KeptCache, TreeCache
-from ..tree import TreeShape
+from ..rounds.cache import KeptCache, TreeCache
+from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import packed_mask, tree_mask

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from ...heads.layers import DecoderLayer
-from ..attention import attention_over
-from ..cache import TreeCache
+from ..rounds.attention import attention_over
+from ..rounds.cache import TreeCache
 from .packed import is_plain
 
 # Names of all modules with weights. A model with any other is not of Llama's form.

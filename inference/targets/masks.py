@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..cache import TreeCache, visible_slots
+from ..rounds.cache import TreeCache, visible_slots
 
 
 def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:

@@ -15,8 +15,8 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
-from ..compiled import prepare_to_compile
-from ..device import prepare
+from ..rounds.compiled import prepare_to_compile
+from ..rounds.device import prepare
 from ..settings import TargetConfig, check_dtype
 from .causal_model import CausalModel
 from .model_head import ModelHead

@@ -20,21 +20,22 @@ import sys
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.early_exit import first_layers
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.rounds.verifiers import recursive
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.inference.tree import TreeShape
-from draftsmith.inference.verifiers import recursive
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
 WIDTHS = (1, 2, 4, 8)
 CHUNK = 256

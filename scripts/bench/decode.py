@@ -24,8 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Request, generate_one
 from draftsmith.inference.drafters import load_proposer
@@ -34,12 +37,10 @@ from draftsmith.inference.metrics import emitted_per_round, split, tau
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.inference.tree import TreeShape
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 

@@ -16,19 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from draftsmith.inference.decode import Generation, Request, decode, generate
-from draftsmith.inference.device import prepare
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposer import Accepted, Prompts, Proposer
-from draftsmith.inference.proposers.dflash import DFlashProposer
-from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.sampling import Draws
-from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.tree_settings import TreeSettings
 from gpu_report import Report
 from random_models import (
     packed_rows,
@@ -41,6 +28,20 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from draftsmith.inference.decode import Generation, Request, decode, generate
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposer import Accepted, Prompts, Proposer
+from draftsmith.inference.proposers.dflash import DFlashProposer
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds.device import prepare
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import DraftTree
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.target import Target, load_for_decoding
+from draftsmith.inference.tree_settings import TreeSettings
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart"

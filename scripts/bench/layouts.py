@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from draftsmith.inference.cache import TreeCache
+from torch import Tensor
+
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.inference.tree import TreeShape
-from torch import Tensor
 
 COMMITTED = 64  # positions before the nodes
 NODES = (1, 2, 4, 8, 16, 26, 40)

@@ -31,7 +31,7 @@ from draftsmith.distill.draft_models import DraftModelConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
 from random_models import training_step
 from rich.console import Console

@@ -19,7 +19,7 @@ from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import Features
+from draftsmith.train.data.features import Features
 from draftsmith.train.method import method_named
 from draftsmith.train.objectives import TrainingModule
 from torch import Tensor, nn

@@ -29,7 +29,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.features import check_packing
+from draftsmith.train.data.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.vocabulary import to_target
-from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.replay import replay, rounds_on_text
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.train.data.batches import collate
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.blocks import contexts, run_blocks
-
 from tests.blocks import KINDS, proposer_of, random_block
 from tests.conftest import tiny_target
 from tests.exact.test_eagle_identity import own_texts

@@ -14,14 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.inference import noise
-from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.targets.target import Target
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -32,6 +24,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftsmith.inference.decode import Generation, Request, generate
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation.measure import first_difference
+from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds import noise
+from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.target import Target
 from tests.architectures import NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
 from tests.conftest import ROOT, tiny_target
 from tests.trained import chat_prompts, story_prompts

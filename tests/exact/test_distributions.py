@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.inference.accept import judge
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.noise import row_keys
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Level, grow_fixed
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.accept import judge
+from draftsmith.inference.rounds.noise import row_keys
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.rounds.verifiers import token_level
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.inference.verifiers import token_level
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
-
 from tests.architectures import near_copy
 from tests.blocks import proposer_of, random_block
 from tests.conftest import ROOT, random_heads

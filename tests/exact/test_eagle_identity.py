@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.eagle import EagleDrafter
-from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Continue, Level
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.batches import collate
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.unroll import unroll
-
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, committed, random_eagle
 from tests.trained import chat_prompts, story_prompts

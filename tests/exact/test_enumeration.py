@@ -16,11 +16,12 @@ from functools import partial
 
 import pytest
 import torch
-from draftsmith.inference import verifiers
-from draftsmith.inference.accept import expected_tokens, match, token_chances
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.verifiers import (
+from torch import Tensor
+
+from draftsmith.inference.rounds import verifiers
+from draftsmith.inference.rounds.accept import expected_tokens, match, token_chances
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
+from draftsmith.inference.rounds.verifiers import (
     AcceptancePlan,
     Verifier,
     block,
@@ -28,7 +29,7 @@ from draftsmith.inference.verifiers import (
     token_level,
     traversal,
 )
-from torch import Tensor
+from draftsmith.inference.settings import Sampling
 
 LENGTH = 3
 CHAIN = TreeShape.chain(2)

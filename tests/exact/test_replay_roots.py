@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
@@ -30,12 +33,9 @@ from draftsmith.inference.evaluation.tuning.replay_roots import (
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
+from draftsmith.inference.rounds.tree import DraftTree
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import DraftTree
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.conftest import QUICKSTART
 from tests.trained import chat_prompts
 

@@ -17,8 +17,9 @@ from unittest.mock import patch
 import torch
 from accelerate import dispatch_model
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
-from draftsmith.inference import attention, decode
-from draftsmith.inference.decision import Decision, Packed
+from draftsmith.inference import decode
+from draftsmith.inference.rounds import attention
+from draftsmith.inference.rounds.decision import Decision, Packed
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.fused import FusedDecoder
 from draftsmith.inference.targets.target import Target

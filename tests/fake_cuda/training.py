@@ -22,7 +22,7 @@ from draftsmith.inference.targets import documents as documents_module
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
 from draftsmith.train.methods import blocks, dflash, unroll
 from draftsmith.train.methods.draft_model import runner_of

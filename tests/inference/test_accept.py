@@ -4,13 +4,14 @@ loop."""
 from __future__ import annotations
 
 import torch
-from draftsmith.inference.accept import Verdict, judge, match
-from draftsmith.inference.decision import pack, unpack
-from draftsmith.inference.sampling import Draws
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from draftsmith.inference.rounds.accept import Verdict, judge, match
+from draftsmith.inference.rounds.decision import pack, unpack
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
+from draftsmith.inference.settings import Sampling
 
 
 def reference(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.cache import KeptCache, TreeCache
-from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.rounds.cache import KeptCache, TreeCache
+from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 

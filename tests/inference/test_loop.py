@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-
 from tests.architectures import FromTheFuture, near_copy, proposers
 from tests.conftest import tiny_target
 

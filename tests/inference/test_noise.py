@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
-from draftsmith.inference import noise
+from draftsmith.inference.rounds import noise
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape, tables_of
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -17,17 +17,17 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import PADDING, collate
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.served import Client, ServedFeatures, served_texts
 from draftsmith.train.evaluation import write_text
-from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import embedding_and_head_in
-from safetensors.torch import load_file, save_file
-
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve

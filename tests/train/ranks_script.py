@@ -9,16 +9,17 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors.torch import save_file
+
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.data.batches import Batch, Batches
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.tables import build
 from draftsmith.train.endings import leave
-from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import Inputs
 from draftsmith.train.method import method_named
 from draftsmith.train.trainer import Trainer
-from safetensors.torch import save_file
 
 
 def main() -> None:

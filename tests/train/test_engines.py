@@ -192,7 +192,7 @@ def test_a_step_that_is_not_finite_is_skipped_under_each(
     script = tmp_path / "poisoned.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "from draftsmith.train import features\n"
+        "from draftsmith.train.data import features\n"
         "plain = features.LiveTarget.features\n"
         "def poisoned(self, batch):\n"
         "    found = plain(self, batch)\n"

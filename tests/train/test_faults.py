@@ -363,7 +363,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
     script = tmp_path / "poisoned.py"
     script.write_text(
         "import sys\n"
-        "from draftsmith.train import features\n"
+        "from draftsmith.train.data import features\n"
         "plain = features.LiveTarget.features\n"
         "def poisoned(self, batch):\n"
         "    found = plain(self, batch)\n"

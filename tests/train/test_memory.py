@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.errors import UserError
-from draftsmith.train.features import Features, LiveTarget, check_packing
+from draftsmith.train.data.features import Features, LiveTarget, check_packing
 from draftsmith.train.memory import recomputed, recomputing
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.methods.eagle import EagleObjective

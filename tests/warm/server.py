@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 IMPORTED = (
     "accelerate.commands.launch", "torch.distributed.run", "datasets",
     "transformers.models.llama.modeling_llama",
-    "draftsmith.train.commands.cli", "draftsmith.train.loop", "draftsmith.train.data.extract",
+    "draftsmith.train.commands.cli", "draftsmith.train.loop", "draftsmith.train.commands.extract",
     "draftsmith.train.commands.exporting", "draftsmith.inference.evaluation.evaluate",
     "draftsmith.inference.evaluation.report.report",
 )  # fmt: skip

@@ -27,8 +27,8 @@ from ...inference.targets.target import Target, load_target, resolve_device, res
 from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import parse
 from ..config import RunConfig
+from ..data.features import LiveTarget
 from ..data.templates import has_marks
-from ..features import LiveTarget
 from ..method import MethodName, method_for, run_class_named
 from ..options import DoctorOptions as Options
 from ..provenance import versions

@@ -11,12 +11,12 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "what a training run will cost, before anything runs",
     ),
     "data extract": (
-        "train.data.extract",
+        "train.commands.extract",
         "ExtractOptions",
         "store the target's features, so that training needs no target",
     ),
     "data regenerate": (
-        "train.data.regenerate",
+        "train.commands.regenerate",
         "RegenerateOptions",
         "let the target write the replies of a data set",
     ),

@@ -36,8 +36,8 @@ from ...inference.console import Progress
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
-from ..features import Features
 from .batches import PADDING, Batch
+from .features import Features
 
 NAMES = ("token_ids", "hidden_states")  # of the tensors in a file of the server
 ID_TYPES = ("I64", "I32")  # by the names of safetensors

@@ -33,13 +33,13 @@ from torch import Tensor
 from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
-from ...inference.device import send
+from ...inference.rounds.device import send
 from ...inference.targets.stored import Manifest, manifest_of
 from ...inference.targets.target import TargetSource
 from ..documents import ShardNote, Wanted
-from ..features import Features
 from ..options import StoreType
 from .batches import PADDING, Batch, Batches
+from .features import Features
 
 log = logging.getLogger(__name__)
 

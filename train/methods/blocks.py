@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.dflash import DFlashDrafter, Pair
-from ...inference.attention import aligned
-from ...inference.device import send
+from ...inference.rounds.attention import aligned
+from ...inference.rounds.device import send
 from ..config import Memory
 from ..data.batches import Batch
 from ..memory import recomputing

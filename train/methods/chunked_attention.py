@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...distill.divergences import wide_dtype
-from ...inference.attention import aligned
-from ...inference.device import send
+from ...inference.rounds.attention import aligned
+from ...inference.rounds.device import send
 from ..data.batches import Batch
 
 SHORTEST, LONGEST = 128, 1024  # query rows of a chunk

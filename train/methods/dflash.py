@@ -42,11 +42,11 @@ from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
-from ...inference.device import send
+from ...inference.rounds.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
-from ..features import Features
+from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
 from ..outline import (

@@ -47,15 +47,15 @@ from ...heads.files import JsonObject
 from ...heads.fingerprint import changed_numbers
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
-from ...inference.device import send
+from ...inference.rounds.device import send
 from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource, load_target
 from ..data.batches import Batch, Batches
+from ..data.features import Features, check_packing
 from ..data.rollouts import Rollouts, Writer, decoded_rounds, draft_model_texts
-from ..features import Features, check_packing
 from ..memory import recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics

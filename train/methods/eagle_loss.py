@@ -34,9 +34,9 @@ from ...distill.divergences import (
 )
 from ...distill.settings import LABELS_ONLY
 from ...heads.eagle import EagleDrafter
-from ...inference.device import send
+from ...inference.rounds.device import send
 from ..data.batches import Batch
-from ..features import Features
+from ..data.features import Features
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from .runs import EagleLoss
 from .teachers import TeacherPlaces

@@ -34,12 +34,12 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.device import send
 from ...inference.proposers.growth import grow
+from ...inference.rounds.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
-from ..features import Features
+from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...inference.device import send
+from ...inference.rounds.device import send
 
 
 class TeacherPlaces:

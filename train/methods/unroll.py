@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest
 
 from ...heads.eagle import EagleDrafter
-from ...inference.device import send
+from ...inference.rounds.device import send
 from ..config import Memory
 from ..data.batches import PADDING, Batch
 from ..memory import recomputing

@@ -44,7 +44,7 @@ from ...heads.pretrained import make_causal_lm
 from ...inference.targets.target import Target
 from ..config import RunConfig
 from ..data.batches import Batch, collate
-from ..features import Features
+from ..data.features import Features
 from ..method import AnyMethod
 from ..methods.backends import standing_in
 from ..methods.draft_model import runner_of

@@ -24,10 +24,10 @@ from ....heads.files import JsonObject
 from ...decode import Request, Round, decode
 from ...proposer import Accepted, Prompts, Proposer
 from ...proposers.plain import PlainDecoding
-from ...sampling import Draws
+from ...rounds.sampling import Draws
+from ...rounds.tree import NO_NODE, DraftTree, TreeShape
 from ...settings import GREEDY, Sampling
 from ...targets.target import Target
-from ...tree import NO_NODE, DraftTree, TreeShape
 from ..options import SAMPLES
 from .budget import FEWEST_ROUNDS, Timings
 from .candidates import Candidate

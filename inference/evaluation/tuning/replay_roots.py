@@ -19,17 +19,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...cache import TreeCache
 from ...decode import Generation
-from ...noise import row_keys
 from ...proposer import Accepted, Prompts, Proposer
 from ...proposers.growth import Continue, Level
 from ...replay import UNKNOWN, rank_of
-from ...sampling import Draws
+from ...rounds.cache import TreeCache
+from ...rounds.noise import row_keys
+from ...rounds.sampling import Draws
+from ...rounds.tree import DraftTree, TreeShape
 from ...settings import Sampling
 from ...targets.causal_model import Hidden
 from ...targets.target import Target
-from ...tree import DraftTree, TreeShape
 
 NEVER = 1 << 20
 """Number of nodes needed for a draft that is not among the candidates at all: more than any tree

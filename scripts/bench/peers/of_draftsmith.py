@@ -9,7 +9,7 @@ import torch
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import Features
+from draftsmith.train.data.features import Features
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.eagle_loss import EagleLoss
 from peer_data import Data, Document

@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference import drafters
-from draftsmith.inference.accept import match
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.chains import cut
 from draftsmith.inference.proposers.growth import Level, Slots
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.accept import match
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.settings import GREEDY, Sampling
-from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.dspark import (
     calibration_error,
     confidence_calibration,
     scale_sequentially,
 )
-from torch import Tensor
-
 from tests.blocks import proposer_of, random_block
 from tests.conftest import tiny_target
 

@@ -7,6 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.proposers.chains import grow_chain
 from draftsmith.inference.proposers.growth import (
@@ -17,12 +21,9 @@ from draftsmith.inference.proposers.growth import (
     grow_fixed,
     shape_of_ranks,
 )
-from draftsmith.inference.sampling import Draws
+from draftsmith.inference.rounds.sampling import Draws
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 
 def test_ranks_become_a_shape_in_order_of_length_then_rank() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.drafters import load_proposer, parse_spec, weight_bytes
 from draftsmith.inference.evaluation.tuning.profile import key_of
@@ -20,14 +22,12 @@ from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
 from draftsmith.inference.proposers.with_lookup import WithLookup, joined, of_rows, replaced
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.architectures import architecture, near_copy
 from tests.conftest import QUICKSTART, tiny_target
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.inference.cache import TreeCache
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GraniteConfig
+
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.packed import linears_of
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GraniteConfig
-
 from tests.architectures import ARCHITECTURES, HEADS, architecture
 from tests.conftest import QUICKSTART, tiny_target
 

@@ -10,7 +10,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.documents import NAME, spans_of
 from draftsmith.inference.targets.masks import packed_mask
-from draftsmith.train.features import check_packing
+from draftsmith.train.data.features import check_packing
 from transformers import masking_utils
 
 from tests.architectures import ARCHITECTURES, architecture

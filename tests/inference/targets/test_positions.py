@@ -13,7 +13,7 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.model_head import borders_of
 from draftsmith.inference.targets.target import Target, checked
-from draftsmith.train.features import packing_error
+from draftsmith.train.data.features import packing_error
 from transformers import AutoModelForCausalLM
 
 from tests.families import (

@@ -29,7 +29,7 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.extract import apart, refuse_another, wait_for_others
+from draftsmith.train.commands.extract import apart, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target, embedding_and_head_in
 from safetensors.torch import load_file

@@ -8,7 +8,7 @@ import pytest
 import torch
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
 
 from tests.conftest import tiny_target

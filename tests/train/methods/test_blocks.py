@@ -12,7 +12,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.blocks import Anchors, BlockAttention, contexts, run_blocks

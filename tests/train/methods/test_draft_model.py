@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.distill.divergences import divergence, log_probs
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.artifact import Artifact
@@ -26,8 +27,8 @@ from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.rollouts import Errors, Rollouts
-from draftsmith.train.features import LiveTarget
 from draftsmith.train.method import own_keys
 from draftsmith.train.methods.adaptive import accepted_runs, chain_lengths
 from draftsmith.train.methods.draft_model import (
@@ -39,7 +40,6 @@ from draftsmith.train.methods.draft_model import (
     runner_of,
     whole_of,
 )
-
 from tests.conftest import ROOT, tiny_target
 from tests.train.methods.test_alignment import batch_of
 from tests.trained import chat_prompts

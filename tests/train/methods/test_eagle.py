@@ -16,7 +16,7 @@ from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods.eagle import (
     METHOD,
     EagleObjective,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.unroll import UnrolledAttention, unroll
 from hypothesis import given, settings

@@ -11,7 +11,7 @@ import torch
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
-from draftsmith.train.features import LiveTarget
+from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import AnyMethod, method_named
 from draftsmith.train.planning.step_memory import (
     DEVICE,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..settings import Sampling
 from . import noise
-from .settings import Sampling
 from .tree import NO_NODE
 
 

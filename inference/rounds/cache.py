@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
 from .device import send
 
 

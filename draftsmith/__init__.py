@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .train.commands.python import load as load
     from .train.commands.python import train as train
 
+    __version__: str
+
 _MODULES = {
     "Decoder": ".inference.api",
     "Drafter": ".heads.exchange.hub",
@@ -39,7 +41,10 @@ _MODULES = {
     "export": ".train.commands.python",
     "load": ".train.commands.python",
 }
-__all__ = ["__version__", "train", *_MODULES]
+__all__ = [
+    "Decoder", "Drafter", "Reply", "Sampling", "UserError", "__version__", "evaluate", "export",
+    "load", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

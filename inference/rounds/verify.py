@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..proposer import Accepted
+from ..targets.causal_model import CausalModel, Hidden
 from .accept import judge
 from .cache import TreeCache
 from .decision import Decision, Packed, pack
-from .proposer import Accepted
 from .sampling import Draws
-from .targets.causal_model import CausalModel, Hidden
 from .tree import DraftTree
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..heads.layers import Attend
+from ...heads.layers import Attend
 from .cache import TreeCache
 
 FEW = 256  # positions of one forward pass for which heads of the same keys are folded

@@ -50,18 +50,11 @@ from ...inference.targets.stored import (
 from ...inference.targets.target import Target, TargetSource, load_target
 from ..command_line.parse import parse
 from ..config import RunConfig
-from ..evaluation import held_out_prompts, write_text
-from ..features import FeatureSource, LiveTarget
-from ..inputs import on_rank, prepared_tables, served_target
-from ..loop import check_before_loading
-from ..method import AnyMethod, method_for, method_named
-from ..options import ExtractOptions as Options
-from ..parallel import load_models_whole, on_main, only_launch
-from ..provenance import provenance
-from . import tables as data_module
-from .batches import Batches, collate
-from .served import ServedFeatures, ServedTarget, served_texts
-from .store import (
+from ..data import tables as data_module
+from ..data.batches import Batches, collate
+from ..data.features import FeatureSource, LiveTarget
+from ..data.served import ServedFeatures, ServedTarget, served_texts
+from ..data.store import (
     AGAIN,
     Layout,
     ShardWriter,
@@ -72,6 +65,13 @@ from .store import (
     tell,
     wanted,
 )  # fmt: skip
+from ..evaluation import held_out_prompts, write_text
+from ..inputs import on_rank, prepared_tables, served_target
+from ..loop import check_before_loading
+from ..method import AnyMethod, method_for, method_named
+from ..options import ExtractOptions as Options
+from ..parallel import load_models_whole, on_main, only_launch
+from ..provenance import provenance
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-from ..inference.device import send
-from ..inference.targets.causal_model import CausalModel, Hidden, nan_last, relative_error
-from ..inference.targets.target import Target
-from .data.batches import Batch
+from ...heads.errors import UserError
+from ...inference.rounds.device import send
+from ...inference.targets.causal_model import CausalModel, Hidden, nan_last, relative_error
+from ...inference.targets.target import Target
+from .batches import Batch
 
 
 @dataclass

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
 
 log = logging.getLogger(__name__)
 

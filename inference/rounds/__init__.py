@@ -1,0 +1,1 @@
+"""One round: draft tree, verification, acceptance, and the caches and noise behind them."""

@@ -1,0 +1,95 @@
+"""Report sizes of the package, for a person to read: no limit is set, and nothing fails.
+
+    python scripts/structure.py [--root CHECKOUT]
+
+Lines and modules by folder, the lengths of functions, the longest files, and how often `Any` and
+names of modes and methods occur.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import statistics
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOTS = ("heads", "inference", "distill", "train")
+LONGEST = 8  # files that are listed
+ENGINES = "vllm|sglang|llamacpp|trtllm|tgi|speculators"
+PATTERNS = {
+    "Any": r"\bAny\b",
+    "static": r"\b_?static\b",
+    "method ==, method in": r"\bmethod (?:==|!=|in|not in) ",
+    "engine ==, engine in": rf"\b(?:engine|name) (?:==|!=|in|not in) [\"(](?=.*(?:{ENGINES}))",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
+    root = parser.parse_args().root
+    files = [file for name in ROOTS for file in sorted((root / name).rglob("*.py"))]
+    texts = {file.relative_to(root): file.read_text() for file in files}
+    console = Console()
+    console.print(by_folder(texts))
+    lengths = sorted(length for text in texts.values() for length in functions(text))
+    tenths = statistics.quantiles(lengths, n=10)
+    console.print(
+        f"{len(lengths)} functions: lines p50 {tenths[4]:.0f}, p90 {tenths[8]:.0f}, most "
+        f"{lengths[-1]}"
+    )
+    longest = sorted(texts, key=lambda name: -lines(texts[name]))[:LONGEST]
+    console.print("longest files:", ", ".join(f"{name} {lines(texts[name])}" for name in longest))
+    for name, pattern in PATTERNS.items():
+        found = Counter({file: len(re.findall(pattern, text)) for file, text in texts.items()})
+        most = ", ".join(f"{file} {count}" for file, count in found.most_common(4) if count)
+        console.print(f"{name}: {found.total()} ({most})", highlight=False)
+
+
+def by_folder(texts: dict[Path, str]) -> Table:
+    """Return a table of lines and modules by folder."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("folder", "modules", "lines", "code"):
+        table.add_column(title, justify="left" if title == "folder" else "right")
+    folders = sorted({file.parent for file in texts})
+    for folder in folders:
+        own = [text for file, text in texts.items() if file.parent == folder]
+        table.add_row(
+            str(folder), str(len(own)), f"{sum(map(lines, own)):,}", f"{sum(map(code, own)):,}"
+        )
+    every = texts.values()
+    table.add_row(
+        "all", str(len(texts)), f"{sum(map(lines, every)):,}", f"{sum(map(code, every)):,}"
+    )
+    return table
+
+
+def lines(text: str) -> int:
+    return text.count("\n")
+
+
+def code(text: str) -> int:
+    """Return the lines that are neither empty, nor comments, nor docstrings."""
+    counted = {
+        n for n, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            counted -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(counted)
+
+
+def functions(text: str) -> list[int]:
+    """Return the lengths of the functions of a file in lines."""
+    found = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, found)]
+    return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes]
+
+
+if __name__ == "__main__":
+    main()

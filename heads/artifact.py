@@ -125,7 +125,7 @@ class Artifact:
                 f"{directory} is an export in the layout of {own_file.export.layout}; "
                 f"read it with draftsmith import --from {directory}"
             )
-        check_files(directory, own_file, warn)
+        check_files(directory, own_file)
         drafter_type = drafter_class(own_file.method)
         check_target(trained_for, target, drafter_type.bound_to, directory, warn)
         config_path = directory / "config.json"
@@ -145,26 +145,22 @@ class Artifact:
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
 
-def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> None:
+def check_files(directory: Path, own: OwnFile) -> None:
     """Demand that the files of a drafter are exactly those that were written.
 
-    Raises `UserError`, which names the file that is not. A drafter without checksums, which version
-    0.1 wrote, is reported through `warn`.
+    Raises `UserError`, which names the file that is not.
     """
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
     if not noted:
-        warn(
-            f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files "
-            "cannot be seen"
-        )
+        raise UserError(f"{directory}: {OWN_FILE} has no checksums; copy or save the drafter again")
     for name, (size, sha256) in noted.items():
         if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
     # An engine would read tensors from a weights file that nobody wrote here.
     for path in sorted(directory.glob("*.safetensors")):
-        if noted and path.name not in noted:
+        if path.name not in noted:
             raise UserError(
                 f"{directory}: {path.name} is not among the files that were written; copy or save "
                 "the drafter again"
@@ -211,7 +207,6 @@ def check_shape(
     Raises `UserError`, which names the first fact that differs.
     """
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
-    # Drafters of version 0.1 noted no shape, only their taps.
     for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
             raise UserError(

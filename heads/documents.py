@@ -16,14 +16,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .errors import UserError
-from .files import JsonObject, read_json, rename_keys
+from .files import JsonObject, read_json
 from .fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
 # Version of draftsmith.json. In version 1 the method draft_model was called draft_lm.
 SCHEMA = 2
-FORMER_METHODS = {"draft_lm": "draft_model"}
 T = TypeVar("T")
 D = TypeVar("D", bound="Document")
 
@@ -56,8 +55,6 @@ class Document(Struct):
     """Newest version that can be read."""
     finite: ClassVar[bool] = True
     """True if NaN and infinities are mistakes in this file."""
-    former_keys: ClassVar[dict[str, str]] = {}
-    """Keys of older versions with their names of now; they are read at any depth."""
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, JsonObject]:
@@ -71,8 +68,6 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, JsonObject
     if isinstance(version, int) and version > kind.newest:
         versions = f"{kind.version_key} {version}, this one reads {kind.newest}"
         raise UserError(f"{path} was written by a newer draftsmith ({versions}); update draftsmith")
-    if renamed := rename_keys(value, kind.former_keys):
-        log.warning("%s has the keys of an older version: %s", path, ", ".join(renamed))
     try:
         return convert(value, kind), value
     except DocumentError as error:
@@ -181,14 +176,10 @@ class OwnFile(Document):
     calibration: JsonObject = {}
     provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}
-    """Size and SHA-256 of every other file of the drafter.
-
-    Some drafters of version 0.1 have none, and exports have `export.sha256` instead.
-    """
+    """Size and SHA-256 of every other file of the drafter; exports have `export.sha256` instead."""
     export: Export | None = None
 
     def __post_init__(self) -> None:
-        self.method = FORMER_METHODS.get(self.method, self.method)
         layers = self.target.num_layers
         demand(
             all(tap <= layers for tap in self.taps),

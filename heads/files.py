@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -439,25 +439,6 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         raise UserError(
             f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}"
         ) from error
-
-
-def rename_keys(value: object, names: Mapping[str, str]) -> list[str]:
-    """Give the keys of a JSON value their names of now, in place; return `old -> new` of each.
-
-    `names` has the new name by the old one.
-    """
-    renamed: dict[str, None] = {}
-    waiting = [value] if names else []
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, list):
-            waiting += item
-        elif isinstance(item, dict):
-            for old in names.keys() & item.keys():
-                item.setdefault(names[old], item.pop(old))
-                renamed[f"{old} -> {names[old]}"] = None
-            waiting += item.values()
-    return list(renamed)
 
 
 def read_yaml(path: Path) -> JsonObject:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
-from ..heads.documents import FORMER_METHODS
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
@@ -135,10 +134,6 @@ class Given(NamedTuple):
     """End of its name that tells it from other ways to decode with it: `:tuned`."""
 
 
-FORMER_SETTINGS = {"heat": "score_temperature"}
-"""Settings that have another name now; the old one is accepted."""
-
-
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Split `name[:key=value,...]` into name and settings.
 
@@ -154,7 +149,6 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UserError(f"drafter {spec!r}: {item!r} is not key=value")
         key = key.strip().replace("-", "_")
-        key = FORMER_SETTINGS.get(key, key)
         if key in settings:
             raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
         settings[key] = _number_or_text(value.strip())
@@ -170,20 +164,6 @@ def _number_or_text(value: str) -> Any:
         if re.fullmatch(form, value):
             return kind(value)
     return value
-
-
-def former_settings(spec: str) -> list[str]:
-    """Return a notice for each setting of `spec` that is given by a former name."""
-    notices = []
-    # Everything behind the last colon: a folder's name may hold colons itself.
-    for item in spec.rpartition(":")[2].split(","):
-        key = item.partition("=")[0].strip()
-        if key in FORMER_SETTINGS:
-            notices.append(
-                f"the drafter setting {key} is called {FORMER_SETTINGS[key]} now; the old name "
-                "still works"
-            )
-    return notices
 
 
 def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
@@ -225,7 +205,7 @@ def kind_of(name: str) -> Kind | None:
     except UserError:  # which the artifact's own reader explains
         return None
     method = str(facts.get("method")) if isinstance(facts, dict) else ""
-    return TRAINED.get(FORMER_METHODS.get(method, method))
+    return TRAINED.get(method)
 
 
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
@@ -289,14 +269,11 @@ def load_proposer(
     otherwise as it was evaluated in training. `warn` gets notices for the user, `inform` a line
     about the tree that was chosen. Raises `UserError`.
     """
-    for notice in former_settings(str(spec)):
-        warn(notice)
     spec = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(spec)
     settings.pop("name", None)
     named = ",".join(f"{key}={value}" for key, value in settings.items())
-    # A profile that `tune` wrote before a setting had its present name is read too.
-    settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
+    settings |= tuned or {}
     chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}
     if name in UNTRAINED:

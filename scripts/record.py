@@ -66,8 +66,7 @@ def record_decoding(root: Path) -> dict[str, Any]:
 
     quickstart = root / "scripts" / "quickstart"
     specs = {folder.name: str(folder) for folder in sorted((quickstart / "drafters").iterdir())}
-    # The folder had another name once.
-    small = next(quickstart / n for n in ("draft_model", "draft_lm") if (quickstart / n).is_dir())
+    small = quickstart / "draft_model"
     specs |= {"small model": str(small), "small model tree": f"{small}:length=3,width=3,nodes=9"}
     specs |= {name: name for name in UNTRAINED}
     found = {}

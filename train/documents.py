@@ -66,18 +66,13 @@ class Counts(Document):
     by size and time, so it shows when the tables have to be built again."""
     counts: dict[str, dict[str, Count]]
     """Number of rows for each source and outcome, such as "train" or "malformed"."""
-    files: dict[str, FileFacts] = {}
-    """Sizes and checksums of the tables; runs of version 0.1 noted none."""
+    files: dict[str, FileFacts]
+    """Sizes and checksums of the tables."""
+    identity: str
+    """Hash of the tables' content, by which a resume knows them."""
     groups: list[tuple[str, str]] = []
     """Sources with their categories; the tables hold indices into this list."""
-    identity: str | None = None
-    """Hash of the tables' content, by which a resume knows them. Older versions had none, and took
-    `key` for it."""
     schema: Annotated[int, Meta(ge=1)] = 1
-
-    def known_as(self) -> str:
-        """Return the identity, whichever version wrote the tables."""
-        return self.key if self.identity is None else self.identity
 
 
 class WrittenRow(Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def checked_tables(
         run.seed,
         lambda identity: check({"data": identity}),
     )
-    return tables, known | {"data": data_module.noted(folder / "data").known_as()}
+    return tables, known | {"data": data_module.noted(folder / "data").identity}
 
 
 def identity_of(fingerprint: Fingerprint) -> JsonObject:
@@ -257,12 +256,6 @@ def stored_inputs(
     target = load_stored(store, str(accelerator.device))
     on_main(accelerator, lambda: check_named_target(run.target, target, store))
     identity = {**identity_of(manifest.target), "data": manifest.tables}
-    # A run that goes on from a store has tables of its own, which an older version may have named
-    # otherwise than the store's, though they are the same.
-    with suppress(UserError):  # none, or damaged ones
-        own = data_module.noted(folder / "data")
-        if own.files and own.files == data_module.noted(Path(store, "data")).files:
-            identity["data"] = own.known_as()
     check(identity)
     main = accelerator.is_main_process
 

@@ -43,7 +43,7 @@ class Drafter:
         if not (folder / OWN_FILE).is_file():
             raise not_a_drafter(folder)
         own, _ = read_document(folder / OWN_FILE, OwnFile, "save or copy the drafter again")
-        check_files(folder, own, lambda message: None)
+        check_files(folder, own)
         return cls(folder, own.method, own.target.name)
 
     def save_pretrained(self, folder: str | Path) -> None:

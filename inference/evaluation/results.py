@@ -338,7 +338,6 @@ class Report(Document, kw_only=True):
     version_key: ClassVar[str] = "schema_version"
     newest: ClassVar[int] = SCHEMA
     finite: ClassVar[bool] = False
-    former_keys: ClassVar[dict[str, str]] = {"tau_kept": "tau_emitted"}
 
     schema_version: Annotated[int, Meta(ge=1)] = 1
     command: str = ""
@@ -400,17 +399,6 @@ class Report(Document, kw_only=True):
                 )
         return "\n".join(lines)
 
-    def without_doubtful_intervals(self) -> None:
-        """Remove intervals over fewer than `FEWEST` prompts, which older versions have written."""
-        for setting in self.settings:
-            for figures in setting.drafters.values():
-                if (len(units_of(figures.per_request)) or figures.requests) < FEWEST:
-                    figures.tau_ci95 = None
-                for category, found in figures.by_category.items():
-                    own = [r for r in figures.per_request if r.category == category]
-                    if (len(units_of(own)) or found.requests) < FEWEST:
-                        found.tau_ci95 = (NAN, NAN)
-
     def to_json(self) -> JsonObject:
         """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
         value = msgspec.to_builtins(self)
@@ -448,7 +436,6 @@ def read_report(path: str) -> Report:
     report, _ = read_document(Path(path), Report, remedy)
     if not report.settings and report.server is None:
         raise UserError(f"{path} is not {Report.what}: it holds no setting; {remedy}")
-    report.without_doubtful_intervals()
     return report
 
 

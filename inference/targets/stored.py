@@ -63,9 +63,8 @@ class Manifest(Document):
     """Key of the store's data, see `train/data/tables.py`."""
     tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
     """Root mean square of each tap, by its index."""
-    files: dict[str, FileFacts | str]
-    """Size and SHA-256 of the store's files by name. Shards and data have notes of their own beside
-    them. Stores of version 0.1 have the SHA-256 of three files instead."""
+    files: dict[str, FileFacts]
+    """Size and SHA-256 of the store's files by name. Shards and data have notes of their own."""
     held_out: dict[str, int] = msgspec.field(default_factory=dict)
     """`evaluation.prompts` and `evaluation.max_new_tokens` of the extraction."""
     schema: Annotated[int, Meta(ge=1)] = 1
@@ -190,9 +189,7 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
         folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get
     )
     sizes = {int(tap): size for tap, size in manifest.tap_sizes.items()}
-    sample = None
-    if SAMPLE_FILE in manifest.files:  # stores of version 0.1 have none
-        sample = tensors_of(Path(store, SAMPLE_FILE))
+    sample = tensors_of(Path(store, SAMPLE_FILE))
     return StoredTarget(model, read_tokenizer(folder), manifest.target, sizes, sample)
 
 
@@ -244,8 +241,7 @@ def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
     facts = manifest.files.get(name)
     if facts is None:
         raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
-    size, sha256 = (facts.bytes, facts.sha256) if isinstance(facts, FileFacts) else (None, facts)
-    if (reason := differs(store, name, MANIFEST, size, sha256)) is not None:
+    if (reason := differs(store, name, MANIFEST, facts.bytes, facts.sha256)) is not None:
         raise UserError(
             f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew"
         )

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ...heads import pretrained
-from ...heads.documents import FORMER_METHODS, AdapterFile, read_document
+from ...heads.documents import AdapterFile, read_document
 from ...heads.errors import UserError, first_line
 from ...heads.files import read_json
 from ...heads.layout import dtype_name
@@ -94,7 +94,7 @@ def method_in(own: Path) -> Any:
     """
     facts = read_json(own)
     method = facts.get("method") if isinstance(facts, dict) else None
-    return FORMER_METHODS.get(method, method) if isinstance(method, str) else method
+    return method
 
 
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:

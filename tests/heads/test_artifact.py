@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from draftsmith.heads.artifact import OWN_FILE, Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, whole_directory, whole_file, write_json
 from draftsmith.heads.medusa import WEIGHTS_FILE
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from safetensors.torch import load_file, save_file
-
 from tests.conftest import edit_config, random_heads, tiny_target
 from tests.tampered import seal
 
@@ -161,13 +161,12 @@ def test_one_flipped_bit_is_noticed_and_named(folder: Path) -> None:
         Artifact.load(folder, TARGET.fingerprint())
 
 
-def test_a_drafter_without_checksums_is_told_of(folder: Path) -> None:
+def test_a_drafter_without_checksums_is_refused(folder: Path) -> None:
     own = read_json(folder / OWN_FILE)
     del own["files"]
     write_json(folder / OWN_FILE, own)
-    warnings: list[str] = []
-    Artifact.load(folder, TARGET.fingerprint(), warn=warnings.append)
-    assert len(warnings) == 1 and "has no checksums" in warnings[0]
+    with pytest.raises(UserError, match=r"draftsmith\.json has no checksums"):
+        Artifact.load(folder, TARGET.fingerprint())
 
 
 @pytest.mark.parametrize(

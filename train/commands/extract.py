@@ -240,7 +240,7 @@ def begin(
     missing or damaged beside the shards. `held_out` makes the texts, if they are needed. Raises
     `UserError` for a store of another run.
     """
-    identity = data_module.noted(store / "data").known_as()
+    identity = data_module.noted(store / "data").identity
     facts = facts_of_run(options, config, target, layout, identity) | {"packs": batches.packs}
     # Left by workers that were killed.
     for folder in (store, store / "shards"):

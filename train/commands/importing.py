@@ -140,7 +140,7 @@ def exported(
         raise UserError(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
-    check_files(folder, own, lambda message: print(f"warning: {message}"))
+    check_files(folder, own)
     public = read_public(folder, side_of(target), Answers(ours=True))
     if public.drafter.method != own.method:
         raise UserError(

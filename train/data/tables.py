@@ -12,14 +12,12 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import to_builtins
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -177,7 +175,7 @@ def prepare(
                 "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
             )
     if found is not None and before is not None:
-        check(before.known_as())
+        check(before.identity)
         return found
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
@@ -185,33 +183,13 @@ def prepare(
             arrays = {part: np.ascontiguousarray(array) for part, array in vars(table).items()}
             save_file(arrays, aside / f"{name}.safetensors")
         files = facts_of(aside)
-        if before is not None and files == to_builtins(before.files):
-            # A source that was touched or copied is read again, and gives the same tables.
-            identity = before.known_as()
-            check(identity)
-        else:
-            own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
-            identity = accepted_of(own, key, check)
+        # A source that was touched or copied is read again, and gives the same tables.
+        identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+        check(identity)
         noting = {"schema": 1, "key": key, "identity": identity, "counts": tables.counts}
         noting["groups"] = tables.groups
         write_json(aside / COUNTS_FILE, {**noting, "files": files})
     return tables
-
-
-def accepted_of(identity: str, key: str, check: Callable[[str], None]) -> str:
-    """Return the identity of new tables that `check` accepts: their own, or their key.
-
-    Runs and stores of older versions have noted the key, and their tables may be gone. Raises what
-    `check` raises for `identity` if it accepts neither.
-    """
-    try:
-        check(identity)
-        return identity
-    except UserError as error:
-        with suppress(UserError):
-            check(key)
-            return key
-        raise error
 
 
 def noted(folder: Path) -> Counts:

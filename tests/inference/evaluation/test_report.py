@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.report import charts, replies, sections, speed
@@ -18,8 +19,7 @@ from draftsmith.inference.evaluation.report.script import SCRIPT
 from draftsmith.inference.evaluation.report.tables import Table, fastest, loop_shares, summary
 from draftsmith.inference.evaluation.report.tables import served as tables_served
 from draftsmith.inference.evaluation.report.training import Training, curves, trainings
-from draftsmith.inference.evaluation.results import Report, Sample, read_report
-
+from draftsmith.inference.evaluation.results import Sample
 from tests.inference.evaluation.reports import (
     EVIL,
     Seen,
@@ -71,23 +71,6 @@ def test_a_server_has_its_table(tmp_path: Path) -> None:
     ]
     assert table.rows == [cells] and len(cells) == len(table.columns)
     assert table.html() in page_of(made() | {"server": server}, tmp_path)
-
-
-def test_reports_of_older_versions_are_read_with_a_notice(tmp_path: Path, caplog) -> None:
-    setting = {
-        "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_kept": 2.5,
-        "survival": [0.875], "accept_rate": 0.4375, "tokens_s": 321.4,
-    }  # fmt: skip
-    server = {"engine": "vllm", "version": "0", "url": "http://127.0.0.1:1", "settings": [setting]}
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(made() | {"server": server, "schema_version": 2}))
-    report = read_report(str(path))
-    assert report.server is not None and report.server.settings[0].tau_emitted == 2.5
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has the keys of an older version: tau_kept -> tau_emitted"
-    ]
-    written = report.to_json()
-    assert "tau_kept" not in json.dumps(written) and convert(written, Report) == report
 
 
 def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
@@ -536,11 +519,12 @@ def test_the_page_says_what_a_profile_gains(tmp_path: Path) -> None:
 
 
 def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
-    """Older reports hold intervals of two prompts; they are neither drawn nor printed."""
     report = made()
+    unknown = [float("nan")] * 2
     for figures in report["settings"][0]["drafters"].values():
-        figures["requests"], figures["speedup_ci95"] = 4, [float("nan")] * 2
-        figures["by_category"]["chat"]["requests"] = 4
+        figures |= {"requests": 4, "tau_ci95": unknown, "speedup_ci95": unknown}
+        for of_one in figures["by_category"].values():
+            of_one["tau_ci95"] = unknown
         for place in range(4):
             figures["per_request"].append(
                 {"id": place, "prompt": place % 2, "category": "code", "turn": 0, "rounds": []}

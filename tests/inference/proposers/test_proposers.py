@@ -363,18 +363,6 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
     assert all(r.accepted == 3 for g in found for r in g.rounds), "all layers are the target itself"
 
 
-def test_a_setting_is_known_by_its_former_name_in_specs_and_in_profiles(quickstart: Target) -> None:
-    """`score_temperature` was called heat; profiles that `tune` wrote then are still there."""
-    drafter = str(DRAFTERS / "eagle3")
-    notices: list[str] = []
-    by_spec: Any = load_proposer(f"{drafter}:heat=0.5", quickstart, notices.append)
-    assert "heat is called score_temperature now" in notices[0] and len(notices) == 1
-    tuned = {"length": 3, "width": 2, "nodes": 6, "heat": 0.5}
-    by_profile: Any = load_proposer(drafter, quickstart, pytest.fail, tuned)
-    for proposer in (by_spec, by_profile):
-        assert proposer.plan.score_temperature == 0.5
-
-
 def test_specs() -> None:
     assert parse_spec("ngram") == ("ngram", {})
     assert parse_spec("runs/a:nodes=8,tree=best-first") == (

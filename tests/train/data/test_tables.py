@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
-from draftsmith.train.data.tables import TokenTable, accepted_of, build, load, noted, prepare
+from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.conftest import tiny_target
 
 TARGET = tiny_target()
@@ -394,20 +393,14 @@ def test_damaged_tables_are_built_again_and_nothing_else_is(
 
 
 def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: Path) -> None:
-    """And those of an older version keep the one that its checkpoints have."""
     config, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
     seen: list[str] = []
     prepare(config, TARGET, folder, 0, seen.append)
-    for older in (False, True):
-        note = json.loads((folder / "counts.json").read_text())
-        if older:
-            del note["identity"]
-            (folder / "counts.json").write_text(json.dumps(note))
-            seen.append(note["key"])
-        os.utime(tmp_path / "train.jsonl", (1, 1 + older))
-        prepare(config, TARGET, folder, 0, seen.append)
-        assert seen[-1] == seen[-2] == noted(folder).known_as()
-        assert noted(folder).key != note["key"], "found without reading the sources again"
+    key = noted(folder).key
+    os.utime(tmp_path / "train.jsonl", (1, 1))
+    prepare(config, TARGET, folder, 0, seen.append)
+    assert seen[-1] == seen[-2] == noted(folder).identity
+    assert noted(folder).key != key, "found without reading the sources again"
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def refuse(identity: str) -> None:
@@ -419,22 +412,3 @@ def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: P
         prepare(config, TARGET, folder, 0, refuse)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
     assert [path.name for path in folder.parent.iterdir()] == ["data"]
-
-
-def test_an_older_run_whose_tables_are_gone_is_known_by_their_key() -> None:
-    """Runs and stores of older versions noted the key; a refusal names what is new."""
-    asked: list[str] = []
-
-    def knows(known: str) -> Callable[[str], None]:
-        def check(identity: str) -> None:
-            asked.append(identity)
-            if identity != known:
-                raise UserError(f"{identity} is other data")
-
-        return check
-
-    assert accepted_of("content", "key", knows("key")) == "key"
-    assert accepted_of("content", "key", knows("content")) == "content"
-    with pytest.raises(UserError, match="content is other data"):
-        accepted_of("content", "key", knows("another"))
-    assert asked == ["content", "key", "content", "content", "key"]

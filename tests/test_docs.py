@@ -7,16 +7,16 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
 from draftsmith.train.command_line.parse import check_known, field_types, positional
 from draftsmith.train.command_line.spelling import spelled
 from draftsmith.train.commands.cli import VERBS
-from draftsmith.train.method import method_named
-
+from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import PYTHON, ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
@@ -84,6 +84,53 @@ def test_links_of_documents_resolve(document: Path) -> None:
         if document.name not in LOGS and (reason := missing(target, anchor)):
             wrong.append(reason)
     assert not wrong, wrong
+
+
+def tables_of(document: Path) -> list[list[list[str]]]:
+    """The tables of a document as rows of cells, the heading first."""
+    tables = []
+    for block in re.findall(r"(?:^\|.*\n)+", document.read_text(), re.MULTILINE):
+        rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()]
+        tables.append([[cell.strip() for cell in row] for row in (rows[0], *rows[2:])])
+    return tables
+
+
+def keys_of(table: list[list[str]], values: set[str]) -> set[str]:
+    """Keys of a config that a table names: by section, or each with its meaning."""
+    (first, second, *_), *rows = table
+    found = set()
+    for left, right, *_ in rows:
+        words = re.findall(r"`([\w.]+)`", left)
+        if second.startswith("keys"):
+            while right != (right := re.sub(r"\([^()]*\)", "", right)):  # defaults
+                pass
+            section = f"{words[0]}." if words else ""
+            found |= {section + key for key in re.findall(r"`(\w+)`", right) if key not in values}
+        elif ("key of `" in first and "metrics" not in first) or first == "EAGLE key":
+            section = ""
+            for word in words:  # `objective.loss`, `weighting`: of one section
+                section = word.rpartition(".")[0] or section
+                found.add(f"{section}.{word.rpartition('.')[2]}".removeprefix("."))
+    return found
+
+
+def test_the_keys_of_a_config_that_documents_name_exist() -> None:
+    types = {name: kind for m in METHODS for name, kind in field_types(run_class_named(m)).items()}
+    values = {str(value) for kind in types.values() for value in get_args(kind)}
+    named: set[str] = set()
+    for name in ("training.md", "data.md"):
+        for table in tables_of(ROOT / "docs" / name):
+            prefix = "data." if table[0][0] == "key of `data`" else ""
+            named |= {prefix + key for key in keys_of(table, values)}
+    assert {"out", "optim.lr", "data.held_out.by", "heads.markov_rank", "data.sources"} < named
+    assert not named - types.keys()
+
+
+def test_the_index_of_scripts_is_whole() -> None:
+    index = (ROOT / "scripts" / "README.md").read_text()
+    for folder in (ROOT / "scripts", ROOT / "scripts" / "bench"):
+        for script in [*folder.glob("*.py"), *folder.glob("*.sh")]:
+            assert f"`{script.name}`" in index, script
 
 
 def test_no_document_outside_of_the_repository_is_cited() -> None:

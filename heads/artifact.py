@@ -210,7 +210,7 @@ def check_shape(
     for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
             raise UserError(
-                f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them "
+                f"{config_path} says {name} {now}, {OWN_FILE} next to it says {value}; one of them "
                 "was changed"
             )
 

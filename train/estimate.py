@@ -157,7 +157,7 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     available = memory_of(resolve_device(run.target.device))
     if needed > MOST_MEMORY * available:
         raise UserError(
-            f"training needs about {size(needed)} beside the target, and this machine has "
+            f"training needs about {size(needed)} besides the target, and this machine has "
             f"{size(available)} (see draftsmith data "
             f"plan); {lower} or batch_rows and data.max_length"
         )

@@ -22,14 +22,12 @@ from .detokenize import StopStrings
 from .proposer import Accepted, Prompts, Proposer
 from .rounds.accept import judge
 from .rounds.cache import TreeCache
-from .rounds.clock import Clock
 from .rounds.compiled import compiled
-from .rounds.decision import Decision, pack, unpack
-from .rounds.device import read_later, send
+from .rounds.device import Clock, send
 from .rounds.noise import row_keys
+from .rounds.outcome import run_tree, verify
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
-from .rounds.verify import accepted_of, keep_path, run_tree, verify
 from .settings import GREEDY, Sampling
 from .targets.causal_model import CausalModel
 
@@ -88,17 +86,17 @@ class Round:
     """Wall time; what the four parts leave of it was spent on the host."""
 
     @classmethod
-    def of(cls, decision: Decision, row: int, rows: int) -> Round:
+    def of(cls, outcome: Accepted, row: int, rows: int) -> Round:
         """Return the record of one row of a batch of `rows`, without its tokens and times."""
-        accepted = len(decision.nodes[row]) - 1
+        accepted = len(outcome.nodes[row]) - 1
         return cls(
-            drafted=decision.drafted[row],
+            drafted=outcome.drafted[row],
             accepted=accepted,
-            offered=accepted + decision.refused[row],
-            rule=decision.rule,
+            offered=accepted + outcome.refused[row],
+            rule=outcome.rule,
             rows=rows,
-            expected=None if decision.expected is None else decision.expected[row],
-            overlap=None if decision.overlap is None else decision.overlap[row],
+            expected=None if outcome.expected is None else outcome.expected[row],
+            overlap=None if outcome.overlap is None else outcome.overlap[row],
         )
 
 
@@ -390,9 +388,9 @@ class _Batch:
         if tree is None:
             tree = self._propose(self.root, self.draws)
             clock.mark("draft")
-        decision = self._verify_static(tree) if self.cache.static else self._verify(tree)
-        records = [Round.of(decision, row, len(self.rows)) for row in range(len(self.rows))]
-        steps = self._take(decision.tokens, records)
+        accepted = self._verify_static(tree) if self.cache.static else self._verify(tree)
+        records = [Round.of(accepted, row, len(self.rows)) for row in range(len(self.rows))]
+        steps = self._take(accepted.tokens, records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
@@ -404,35 +402,34 @@ class _Batch:
             return propose(self.proposer, root, draws)
         return self.proposer.propose(root, draws)
 
-    def _commit(self, bonus: Tensor, accepted: Accepted) -> None:
-        """Give a round's result to the proposer, and the bonus token `bonus` `[B]` to the next."""
+    def _commit(self, accepted: Accepted) -> None:
+        """Give a round's result to the proposer, and its bonus token to the next round."""
+        assert accepted.bonus is not None
         # The target has not been run on the bonus token, so it is in no cache yet.
-        self.root = bonus
+        self.root = accepted.bonus
         self.proposer.commit(accepted)
         self.clock.mark("kv")
 
-    def _verify(self, tree: DraftTree) -> Decision:
+    def _verify(self, tree: DraftTree) -> Accepted:
         """Verify drafts, and keep the accepted path in the caches of target and drafter."""
         hidden, logits = run_tree(self.target, tree, self.cache, self.proposer.taps)
         self.clock.mark("verify")
-        packed = pack(tree, judge(tree, logits, self.draws))
-        # The only synchronisation with the device.
-        decision = unpack(packed, packed.rows.tolist())
+        accepted = Accepted.of(tree, judge(tree, logits, self.draws), hidden)
+        accepted.read()
         self.clock.mark("accept")
-        counts = [len(nodes) for nodes in decision.nodes]
         # The host knows how many columns are needed, and whether anything has to be moved: a path
         # of nodes 0, 1, 2, .. already lies where it belongs.
-        width = max(counts)
-        path = decision.path[:, :width].clamp(min=0)  # shorter rows repeat the root
-        in_place = all(nodes == list(range(len(nodes))) for nodes in decision.nodes)
-        self.cache.commit(counts, None if in_place else path)
-        # `extend` writes `width` columns behind every row's text, of the longest one too.
-        self.draws.reserve(self.cache.longest + width)
-        kept = keep_path(tree, path, decision.counts, hidden, self.draws)
-        self._commit(decision.bonus, accepted_of(decision, kept))
-        return decision
+        accepted.select()
+        in_place = all(nodes == list(range(len(nodes))) for nodes in accepted.nodes)
+        counts = [len(nodes) for nodes in accepted.nodes]
+        self.cache.commit(counts, None if in_place else accepted.path)
+        # `extend` writes as many columns behind every row's text, of the longest one too.
+        self.draws.reserve(self.cache.longest + max(counts))
+        self.draws.extend(accepted.ids, accepted.counts)
+        self._commit(accepted)
+        return accepted
 
-    def _verify_static(self, tree: DraftTree) -> Decision:
+    def _verify_static(self, tree: DraftTree) -> Accepted:
         """Verify drafts as `_verify` does, in one function of tensors that waits for nothing.
 
         The host reads what was decided once; where that pays, while the next drafts are made.
@@ -441,19 +438,19 @@ class _Batch:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
         taps = self.proposer.taps
         run = compiled(verify, self.target, tree.tokens.device, taps)
-        packed, kept = run(self.target, tree, self.cache, self.draws, taps)
+        accepted = run(self.target, tree, self.cache, self.draws, taps)
         self.clock.mark("verify")
-        read = read_later(packed.rows)
+        accepted.fetch()
         ahead = self.proposer.static and drafts_ahead(self.root.device)
         if ahead:
-            self._commit(packed.bonus, accepted_of(None, kept))
+            self._commit(accepted)
             self._ahead = self._propose(self.root, self.draws)
             self.clock.mark("draft")
-        decision = unpack(packed, read())
+        accepted.read()
         self.clock.mark("accept")
         if not ahead:
-            self._commit(packed.bonus, accepted_of(decision, kept))
-        return decision
+            self._commit(accepted)
+        return accepted
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""

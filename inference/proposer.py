@@ -1,7 +1,6 @@
 """The interface between the decode loop and a drafter at work, and what passes through it.
 
-Shapes: B rows of a batch, S prompt positions (padded on the right), N tree nodes with the root, A
-accepted nodes with the root, H hidden size.
+Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden size.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from .rounds.cache import TreeCache
+from .rounds.outcome import Accepted as Accepted
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .targets.causal_model import Hidden
@@ -31,32 +31,6 @@ class Prompts:
     """Features of all prompt positions `[B, S, H]`."""
     cache: TreeCache
     """The target's cache, for drafters that run the target's own layers."""
-
-
-@dataclass(kw_only=True)
-class Accepted:
-    """Result of a round as the proposer gets it.
-
-    Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing. Where the next
-    drafts are made before the host knows the decision, which a `static` proposer allows, `tokens`
-    and `nodes` are empty.
-    """
-
-    tokens: list[list[int]]
-    """Each row's accepted drafts, then the target's own token after them: the next root."""
-    nodes: list[list[int]]
-    """Each row's accepted node ids, the root's (0) first."""
-    path: Tensor
-    """[B, A], device: `nodes`, padded with the root's id."""
-    ids: Tensor
-    """[B, A]: the last root and the drafts accepted after it: the positions that the target's cache
-    has gained."""
-    counts: Tensor
-    """[B], device; equal to the lengths of `nodes`."""
-    hidden: Hidden
-    """Features of just these positions `[B, A, H]`."""
-    choices: list[list[int]] | None = None
-    """The target's token after every node of the tree `[B][N]`, from the rules that know it."""
 
 
 class Proposer(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,19 @@ class Hidden:
 
     last: Tensor
     taps: tuple[Tensor, ...] = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Hidden:
+        """Return `function` of each of them."""
+        return Hidden(function(self.last), tuple(function(tap) for tap in self.taps))
+
+    @staticmethod
+    def joined(parts: Sequence[Hidden]) -> Hidden:
+        """Return the states of several passes side by side, as of one."""
+        taps = zip(*(part.taps for part in parts), strict=True)
+        return Hidden(
+            torch.cat([part.last for part in parts], dim=1),
+            tuple(torch.cat(list(tap), dim=1) for tap in taps),
+        )
 
 
 class CausalModel(ModelHead):
@@ -129,7 +142,7 @@ class CausalModel(ModelHead):
         with nullcontext() if spans is None else in_documents(decoder):
             last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps, spans)
         if self.spread == "devices":  # each layer's states lie where the layer does
-            last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
+            return Hidden(last, tapped).map(lambda states: states.to(self.device))
         return Hidden(last, tapped)
 
     def fuse(self, move: bool) -> None:
@@ -225,13 +238,7 @@ class CausalModel(ModelHead):
             # of them.
             cache.commit([piece.shape[1]] * len(ids))
         cache.lengths = list(lengths)  # padding was committed too
-        if len(outputs) == 1:
-            return outputs[0]
-        tapped = []
-        for i in range(len(taps)):
-            pieces = [output.taps[i] for output in outputs]
-            tapped.append(torch.cat(pieces, dim=1))
-        return Hidden(torch.cat([output.last for output in outputs], dim=1), tuple(tapped))
+        return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
     def forward_tree(
         self,

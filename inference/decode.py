@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from torch import Tensor
 from ..heads.errors import UserError
 from .detokenize import StopStrings
 from .proposer import Accepted, Prompts, Proposer
-from .rounds.accept import judge
 from .rounds.cache import TreeCache
 from .rounds.compiled import compiled
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
-from .rounds.outcome import run_tree, verify
+from .rounds.outcome import verify
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .settings import GREEDY, Sampling
@@ -164,9 +162,6 @@ def generate_one(
     return generate(target, proposer, [request], max_new_tokens, **options)[0]
 
 
-_AT_WORK: WeakSet[Proposer] = WeakSet()
-"""Proposers with a batch: their state belongs to it, so a second batch meanwhile is refused."""
-
 Step = tuple[int, Round, str | None]
 """Index of a request in the call, record of its round, and why the reply has ended (None: it goes
 on)."""
@@ -192,16 +187,16 @@ def decode(
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
-    if proposer in _AT_WORK:
+    if proposer.in_use:
         raise UserError(
-            "this drafter is at work on another batch; end or close that one first, or load a "
+            "this drafter is in use for another batch; end or close that one first, or load a "
             "second drafter"
         )
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     ends = _EndConditions(eos_ids, stop, target.tokenizer)
     batch = _Batch(target, proposer, requests, max_new_tokens, sampling, ends)
     # After `_Batch` was made: a prompt that it refuses must not leave the proposer marked.
-    _AT_WORK.add(proposer)
+    proposer.in_use = True
     try:
         given_up = yield batch.start()
         while batch.rows:
@@ -211,7 +206,7 @@ def decode(
         # On a GPU the last rounds' times are known only when their events have happened.
         batch.clock.settle(wait=True)
     finally:
-        _AT_WORK.discard(proposer)
+        proposer.in_use = False
         proposer.finish()
         target.kept_cache.put(batch.cache)
 
@@ -300,6 +295,7 @@ class _Batch:
         self.clock = Clock(target.device)
         # drafts of the next round, if they were made before the host had read this one's decision
         self._ahead: DraftTree | None = None
+        self.compiled = target.compiled and pays_to_compile(target.device, len(self.rows))
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:
@@ -308,11 +304,10 @@ class _Batch:
         new = max(row.left for row in self.rows)
         # A round writes its whole tree behind the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
-        static = self.target.compiled and pays_to_compile(self.target.device, len(self.rows))
-        if static:  # and the drafts that may be made ahead stand behind that tree
+        if self.compiled:  # and the drafts that may be made ahead stand behind that tree
             beyond *= 2
-        capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
-        if static:
+        capacity = prompt + (new if self.compiled else min(new, FIRST_CAPACITY)) + beyond
+        if self.compiled:
             # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
             # 512 stays.
             capacity = 1 << (capacity - 1).bit_length()
@@ -320,7 +315,7 @@ class _Batch:
         # cut.
         limit = self.target.max_positions + beyond
         return self.target.kept_cache.take(
-            len(self.rows), capacity, self.target.device, limit, static
+            len(self.rows), capacity, self.target.device, limit, self.compiled
         )
 
     def start(self) -> list[Step]:
@@ -340,7 +335,7 @@ class _Batch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        if self.cache.static:
+        if self.compiled:
             self.draws.reserve(self.cache.capacity)
         # It stands where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
@@ -388,7 +383,7 @@ class _Batch:
         if tree is None:
             tree = self._propose(self.root, self.draws)
             clock.mark("draft")
-        accepted = self._verify_static(tree) if self.cache.static else self._verify(tree)
+        accepted = self._verify(tree)
         records = [Round.of(accepted, row, len(self.rows)) for row in range(len(self.rows))]
         steps = self._take(accepted.tokens, records)
         for record in records:
@@ -397,7 +392,7 @@ class _Batch:
         return steps
 
     def _propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        if self.cache.static and self.proposer.static:
+        if self.compiled and self.proposer.traceable:
             propose = compiled(type(self.proposer).propose, self.proposer, root.device)
             return propose(self.proposer, root, draws)
         return self.proposer.propose(root, draws)
@@ -411,37 +406,22 @@ class _Batch:
         self.clock.mark("kv")
 
     def _verify(self, tree: DraftTree) -> Accepted:
-        """Verify drafts, and keep the accepted path in the caches of target and drafter."""
-        hidden, logits = run_tree(self.target, tree, self.cache, self.proposer.taps)
-        self.clock.mark("verify")
-        accepted = Accepted.of(tree, judge(tree, logits, self.draws), hidden)
-        accepted.read()
-        self.clock.mark("accept")
-        # The host knows how many columns are needed, and whether anything has to be moved: a path
-        # of nodes 0, 1, 2, .. already lies where it belongs.
-        accepted.select()
-        in_place = all(nodes == list(range(len(nodes))) for nodes in accepted.nodes)
-        counts = [len(nodes) for nodes in accepted.nodes]
-        self.cache.commit(counts, None if in_place else accepted.path)
-        # `extend` writes as many columns behind every row's text, of the longest one too.
-        self.draws.reserve(self.cache.longest + max(counts))
-        self.draws.extend(accepted.ids, accepted.counts)
-        self._commit(accepted)
-        return accepted
-
-    def _verify_static(self, tree: DraftTree) -> Accepted:
-        """Verify drafts as `_verify` does, in one function of tensors that waits for nothing.
+        """Verify drafts, and keep the accepted path in the caches of target and drafter.
 
         The host reads what was decided once; where that pays, while the next drafts are made.
         """
+        target, taps = self.target, self.proposer.taps
+        if not self.compiled:
+            accepted = verify(target, tree, self.cache, self.draws, taps, self.clock)
+            self._commit(accepted)
+            return accepted
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        taps = self.proposer.taps
-        run = compiled(verify, self.target, tree.tokens.device, taps)
-        accepted = run(self.target, tree, self.cache, self.draws, taps)
+        run = compiled(verify, target, tree.tokens.device, taps)
+        accepted = run(target, tree, self.cache, self.draws, taps)
         self.clock.mark("verify")
         accepted.fetch()
-        ahead = self.proposer.static and drafts_ahead(self.root.device)
+        ahead = self.proposer.traceable and drafts_ahead(self.root.device)
         if ahead:
             self._commit(accepted)
             self._ahead = self._propose(self.root, self.draws)

@@ -46,12 +46,11 @@ class Proposer(Protocol):
     max_drafted: int
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache
     while it drafts."""
-
-    @property
-    def static(self) -> bool:
-        """True if `propose` and `commit` use tensors alone where the target's cache is static, so
-        that `propose` can be compiled, and called before the host knows what was accepted."""
-        ...
+    traceable: bool = False
+    """True if `propose` and `commit` use tensors alone where rounds are compiled: `propose` is
+    compiled then, and may be called before the host knows what was accepted."""
+    in_use: bool = False
+    """True while it has a batch, to which its state belongs."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""

@@ -47,8 +47,6 @@ class DFlashProposer(Planned):
     `width` candidates for each slot (`growth.best_first`), and deeper trees cost nothing.
     """
 
-    traceable = True
-
     def __init__(
         self,
         drafter: DFlashDrafter,

@@ -40,7 +40,6 @@ class DraftModelProposer(Planned):
     """Draft model at work; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
-    traceable = True
 
     def __init__(
         self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE

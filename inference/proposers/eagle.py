@@ -41,8 +41,6 @@ DEFAULT_TREE = TreeSettings()
 class EagleProposer(Planned):
     """EAGLE drafter at work; it drafts a dynamic tree if not set otherwise."""
 
-    traceable = True
-
     def __init__(
         self,
         drafter: EagleDrafter,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..proposer import Accepted, Prompts
+from ..proposer import Prompts, Proposer
 from ..rounds.cache import TreeCache
 from ..rounds.device import row_of
 from ..rounds.sampling import Draws
@@ -30,7 +30,7 @@ DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
 
 
-class EarlyExit:
+class EarlyExit(Proposer):
     """Proposer that drafts with the first layers of the target."""
 
     name = "early-exit"
@@ -54,12 +54,9 @@ class EarlyExit:
         # Growing a wide tree may take more undecided slots of the target's cache than verifying the
         # best of its nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.expanded)
+        # A chain that ends where the drafter is unsure asks the device.
+        self.traceable = not self.plan.threshold
         self._cache: TreeCache | None = None
-
-    @property
-    def static(self) -> bool:
-        """See `Proposer.static`."""
-        return not self.plan.threshold
 
     def prefill(self, prompts: Prompts) -> None:
         # The prefill of the target has written the first layers' keys and values already.
@@ -111,9 +108,6 @@ class EarlyExit:
         return self._first_layers.head(hidden.last)
 
     # The cache is the target's own, and the decode loop commits and cuts it.
-    def commit(self, accepted: Accepted) -> None: ...
-
-    def keep(self, rows: list[int]) -> None: ...
 
     def finish(self) -> None:
         self._cache = None

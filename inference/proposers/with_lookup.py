@@ -24,7 +24,7 @@ from .ngram import NgramLookup
 DEFAULT_LENGTH = 8
 
 
-class WithLookup:
+class WithLookup(Proposer):
     """Proposer of a drafter's trees, and of looked-up chains in their place.
 
     The last `lookup` tokens of a row are looked up, and at most `lookup_length` tokens drafted. The
@@ -36,8 +36,6 @@ class WithLookup:
     other noise than a tree, so that a text would depend on the other rows of its batch. All other
     rules choose the same text whatever is drafted, or for each row by itself.
     """
-
-    static = False
 
     def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
         """Put a lookup beside `trained`. Raises `UserError` for settings out of range."""

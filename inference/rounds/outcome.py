@@ -21,7 +21,7 @@ from torch import Tensor
 from ..targets.causal_model import CausalModel, Hidden
 from .accept import Verdict, judge
 from .cache import TreeCache
-from .device import read_later, send
+from .device import Clock, read_later, send
 from .sampling import Draws
 from .tree import DraftTree, TreeShape
 
@@ -31,7 +31,7 @@ class Accepted:
     """Accepted path of each row: tensors for the device, and lists for the host.
 
     Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing. The lists of a
-    round are empty until they were `read`. A `static` proposer may be given it before that.
+    round are empty until they were `read`. A `traceable` proposer may be given it before that.
     """
 
     path: Tensor
@@ -232,26 +232,40 @@ def _rows(states: Tensor, path: Tensor) -> Tensor:
 
 
 def verify(
-    target: CausalModel, tree: DraftTree, cache: TreeCache, draws: Draws, taps: tuple[int, ...]
+    target: CausalModel,
+    tree: DraftTree,
+    cache: TreeCache,
+    draws: Draws,
+    taps: tuple[int, ...],
+    clock: Clock | None = None,
 ) -> Accepted:
-    """Verify `tree` and keep its accepted path in a static `cache`, without waiting for the device.
+    """Verify `tree`, and keep its accepted path in `cache`.
 
-    It can be compiled, and recorded as a CUDA graph. The path is as wide as the tree is deep.
+    With a `clock`, which is given the ends of its parts, the result is read on the way, so that no
+    more is moved than was accepted. Without one the function waits for nothing, so that it can be
+    compiled, and recorded as a CUDA graph; the path is as wide as the tree is deep then, and the
+    texts of `draws` need space for it.
     """
-    hidden, logits = run_tree(target, tree, cache, taps)
-    accepted = Accepted.of(tree, judge(tree, logits, draws), hidden)
-    accepted.select()
-    cache.commit(accepted.counts, accepted.path)
-    draws.extend(accepted.ids, accepted.counts)
-    return accepted
-
-
-def run_tree(
-    target: CausalModel, tree: DraftTree, cache: TreeCache, taps: tuple[int, ...]
-) -> tuple[Hidden, Tensor]:
-    """Return the target's states and logits `[B, N, V]` after the nodes of `tree`."""
     tables = tree.tables
     hidden = target.forward_tree(
         tree.tokens, tables.ancestors, tables.depths, tables.depths, cache, taps
     )
-    return hidden, target.head(hidden.last)
+    logits = target.head(hidden.last)
+    if clock is not None:
+        clock.mark("verify")
+    accepted = Accepted.of(tree, judge(tree, logits, draws), hidden)
+    if clock is not None:
+        accepted.read()
+        clock.mark("accept")
+    accepted.select()
+    if clock is None:
+        cache.commit(accepted.counts, accepted.path)
+    else:
+        # A path of nodes 0, 1, 2, .. already lies where it belongs.
+        in_place = all(nodes == list(range(len(nodes))) for nodes in accepted.nodes)
+        counts = [len(nodes) for nodes in accepted.nodes]
+        cache.commit(counts, None if in_place else accepted.path)
+        # `extend` writes as many columns behind every row's text, of the longest one too.
+        draws.reserve(cache.longest + max(counts))
+    draws.extend(accepted.ids, accepted.counts)
+    return accepted

@@ -101,7 +101,7 @@ def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch
             patched.setattr(loop, "drafts_ahead", lambda device: True)
             target.compiled = True
             assert without_times(run(target, proposer, sampling)) == expected, way
-        if proposer.static:
+        if proposer.traceable:
             ahead.append(way)
     assert len(set(ahead)) >= 12
 

@@ -215,7 +215,7 @@ def pays_to_compile(device: torch.device, rows: int) -> bool:
     """Return True if compiled rounds are faster for a batch of `rows`.
 
     On a CPU they are for one row. A batch of 16 has 0.85 times the speed of rounds that are not
-    compiled, since attention goes over the whole static buffer of every row.
+    compiled, since attention goes over the whole buffer of every row.
     """
     return device.type == "cuda" or rows == 1
 
@@ -311,12 +311,11 @@ class _Batch:
             # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
             # 512 stays.
             capacity = 1 << (capacity - 1).bit_length()
+            return self.target.kept_cache.take(len(self.rows), capacity, self.target.device)
         # A tree may reach past the last position; its nodes there are dropped when the reply is
         # cut.
         limit = self.target.max_positions + beyond
-        return self.target.kept_cache.take(
-            len(self.rows), capacity, self.target.device, limit, self.compiled
-        )
+        return TreeCache(len(self.rows), capacity, self.target.device, limit)
 
     def start(self) -> list[Step]:
         """Prefill all prompts; return the target's first token of each."""
@@ -412,6 +411,7 @@ class _Batch:
         """
         target, taps = self.target, self.proposer.taps
         if not self.compiled:
+            self.draws.reserve(self.cache.longest + tree.nodes)
             accepted = verify(target, tree, self.cache, self.draws, taps, self.clock)
             self._commit(accepted)
             return accepted

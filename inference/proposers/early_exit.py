@@ -91,7 +91,7 @@ class EarlyExit(Proposer):
             )
 
         tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
-        self._cache.staged = 0  # verification overwrites all of it
+        self._cache.drop()  # verification overwrites all of it
         return tree
 
     def _run(

@@ -44,9 +44,10 @@ class WithLookup(Proposer):
         self._lookup = NgramLookup(positive("lookup_length", lookup_length), lookup, lookup)
         self.name, self.taps = trained.name, trained.taps
         self.max_drafted = max(trained.max_drafted, lookup_length)
-        # A drafter takes the prompt's features when it first drafts, and with a static cache as
-        # many new positions in every round: so it has to draft in the first round, or in all.
-        self._can_skip = self._static = False
+        # A drafter takes the prompt's features when it first drafts, and with a cache of fixed
+        # shapes as many new positions in every round: so it has to draft in the first round, or in
+        # all.
+        self._can_skip = self._in_all = False
         self._pending: list[Accepted] = []
 
     def __copy__(self) -> WithLookup:
@@ -59,7 +60,7 @@ class WithLookup(Proposer):
     def prefill(self, prompts: Prompts) -> None:
         self.trained.prefill(prompts)
         self._lookup.prefill(prompts)
-        self._can_skip, self._static, self._pending = False, prompts.cache.static, []
+        self._can_skip, self._in_all, self._pending = False, prompts.cache.fixed, []
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafter's trees, with a chain in place of the tree of every row that has one.
@@ -73,7 +74,7 @@ class WithLookup(Proposer):
                 self.trained.commit(Accepted.joined(self._pending))
                 self._pending = []
             tree = self.trained.propose(root, draws)
-            self._can_skip = tree.probs is None and not self._static
+            self._can_skip = tree.probs is None and not self._in_all
             if tree.probs is not None or not any(found):
                 return tree
             if not all(found):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..targets.causal_model import CausalModel, Hidden
 from .accept import Verdict, judge
-from .cache import TreeCache
+from .cache import Counts, TreeCache
 from .device import Clock, read_later, send
 from .sampling import Draws
 from .tree import DraftTree, TreeShape
@@ -79,7 +79,7 @@ class Accepted:
         batch = len(verdict.node)
         tables = tree.tables
         rows = torch.arange(batch, device=verdict.node.device)
-        # Tables of a static shape have one row for the whole batch.
+        # Tables of a shape have one row for the whole batch.
         path = tables.paths.expand(batch, -1, -1)[rows, verdict.node]
         # Paths are padded with NO_NODE, so their entries of 0 and above are the accepted nodes.
         counts = (path >= 0).sum(-1)
@@ -140,6 +140,17 @@ class Accepted:
         self.ids = self.ids.gather(1, self.path)
         self.hidden = self.hidden.map(lambda states: _rows(states, self.path))
 
+    @property
+    def gained(self) -> Counts:
+        """Positions that each row has gained."""
+        return Counts([len(nodes) for nodes in self.nodes], self.counts)
+
+    @property
+    def in_place(self) -> bool:
+        """True if the host knows that each path is 0, 1, 2, .., whose slots are in order."""
+        known = bool(self.nodes)
+        return known and all(nodes == list(range(len(nodes))) for nodes in self.nodes)
+
     def keep(self, rows: list[int]) -> Accepted:
         """Return what was accepted in the batch rows `rows` alone, as wide as the longest."""
         nodes = [self.nodes[row] for row in rows]
@@ -189,7 +200,7 @@ def _pack(
     """Return `Accepted.packed` and `Accepted.columns`."""
     # A node that a row does not have holds NO_NODE, which is negative: it was not drafted.
     exists = tree.tokens[:, 1:] >= 0
-    # Parents of static shapes are `[1, N]`: they broadcast against the rows.
+    # Parents of a shape are `[1, N]`: they broadcast against the rows.
     after_last = exists & (tree.tables.parents[:, 1:] == verdict.node[:, None])
     values = {
         # What lies past a row's count is cut off on the host.
@@ -243,8 +254,8 @@ def verify(
 
     With a `clock`, which is given the ends of its parts, the result is read on the way, so that no
     more is moved than was accepted. Without one the function waits for nothing, so that it can be
-    compiled, and recorded as a CUDA graph; the path is as wide as the tree is deep then, and the
-    texts of `draws` need space for it.
+    compiled, and recorded as a CUDA graph; the path is as wide as the tree is deep then. The texts
+    of `draws` need space for as many tokens.
     """
     tables = tree.tables
     hidden = target.forward_tree(
@@ -258,14 +269,6 @@ def verify(
         accepted.read()
         clock.mark("accept")
     accepted.select()
-    if clock is None:
-        cache.commit(accepted.counts, accepted.path)
-    else:
-        # A path of nodes 0, 1, 2, .. already lies where it belongs.
-        in_place = all(nodes == list(range(len(nodes))) for nodes in accepted.nodes)
-        counts = [len(nodes) for nodes in accepted.nodes]
-        cache.commit(counts, None if in_place else accepted.path)
-        # `extend` writes as many columns behind every row's text, of the longest one too.
-        draws.reserve(cache.longest + max(counts))
+    cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
     draws.extend(accepted.ids, accepted.counts)
     return accepted

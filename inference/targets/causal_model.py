@@ -93,7 +93,7 @@ class CausalModel(ModelHead):
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
-        """True if rounds run over static caches, as functions that are compiled once."""
+        """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
         self.kept_cache = KeptCache()
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
@@ -234,10 +234,9 @@ class CausalModel(ModelHead):
                     .expand(len(ids), -1)
                 )
             outputs.append(self.forward(piece, positions, cache=cache, taps=taps))
-            # All rows together, padding too, so that the next piece begins at the same slot in all
-            # of them.
-            cache.commit([piece.shape[1]] * len(ids))
-        cache.lengths = list(lengths)  # padding was committed too
+            # Rows that go on have committed all of it, so that the next piece begins at the same
+            # slot in all of them.
+            cache.commit([min(max(length - start, 0), piece.shape[1]) for length in lengths])
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
     def forward_tree(
@@ -257,23 +256,14 @@ class CausalModel(ModelHead):
         at the position after the committed ones. NO_NODE runs as token 0, unknown ones as the last.
         """
         count, slots = tokens.shape[1], slot_depths.shape[1]
-        if cache.static:
-            # What the host knows of lengths would not be static.
-            starts, beyond = cache.starts()[:, None], True
-        else:
-            # A single row's length is known on the host, where adding a number needs no tensor.
-            starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
-            beyond = cache.longest + slots > self.max_positions
+        positions = depths + cache.first_positions()
         # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
-        positions = depths + starts
-        if beyond:
+        if cache.may_pass(self.max_positions, slots):
             positions = positions.clamp(max=self.max_positions - 1)
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
-        alone = (
-            count == 1 and (visible is None or slots == 1) and not cache.static and cache.uniform
-        )
+        alone = count == 1 and (visible is None or slots == 1) and cache.uniform
         mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
         positions = positions.expand(tokens.shape[0], -1)
         return self.forward(tokens.clamp(0, self.vocab_size - 1), positions, mask, cache, taps)

@@ -60,7 +60,7 @@ def tree_mask(
     lowest = torch.finfo(dtype).min
     if visible is None:
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
-    if not cache.static and cache.uniform and window is None:
+    if cache.uniform and window is None:
         # Equally long rows have the tree in the same columns. All before it is committed, hence
         # visible (0).
         # `visible` has a column for every undecided slot, those of earlier passes too, so its first

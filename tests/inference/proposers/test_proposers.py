@@ -268,9 +268,9 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
                     torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64))
                 )
                 assert fresh is not None
-                for ours, other in zip(proposer._cache.keys, cache.keys, strict=True):
+                for ours, other in zip(proposer._cache.states, cache.states, strict=True):
                     torch.testing.assert_close(
-                        ours[row, :, :length], other[0, :, :length], atol=1e-5, rtol=1e-5
+                        ours.keys[row, :, :length], other.keys[0, :, :length], atol=1e-5, rtol=1e-5
                     )
                 checked += 1
 

@@ -12,6 +12,7 @@ from ..proposer import Accepted
 from ..rounds.cache import Counts, TreeCache
 from ..rounds.device import row_of
 from ..targets.causal_model import CausalModel
+from ..targets.masks import Pass
 from .growth import Level
 from .tree_plan import Planner
 
@@ -35,13 +36,12 @@ class TreeRunner:
         level_depths = (level.depth - 1,) * count
         self._depths += level_depths
         device = level.tokens.device
-        hidden = self._model.forward_tree(
-            level.tokens,
-            level.visible,
-            row_of(level_depths, device),
-            row_of(self._depths, device),
-            self._cache,
+        nodes = Pass(
+            depths=row_of(level_depths, device),
+            visible=level.visible,
+            slot_depths=row_of(self._depths, device),
         )
+        hidden = self._model.forward(level.tokens, nodes, self._cache)
         # The nodes stay undecided, so that the next level stands behind them and can see them.
         self._cache.stage(count)
         return fit_vocabulary(self._model.head(hidden.last), self._vocab_size)

@@ -26,6 +26,7 @@ from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..targets.causal_model import CausalModel
+from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
@@ -108,7 +109,7 @@ class DraftModelProposer(Planned):
             tokens = torch.stack([first, root], dim=1)
             causal = torch.ones(1, 2, 2, dtype=torch.bool, device=root.device).tril()
         depths = row_of(tuple(range(count)), root.device)
-        hidden = self.model.forward_tree(tokens, causal, depths, depths, self._cache)
+        hidden = self.model.forward(tokens, Pass(depths=depths, visible=causal), self._cache)
         self._cache.commit(self._next)
         if count == 1:
             return hidden.last[:, 0]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..targets.causal_model import CausalModel, Hidden
+from ..targets.masks import Pass
 from .accept import Verdict, judge
 from .cache import Counts, TreeCache
 from .device import Clock, read_later, send
@@ -258,9 +259,8 @@ def verify(
     of `draws` need space for as many tokens.
     """
     tables = tree.tables
-    hidden = target.forward_tree(
-        tree.tokens, tables.ancestors, tables.depths, tables.depths, cache, taps
-    )
+    nodes = Pass(depths=tables.depths, visible=tables.ancestors)
+    hidden = target.forward(tree.tokens, nodes, cache, taps)
     logits = target.head(hidden.last)
     if clock is not None:
         clock.mark("verify")

@@ -25,7 +25,7 @@ from ..rounds.cache import KeptCache, TreeCache
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
-from .masks import packed_mask, tree_mask
+from .masks import Pass, packed_mask, tree_mask
 from .model_head import ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
@@ -108,25 +108,28 @@ class CausalModel(ModelHead):
     def forward(
         self,
         ids: Tensor,
-        positions: Tensor | None = None,
-        mask: Any = None,
+        layout: Pass | None = None,
         cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
-        documents: Tensor | None = None,
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
-        Without a cache and a mask, `positions` `[B, N]` that restart mark the documents of a packed
-        row, and no document sees another. With `documents` `[B, N]` on the CPU, their numbers, no
-        mask is made for that by a model that `attends_in_documents`. `mask` `[1 | B, 1, N, slots]`
-        is additive (0 = visible), or a dict with a mask for each kind of layer.
+        `layout` says where they stand and what they see; None: as a `Pass` without arguments. A
+        node without a token, NO_NODE, runs as token 0, and an unknown token as the last one.
         """
-        spans = None
-        if documents is not None and self.attends_in_documents:
-            spans = spans_of(documents)
+        layout = layout or Pass()
+        positions, mask, spans = layout.positions, None, None
+        if layout.depths is not None:
+            assert cache is not None, "tree nodes stand behind the positions of a cache"
+            ids = ids.clamp(0, self.vocab_size - 1)
+            in_tree = self._tree_positions(layout, cache)
+            mask = self._tree_mask(layout, in_tree, cache)
+            positions = in_tree.expand(len(ids), -1) if positions is None else positions
+        if layout.documents is not None and self.attends_in_documents:
+            spans = spans_of(layout.documents)
         elif cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
-        elif mask is None and positions is not None and self.masks_packed_rows:
+        elif positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
         decoder: Any = self.decoder
         # Without a mask it knows whole texts; transformers makes the masks of sliding windows.
@@ -233,60 +236,32 @@ class CausalModel(ModelHead):
                     .clamp(max=self.max_positions - 1)
                     .expand(len(ids), -1)
                 )
-            outputs.append(self.forward(piece, positions, cache=cache, taps=taps))
+            outputs.append(self.forward(piece, Pass(positions=positions), cache, taps))
             # Rows that go on have committed all of it, so that the next piece begins at the same
             # slot in all of them.
             cache.commit([min(max(length - start, 0), piece.shape[1]) for length in lengths])
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
-    def forward_tree(
-        self,
-        tokens: Tensor,
-        visible: Tensor | None,
-        depths: Tensor,
-        slot_depths: Tensor,
-        cache: TreeCache,
-        taps: tuple[int, ...] = (),
-    ) -> Hidden:
-        """Run tree nodes `[B, N]` over the positions in `cache`, and return their states.
-
-        Committed positions are followed by U undecided slots, of which these N nodes are the last.
-        `visible` `[1 | B, N, U]` bool is true for the undecided slots that a node sees; None: all.
-        `depths` `[1 | B, N]` are the nodes', `slot_depths` `[1 | B, U]` the slots'; depth 0 stands
-        at the position after the committed ones. NO_NODE runs as token 0, unknown ones as the last.
-        """
-        count, slots = tokens.shape[1], slot_depths.shape[1]
-        positions = depths + cache.first_positions()
+    def _tree_positions(self, tree: Pass, cache: TreeCache) -> Tensor:
+        """Return the positions `[1 | B, N]` of tree nodes."""
+        assert tree.depths is not None
+        slots = tree.depths if tree.slot_depths is None else tree.slot_depths
+        positions = tree.depths + cache.first_positions()
         # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
-        if cache.may_pass(self.max_positions, slots):
+        if cache.may_pass(self.max_positions, slots.shape[1]):
             positions = positions.clamp(max=self.max_positions - 1)
+        return positions
+
+    def _tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
+        """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
-        alone = count == 1 and (visible is None or slots == 1) and cache.uniform
-        mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
-        positions = positions.expand(tokens.shape[0], -1)
-        return self.forward(tokens.clamp(0, self.vocab_size - 1), positions, mask, cache, taps)
-
-    def tree_mask(
-        self,
-        visible: Tensor | None,
-        positions: Tensor,
-        slot_depths: Tensor,
-        cache: TreeCache,
-        count: int,
-    ) -> Any:
-        """Return the mask of `masks.tree_mask` in this model's dtype, with its windows."""
-        return tree_mask(
-            visible,
-            positions,
-            slot_depths,
-            cache,
-            count,
-            dtype=self.dtype,
-            window=self.window,
-            mixed=self._mixed,
-        )
+        all_seen = tree.visible is None or tree.visible.shape[2] == 1
+        if positions.shape[1] == 1 and all_seen and cache.uniform:
+            return None
+        options: dict[str, Any] = {"window": self.window, "mixed": self._mixed}
+        return tree_mask(tree, positions, cache, dtype=self.dtype, **options)
 
     @torch.no_grad()
     def check_tree(self) -> None:
@@ -325,7 +300,7 @@ class CausalModel(ModelHead):
             path = TRIAL.path_to(leaf)
             text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])[None]
             positions = torch.arange(start, start + text.shape[1], device=self.device)[None]
-            alone = self.forward(text, positions).last[0, PROMPT:]
+            alone = self.forward(text, Pass(positions=positions)).last[0, PROMPT:]
             error = max(error, relative_error(in_tree[path], alone), key=nan_last)
         return error
 
@@ -346,12 +321,16 @@ class CausalModel(ModelHead):
         ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
         cache = TreeCache(1, 16, self.device)
         positions = torch.arange(PROMPT, device=self.device)[None]
-        prompt = self.forward(ids[:, :PROMPT], positions + start, cache=cache, taps=taps)
+        in_prompt = Pass(positions=positions + start)
+        prompt = self.forward(ids[:, :PROMPT], in_prompt, cache, taps)
         assert len(cache) == self.num_layers, "some layers keep no keys and values"
         cache.commit([PROMPT])
-        positions = tables.depths + PROMPT
-        mask = self.tree_mask(tables.ancestors, positions, tables.depths, cache, TRIAL.nodes)
-        tree = self.forward(ids[:, PROMPT:], positions + start, mask, cache, taps)
+        in_tree = Pass(
+            positions=tables.depths + PROMPT + start,
+            depths=tables.depths,
+            visible=tables.ancestors,
+        )
+        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
         states = []
         for of_prompt, of_tree in zip(
             (prompt.last, *prompt.taps), (tree.last, *tree.taps), strict=True
@@ -378,7 +357,7 @@ class CausalModel(ModelHead):
         # The model's own forward pass, with whatever it does behind its head.
         try:
             whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
-            logits = self.head(self.forward(ids, positions).last).float()
+            logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
         except UNFIT as error:
             raise UserError(
                 f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "

@@ -40,6 +40,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import GREEDY, TargetConfig
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -183,8 +184,8 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
             tables = TreeShape.chain(count - 1).tables(target.device)
             tokens = ids[:, :count]
             start = synchronised(target.device)
-            hidden = target.forward_tree(
-                tokens, tables.ancestors, tables.depths, tables.depths, cache
+            hidden = target.forward(
+                tokens, Pass(depths=tables.depths, visible=tables.ancestors), cache
             )
             target.head(hidden.last)
             if turn >= 3:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.rounds.cache import KeptCache, StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture
 from tests.conftest import tiny_target
@@ -32,7 +33,8 @@ def run_tree(
     target: Target, cache: TreeCache, shape: TreeShape, tokens: torch.Tensor
 ) -> torch.Tensor:
     tables = shape.tables(CPU)
-    return target.forward_tree(tokens, tables.ancestors, tables.depths, tables.depths, cache).last
+    nodes = Pass(depths=tables.depths, visible=tables.ancestors)
+    return target.forward(tokens, nodes, cache).last
 
 
 def buffers(cache: TreeCache) -> list[torch.Tensor]:
@@ -110,7 +112,7 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
         first = torch.tensor([[20, 21], [22, 23]])  # two siblings below nothing: depth 0
         eye = torch.eye(2, dtype=torch.bool)[None]
         zero = torch.zeros(1, 2, dtype=torch.long)
-        target.forward_tree(first, eye, zero, zero, cache)
+        target.forward(first, Pass(depths=zero, visible=eye), cache)
         cache.stage(2)
         second = torch.tensor([[30, 31, 32], [33, 34, 35]])  # children of sibling 1, 0, 1
         above = [1, 0, 1]
@@ -118,7 +120,8 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
         for node, parent in enumerate(above):
             sees[0, node, [parent, 2 + node]] = True
         depths = torch.tensor([[0, 0, 1, 1, 1]])
-        found = target.forward_tree(second, sees, depths[:, 2:], depths, cache).last
+        nodes = Pass(depths=depths[:, 2:], visible=sees, slot_depths=depths)
+        found = target.forward(second, nodes, cache).last
         for row, text in enumerate(texts):
             for node, parent in enumerate(above):
                 path = [*text, int(first[row, parent]), int(second[row, node])]

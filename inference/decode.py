@@ -304,7 +304,7 @@ class _Batch:
         new = max(row.left for row in self.rows)
         # A round writes its whole tree behind the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
-        if self.compiled:  # and the drafts that may be made ahead stand behind that tree
+        if self.compiled:  # and the drafts that may be made ahead follow that tree
             beyond *= 2
         capacity = prompt + (new if self.compiled else min(new, FIRST_CAPACITY)) + beyond
         if self.compiled:

@@ -67,8 +67,8 @@ def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Ac
     `slots` `[B, N]` are the indices of tree nodes among those run, as from `Planner.draft`.
 
     A chain has run all its drafts but the last. Of a tree the deepest accepted node may or may not
-    have been run, which only the device knows: it counts as not run. The row's cache is then one
-    token behind the text, and the next round feeds that token too.
+    have been run, which only the device knows: it counts as not run. The row's cache then lacks
+    one token of the text, which the next round runs too.
     """
     drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
     if plan.width == 1:

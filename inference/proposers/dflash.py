@@ -84,7 +84,7 @@ class DFlashProposer(Planned):
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
         block = self._drafter.shape.block_size
-        self._cache = prompts.cache.beside(
+        self._cache = prompts.cache.for_drafter(
             self._kept, batch, 2 * length + 64 + block, block, self._device
         )
         features = self._drafter.fuse(prompts.hidden.taps)

@@ -63,9 +63,9 @@ class DraftModelProposer(Planned):
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
         batch, length = prompts.ids.shape
-        # A full cache doubles itself. One that cannot has space for the nodes that this model runs
-        # behind as many positions as the target's.
-        self._cache = prompts.cache.beside(
+        # A full cache doubles itself. One that cannot has slots for the nodes that this model runs
+        # beyond those of the target's.
+        self._cache = prompts.cache.for_drafter(
             self._kept,
             batch,
             min(2 * length + 64, self.model.max_positions) + self.max_drafted,

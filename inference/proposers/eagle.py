@@ -67,8 +67,8 @@ class EagleProposer(Planned):
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
         # How long replies become is not known. This is a guess: a full cache doubles itself. One
-        # that cannot has the rows of a tree behind as many positions as the target's.
-        self._cache = prompts.cache.beside(
+        # that cannot has slots for the rows of a tree beyond those of the target's.
+        self._cache = prompts.cache.for_drafter(
             self._kept,
             batch,
             2 * length + 64 + self.max_drafted,

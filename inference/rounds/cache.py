@@ -75,7 +75,7 @@ class KeysAndValues:
         )
 
     def reset(self) -> None:
-        """Begin anew, at the same addresses."""
+        """Forget everything, at the same addresses."""
         # Slots are hidden by a weight of 0, which would not hide NaN or infinity that a batch with
         # an overflow has left.
         self.keys.zero_()
@@ -168,12 +168,12 @@ class TreeCache(Cache):
         """Return the columns that a tensor of `counts` positions of each row needs, of `most`."""
         return max(counts.here)
 
-    def beside(
+    def for_drafter(
         self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
     ) -> TreeCache:
         """Return an empty cache for a drafter of the target that has this one.
 
-        It begins with `capacity`, or has `more` slots than this one if that cannot grow.
+        It begins with `capacity` slots. A static one has `more` than this cache.
         """
         return TreeCache(batch, capacity, device)
 
@@ -183,7 +183,7 @@ class TreeCache(Cache):
         `masked`: the caller passes an attention mask, which hides slots out of use. Raises
         `UserError` beyond `limit`.
         """
-        # Where the longest row goes on. Shorter ones go on earlier, each behind its own positions,
+        # Where the longest row goes on. Shorter ones go on earlier, each after its own positions,
         # which `_slots` says.
         self._start = self.longest + self.staged
         self._end = self._start + count
@@ -350,7 +350,7 @@ class StaticCache(TreeCache):
     def width(self, counts: Counts, most: int) -> int:
         return most
 
-    def beside(
+    def for_drafter(
         self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
     ) -> TreeCache:
         return kept.take(batch, self.capacity + more, device)

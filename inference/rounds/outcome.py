@@ -64,7 +64,7 @@ class Accepted:
     """`Verdict.overlap` at the accepted nodes that have children."""
     packed: Tensor | None = None
     """[B, n] int64: all columns that `read` takes apart. Integers are as they are, floats are
-    float32 bit patterns beside them, so that a single integer tensor holds both."""
+    float32 bit patterns, so that a single integer tensor holds both."""
     columns: list[tuple[str, int, bool]] = field(default_factory=list)
     """Name and number of columns of each value in `packed`, and True for floats."""
     shape: TreeShape | None = None

@@ -114,13 +114,13 @@ class CausalModel(ModelHead):
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
-        `layout` says where they stand and what they see; None: as a `Pass` without arguments. A
+        `layout` says where they are and what they see; None: as a `Pass` without arguments. A
         node without a token, NO_NODE, runs as token 0, and an unknown token as the last one.
         """
         layout = layout or Pass()
         positions, mask, spans = layout.positions, None, None
         if layout.depths is not None:
-            assert cache is not None, "tree nodes stand behind the positions of a cache"
+            assert cache is not None, "tree nodes follow the positions of a cache"
             ids = ids.clamp(0, self.vocab_size - 1)
             in_tree = self._tree_positions(layout, cache)
             mask = self._tree_mask(layout, in_tree, cache)

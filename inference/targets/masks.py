@@ -17,7 +17,7 @@ from ..rounds.cache import TreeCache, visible_slots
 
 @dataclass(kw_only=True)
 class Pass:
-    """Where the positions of a forward pass stand, and what they see.
+    """Where the positions of a forward pass are, and what they see.
 
     Without `depths` they are texts, each position after the one before it, and with a cache the
     next piece of its texts. With `depths` they are tree nodes over a cache, whose committed
@@ -25,13 +25,13 @@ class Pass:
     """
 
     positions: Tensor | None = None
-    """[B, N]; None: as they stand. Without a cache positions that restart mark the documents of a
-    packed row, and no document sees another."""
+    """[B, N]; None: those that follow from the rest. Without a cache positions that restart mark
+    the documents of a packed row, and no document sees another."""
     documents: Tensor | None = None
     """[B, N], on the CPU: numbers of the documents of packed rows. A model that
     `attends_in_documents` keeps documents apart by them, without a mask."""
     depths: Tensor | None = None
-    """[1 | B, N]: depths of the nodes; depth 0 stands at the position after the committed ones."""
+    """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
     visible: Tensor | None = None
     """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
     slot_depths: Tensor | None = None

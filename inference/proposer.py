@@ -1,4 +1,4 @@
-"""The interface between the decode loop and a drafter at work, and what passes through it.
+"""The interface between the decode loop and a drafter in use, and what passes through it.
 
 Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden size.
 """
@@ -33,11 +33,12 @@ class Prompts:
     """The target's cache, for drafters that run the target's own layers."""
 
 
-class Proposer(Protocol):
-    """Drafter at work on one batch; it owns the drafter's state.
+class Proposer:
+    """Drafter in use for one batch; it owns the drafter's state.
 
     The root is the token that the target chose last. It has not been run through the target yet, so
-    features exist for every position before it and for none after (docs/notation.md#positions).
+    features exist for every position before it and for none after (docs/notation.md#positions). The
+    methods do nothing here: a drafter without state needs only `propose`.
     """
 
     name: str
@@ -54,29 +55,24 @@ class Proposer(Protocol):
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
-        ...
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts of what follows `root` `[B]`."""
-        ...
+        raise NotImplementedError
 
     def commit(self, accepted: Accepted) -> None:
         """Take over what was accepted of the last proposal."""
-        ...
 
     def keep(self, rows: list[int]) -> None:
         """Drop every batch row but `rows`: the others have finished."""
-        ...
 
     def finish(self) -> None:
         """Release the state of the batch, which has ended or was given up."""
-        ...
 
 
 @runtime_checkable
-class LaidOut(Proposer, Protocol):
+class LaidOut(Protocol):
     """Drafter whose weights can be stored in the order that decoding reads fastest."""
 
     def lay_out(self) -> None:
         """Reorder the weights; they cannot be trained or written to files any more."""
-        ...

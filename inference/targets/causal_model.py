@@ -123,7 +123,7 @@ class CausalModel(ModelHead):
             assert cache is not None, "tree nodes follow the positions of a cache"
             ids = ids.clamp(0, self.vocab_size - 1)
             in_tree = self._tree_positions(layout, cache)
-            mask = self._tree_mask(layout, in_tree, cache)
+            mask = self.tree_mask(layout, in_tree, cache)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
             spans = spans_of(layout.documents)
@@ -253,15 +253,16 @@ class CausalModel(ModelHead):
             positions = positions.clamp(max=self.max_positions - 1)
         return positions
 
-    def _tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
+    def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
         """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
         all_seen = tree.visible is None or tree.visible.shape[2] == 1
         if positions.shape[1] == 1 and all_seen and cache.uniform:
             return None
-        options: dict[str, Any] = {"window": self.window, "mixed": self._mixed}
-        return tree_mask(tree, positions, cache, dtype=self.dtype, **options)
+        return tree_mask(
+            tree, positions, cache, dtype=self.dtype, window=self.window, mixed=self._mixed
+        )
 
     @torch.no_grad()
     def check_tree(self) -> None:

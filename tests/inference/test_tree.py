@@ -70,12 +70,12 @@ def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
     cache = TreeCache(1, 16)
     cache.commit([2])
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target()._tree_mask(nodes, 2 + tables.depths, cache)
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, cache)
     seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
     assert (mask[0, 0] == 0).int().tolist() == seen
     static = StaticCache(1, 8)
     static.commit([2])
-    mask = tiny_target()._tree_mask(nodes, 2 + tables.depths, static)
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, static)
     assert (mask[0, 0] == 0).int().tolist() == [[*row, 0, 0] for row in seen]
 
 
@@ -85,14 +85,14 @@ def test_rows_of_other_lengths_and_windows() -> None:
     cache.commit([1, 3])
     positions = torch.tensor([[1], [3]]) + tables.depths
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)
-    mask = tiny_target()._tree_mask(nodes, positions, cache)
+    mask = tiny_target().tree_mask(nodes, positions, cache)
     assert (mask[:, 0] == 0).int().tolist() == [
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]],
     ]
     target = architecture("gemma3")
     target.config.sliding_window = 3
-    both = target._tree_mask(nodes, positions, cache)
+    both = target.tree_mask(nodes, positions, cache)
     assert torch.equal(both["full_attention"] == 0, mask == 0)
     assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [
         [0, 1, 1, 1, 0, 0],

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
 from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
-from .decode import Generation, Request, Step, decode, generate
+from .decode import Generation, Request, Round, Step, decode, generate
 from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
@@ -110,6 +110,35 @@ class Reply(Generation):
         )
 
 
+class Transcript:
+    """Reply that is being decoded, with its text as far as that is final."""
+
+    def __init__(
+        self, reply: Reply, tokenizer: Any, stops: Sequence[str], hidden: Collection[int]
+    ) -> None:
+        """Begin a reply, whose times are counted from now. Tokens in `hidden` are no text."""
+        self.reply = reply
+        self._text, self._hidden = StreamedText(tokenizer, stops), hidden
+        self._started = time.perf_counter()
+
+    def add(self, step: Round, reason: str | None) -> str:
+        """Take a step of `decode`; return the text that has become final with it."""
+        self.reply.take(step, reason, time.perf_counter() - self._started)
+        tokens = [token for token in step.tokens if token not in self._hidden]
+        text = self._text.add(tokens, last=reason is not None, stopped=reason == "stop")
+        self.reply.text += text
+        return text
+
+    def pieces(self, step: Round, reason: str | None) -> list[tuple[str, bool]]:
+        """Take a step of `decode`; return its text token by token, each with True if drafted."""
+        self.reply.take(step, reason, time.perf_counter() - self._started)
+        pieces = self._text.pieces(
+            step.tokens, step.accepted, self._hidden, reason is not None, reason == "stop"
+        )
+        self.reply.text += "".join(text for text, _ in pieces)
+        return pieces
+
+
 class Stream:
     """Iterator over the text of replies as it is decided; see `Decoder.stream`.
 
@@ -124,11 +153,10 @@ class Stream:
         stops: Sequence[str],
         single: bool,
     ) -> None:
-        self._steps, self._hidden, self._single = steps, decoder.hidden, single
-        self.replies = [Reply(list(request.prompt_ids)) for request in requests]
+        self._steps, self._single = steps, single
+        self._transcripts = [decoder.transcript(request, stops) for request in requests]
+        self.replies = [transcript.reply for transcript in self._transcripts]
         """The replies so far, in the order of the prompts."""
-        self._texts = [StreamedText(decoder.target.tokenizer, stops) for _ in requests]
-        self._started = time.perf_counter()
         self._ready: deque[Any] = deque()
 
     @property
@@ -141,20 +169,10 @@ class Stream:
 
     def __next__(self) -> Any:
         while not self._ready:
-            self._take(next(self._steps))
+            for index, step, reason in next(self._steps):
+                if piece := self._transcripts[index].add(step, reason):
+                    self._ready.append(piece if self._single else (index, piece))
         return self._ready.popleft()
-
-    def _take(self, steps: list[Step]) -> None:
-        """Add the steps of a round to the replies, and their text to what is ready."""
-        elapsed = time.perf_counter() - self._started
-        for index, step, reason in steps:
-            reply = self.replies[index]
-            reply.take(step, reason, elapsed)
-            tokens = [token for token in step.tokens if token not in self._hidden]
-            text = self._texts[index]
-            if piece := text.add(tokens, last=reason is not None, stopped=reason == "stop"):
-                reply.text += piece
-                self._ready.append(piece if self._single else (index, piece))
 
     def close(self) -> None:
         """Give up what has not been decoded."""
@@ -357,6 +375,11 @@ class Decoder:
             return prompt_ids(conversation, self.target.tokenizer, self.target.name)
         except RowError as error:
             raise UserError(f"a prompt cannot be encoded: {error}") from error
+
+    def transcript(self, request: Request, stops: Sequence[str]) -> Transcript:
+        """Return the empty transcript of a request, which ends at the stop strings `stops`."""
+        reply = Reply(list(request.prompt_ids))
+        return Transcript(reply, self.target.tokenizer, stops, self.hidden)
 
     def _text(self, generation: Generation, stops: Sequence[str]) -> str:
         """Return the text of a reply, without special tokens and cut at a stop string."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,16 +19,13 @@ from torch import Tensor
 from ..heads.errors import UserError
 from .detokenize import StopStrings
 from .proposer import Accepted, Prompts, Proposer
-from .rounds.accept import judge
 from .rounds.cache import TreeCache
-from .rounds.clock import Clock
 from .rounds.compiled import compiled
-from .rounds.decision import Decision, pack, unpack
-from .rounds.device import read_later, send
+from .rounds.device import Clock, send
 from .rounds.noise import row_keys
+from .rounds.outcome import verify
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
-from .rounds.verify import accepted_of, keep_path, run_tree, verify
 from .settings import GREEDY, Sampling
 from .targets.causal_model import CausalModel
 
@@ -88,17 +84,17 @@ class Round:
     """Wall time; what the four parts leave of it was spent on the host."""
 
     @classmethod
-    def of(cls, decision: Decision, row: int, rows: int) -> Round:
+    def of(cls, outcome: Accepted, row: int, rows: int) -> Round:
         """Return the record of one row of a batch of `rows`, without its tokens and times."""
-        accepted = len(decision.nodes[row]) - 1
+        accepted = len(outcome.nodes[row]) - 1
         return cls(
-            drafted=decision.drafted[row],
+            drafted=outcome.drafted[row],
             accepted=accepted,
-            offered=accepted + decision.refused[row],
-            rule=decision.rule,
+            offered=accepted + outcome.refused[row],
+            rule=outcome.rule,
             rows=rows,
-            expected=None if decision.expected is None else decision.expected[row],
-            overlap=None if decision.overlap is None else decision.overlap[row],
+            expected=None if outcome.expected is None else outcome.expected[row],
+            overlap=None if outcome.overlap is None else outcome.overlap[row],
         )
 
 
@@ -166,9 +162,6 @@ def generate_one(
     return generate(target, proposer, [request], max_new_tokens, **options)[0]
 
 
-_AT_WORK: WeakSet[Proposer] = WeakSet()
-"""Proposers with a batch: their state belongs to it, so a second batch meanwhile is refused."""
-
 Step = tuple[int, Round, str | None]
 """Index of a request in the call, record of its round, and why the reply has ended (None: it goes
 on)."""
@@ -194,16 +187,16 @@ def decode(
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
-    if proposer in _AT_WORK:
+    if proposer.in_use:
         raise UserError(
-            "this drafter is at work on another batch; end or close that one first, or load a "
+            "this drafter is in use for another batch; end or close that one first, or load a "
             "second drafter"
         )
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     ends = _EndConditions(eos_ids, stop, target.tokenizer)
     batch = _Batch(target, proposer, requests, max_new_tokens, sampling, ends)
     # After `_Batch` was made: a prompt that it refuses must not leave the proposer marked.
-    _AT_WORK.add(proposer)
+    proposer.in_use = True
     try:
         given_up = yield batch.start()
         while batch.rows:
@@ -213,7 +206,7 @@ def decode(
         # On a GPU the last rounds' times are known only when their events have happened.
         batch.clock.settle(wait=True)
     finally:
-        _AT_WORK.discard(proposer)
+        proposer.in_use = False
         proposer.finish()
         target.kept_cache.put(batch.cache)
 
@@ -222,7 +215,7 @@ def pays_to_compile(device: torch.device, rows: int) -> bool:
     """Return True if compiled rounds are faster for a batch of `rows`.
 
     On a CPU they are for one row. A batch of 16 has 0.85 times the speed of rounds that are not
-    compiled, since attention goes over the whole static buffer of every row.
+    compiled, since attention goes over the whole buffer of every row.
     """
     return device.type == "cuda" or rows == 1
 
@@ -302,6 +295,7 @@ class _Batch:
         self.clock = Clock(target.device)
         # drafts of the next round, if they were made before the host had read this one's decision
         self._ahead: DraftTree | None = None
+        self.compiled = target.compiled and pays_to_compile(target.device, len(self.rows))
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:
@@ -310,20 +304,18 @@ class _Batch:
         new = max(row.left for row in self.rows)
         # A round writes its whole tree behind the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
-        static = self.target.compiled and pays_to_compile(self.target.device, len(self.rows))
-        if static:  # and the drafts that may be made ahead stand behind that tree
+        if self.compiled:  # and the drafts that may be made ahead follow that tree
             beyond *= 2
-        capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
-        if static:
+        capacity = prompt + (new if self.compiled else min(new, FIRST_CAPACITY)) + beyond
+        if self.compiled:
             # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
             # 512 stays.
             capacity = 1 << (capacity - 1).bit_length()
+            return self.target.kept_cache.take(len(self.rows), capacity, self.target.device)
         # A tree may reach past the last position; its nodes there are dropped when the reply is
         # cut.
         limit = self.target.max_positions + beyond
-        return self.target.kept_cache.take(
-            len(self.rows), capacity, self.target.device, limit, static
-        )
+        return TreeCache(len(self.rows), capacity, self.target.device, limit)
 
     def start(self) -> list[Step]:
         """Prefill all prompts; return the target's first token of each."""
@@ -342,7 +334,7 @@ class _Batch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        if self.cache.static:
+        if self.compiled:
             self.draws.reserve(self.cache.capacity)
         # It stands where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
@@ -390,70 +382,55 @@ class _Batch:
         if tree is None:
             tree = self._propose(self.root, self.draws)
             clock.mark("draft")
-        decision = self._verify_static(tree) if self.cache.static else self._verify(tree)
-        records = [Round.of(decision, row, len(self.rows)) for row in range(len(self.rows))]
-        steps = self._take(decision.tokens, records)
+        accepted = self._verify(tree)
+        records = [Round.of(accepted, row, len(self.rows)) for row in range(len(self.rows))]
+        steps = self._take(accepted.tokens, records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
         return steps
 
     def _propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        if self.cache.static and self.proposer.static:
+        if self.compiled and self.proposer.traceable:
             propose = compiled(type(self.proposer).propose, self.proposer, root.device)
             return propose(self.proposer, root, draws)
         return self.proposer.propose(root, draws)
 
-    def _commit(self, bonus: Tensor, accepted: Accepted) -> None:
-        """Give a round's result to the proposer, and the bonus token `bonus` `[B]` to the next."""
+    def _commit(self, accepted: Accepted) -> None:
+        """Give a round's result to the proposer, and its bonus token to the next round."""
+        assert accepted.bonus is not None
         # The target has not been run on the bonus token, so it is in no cache yet.
-        self.root = bonus
+        self.root = accepted.bonus
         self.proposer.commit(accepted)
         self.clock.mark("kv")
 
-    def _verify(self, tree: DraftTree) -> Decision:
-        """Verify drafts, and keep the accepted path in the caches of target and drafter."""
-        hidden, logits = run_tree(self.target, tree, self.cache, self.proposer.taps)
-        self.clock.mark("verify")
-        packed = pack(tree, judge(tree, logits, self.draws))
-        # The only synchronisation with the device.
-        decision = unpack(packed, packed.rows.tolist())
-        self.clock.mark("accept")
-        counts = [len(nodes) for nodes in decision.nodes]
-        # The host knows how many columns are needed, and whether anything has to be moved: a path
-        # of nodes 0, 1, 2, .. already lies where it belongs.
-        width = max(counts)
-        path = decision.path[:, :width].clamp(min=0)  # shorter rows repeat the root
-        in_place = all(nodes == list(range(len(nodes))) for nodes in decision.nodes)
-        self.cache.commit(counts, None if in_place else path)
-        # `extend` writes `width` columns behind every row's text, of the longest one too.
-        self.draws.reserve(self.cache.longest + width)
-        kept = keep_path(tree, path, decision.counts, hidden, self.draws)
-        self._commit(decision.bonus, accepted_of(decision, kept))
-        return decision
-
-    def _verify_static(self, tree: DraftTree) -> Decision:
-        """Verify drafts as `_verify` does, in one function of tensors that waits for nothing.
+    def _verify(self, tree: DraftTree) -> Accepted:
+        """Verify drafts, and keep the accepted path in the caches of target and drafter.
 
         The host reads what was decided once; where that pays, while the next drafts are made.
         """
+        target, taps = self.target, self.proposer.taps
+        if not self.compiled:
+            self.draws.reserve(self.cache.longest + tree.nodes)
+            accepted = verify(target, tree, self.cache, self.draws, taps, self.clock)
+            self._commit(accepted)
+            return accepted
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        taps = self.proposer.taps
-        run = compiled(verify, self.target, tree.tokens.device, taps)
-        packed, kept = run(self.target, tree, self.cache, self.draws, taps)
+        run = compiled(verify, target, tree.tokens.device, taps)
+        accepted = run(target, tree, self.cache, self.draws, taps)
         self.clock.mark("verify")
-        read = read_later(packed.rows)
-        ahead = self.proposer.static and drafts_ahead(self.root.device)
+        accepted.fetch()
+        ahead = self.proposer.traceable and drafts_ahead(self.root.device)
         if ahead:
-            self._commit(packed.bonus, accepted_of(None, kept))
+            self._commit(accepted)
             self._ahead = self._propose(self.root, self.draws)
             self.clock.mark("draft")
-        decision = unpack(packed, read())
+        accepted.read()
         self.clock.mark("accept")
         if not ahead:
-            self._commit(packed.bonus, accepted_of(decision, kept))
-        return decision
+            self._commit(accepted)
+        return accepted
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""

@@ -343,7 +343,9 @@ def proposer_like(proposer: Proposer) -> Proposer:
     Both share the weights. The state of a batch is made by `prefill`, which replaces what the copy
     has in common with the original.
     """
-    return copy.copy(proposer)
+    twin = copy.copy(proposer)
+    twin.in_use = False
+    return twin
 
 
 def weight_bytes(proposer: Proposer, target: TargetSource) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from .decode import Generation, Round
-from .rounds.clock import PARTS
+from .rounds.device import PARTS
 
 LOOP_NGRAM = 8
 

@@ -1,7 +1,6 @@
-"""The interface between the decode loop and a drafter at work, and what passes through it.
+"""The interface between the decode loop and a drafter in use, and what passes through it.
 
-Shapes: B rows of a batch, S prompt positions (padded on the right), N tree nodes with the root, A
-accepted nodes with the root, H hidden size.
+Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden size.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from .rounds.cache import TreeCache
+from .rounds.outcome import Accepted as Accepted
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
 from .targets.causal_model import Hidden
@@ -33,37 +33,12 @@ class Prompts:
     """The target's cache, for drafters that run the target's own layers."""
 
 
-@dataclass(kw_only=True)
-class Accepted:
-    """Result of a round as the proposer gets it.
-
-    Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing. Where the next
-    drafts are made before the host knows the decision, which a `static` proposer allows, `tokens`
-    and `nodes` are empty.
-    """
-
-    tokens: list[list[int]]
-    """Each row's accepted drafts, then the target's own token after them: the next root."""
-    nodes: list[list[int]]
-    """Each row's accepted node ids, the root's (0) first."""
-    path: Tensor
-    """[B, A], device: `nodes`, padded with the root's id."""
-    ids: Tensor
-    """[B, A]: the last root and the drafts accepted after it: the positions that the target's cache
-    has gained."""
-    counts: Tensor
-    """[B], device; equal to the lengths of `nodes`."""
-    hidden: Hidden
-    """Features of just these positions `[B, A, H]`."""
-    choices: list[list[int]] | None = None
-    """The target's token after every node of the tree `[B][N]`, from the rules that know it."""
-
-
-class Proposer(Protocol):
-    """Drafter at work on one batch; it owns the drafter's state.
+class Proposer:
+    """Drafter in use for one batch; it owns the drafter's state.
 
     The root is the token that the target chose last. It has not been run through the target yet, so
-    features exist for every position before it and for none after (docs/notation.md#positions).
+    features exist for every position before it and for none after (docs/notation.md#positions). The
+    methods do nothing here: a drafter without state needs only `propose`.
     """
 
     name: str
@@ -72,38 +47,32 @@ class Proposer(Protocol):
     max_drafted: int
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache
     while it drafts."""
-
-    @property
-    def static(self) -> bool:
-        """True if `propose` and `commit` use tensors alone where the target's cache is static, so
-        that `propose` can be compiled, and called before the host knows what was accepted."""
-        ...
+    traceable: bool = False
+    """True if `propose` and `commit` use tensors alone where rounds are compiled: `propose` is
+    compiled then, and may be called before the host knows what was accepted."""
+    in_use: bool = False
+    """True while it has a batch, to which its state belongs."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
-        ...
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts of what follows `root` `[B]`."""
-        ...
+        raise NotImplementedError
 
     def commit(self, accepted: Accepted) -> None:
         """Take over what was accepted of the last proposal."""
-        ...
 
     def keep(self, rows: list[int]) -> None:
         """Drop every batch row but `rows`: the others have finished."""
-        ...
 
     def finish(self) -> None:
         """Release the state of the batch, which has ended or was given up."""
-        ...
 
 
 @runtime_checkable
-class LaidOut(Proposer, Protocol):
+class LaidOut(Protocol):
     """Drafter whose weights can be stored in the order that decoding reads fastest."""
 
     def lay_out(self) -> None:
         """Reorder the weights; they cannot be trained or written to files any more."""
-        ...

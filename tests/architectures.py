@@ -180,13 +180,12 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
     return found
 
 
-class FromTheFuture:
+class FromTheFuture(Proposer):
     """Knows what the target will write. `right`: the root with a chain of it, and beside each right
     node a wrong one; the accepted leaf is never the last row. Otherwise: a tree of the same shape
     in which no token is right."""
 
     taps: tuple[int, ...] = ()
-    static = False
     shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
     max_drafted = shape.drafted
 
@@ -220,5 +219,3 @@ class FromTheFuture:
 
     def keep(self, rows: list[int]) -> None:
         self._ahead = [self._ahead[row] for row in rows]
-
-    def finish(self) -> None: ...

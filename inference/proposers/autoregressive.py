@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..proposer import Accepted
-from ..rounds.cache import TreeCache
+from ..rounds.cache import Counts, TreeCache
 from ..rounds.device import row_of
 from ..targets.causal_model import CausalModel
+from ..targets.masks import Pass
 from .growth import Level
 from .tree_plan import Planner
 
@@ -35,13 +36,12 @@ class TreeRunner:
         level_depths = (level.depth - 1,) * count
         self._depths += level_depths
         device = level.tokens.device
-        hidden = self._model.forward_tree(
-            level.tokens,
-            level.visible,
-            row_of(level_depths, device),
-            row_of(self._depths, device),
-            self._cache,
+        nodes = Pass(
+            depths=row_of(level_depths, device),
+            visible=level.visible,
+            slot_depths=row_of(self._depths, device),
         )
+        hidden = self._model.forward(level.tokens, nodes, self._cache)
         # The nodes stay undecided, so that the next level stands behind them and can see them.
         self._cache.stage(count)
         return fit_vocabulary(self._model.head(hidden.last), self._vocab_size)
@@ -59,31 +59,29 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return logits[..., :size]
 
 
-def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Accepted) -> None:
+def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Accepted) -> Counts:
     """Commit in a drafter's cache the accepted drafts that it has run.
+
+    Returns how many tokens each row has to run next: the new root, and what the cache then lacks.
 
     `slots` `[B, N]` are the indices of tree nodes among those run, as from `Planner.draft`.
 
     A chain has run all its drafts but the last. Of a tree the deepest accepted node may or may not
-    have been run, which only the device knows: it counts as not run. The row's cache is then one
-    token behind the text, and the next round feeds that token again. A static cache always is: the
-    deepest accepted draft, or the root where none was accepted, counts as not run.
+    have been run, which only the device knows: it counts as not run. The row's cache then lacks
+    one token of the text, which the next round runs too.
     """
-    if cache.static:
-        # The root was committed before drafting. Example: of the path 0, 2, 5 (3 nodes) the slot of
-        # node 2 is committed, 1 position; of the path 0 none, and the root is taken back, -1.
-        places = None if plan.width == 1 else slots.gather(1, accepted.path[:, 1:-1])
-        cache.commit(accepted.counts - 2, places)
-        return
-    drafts = [len(nodes) - 1 for nodes in accepted.nodes]
+    drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
     if plan.width == 1:
         # `staged` is what the chain has run: all of it lies in order, so nothing is moved. Example:
         # a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and of 2 both.
-        cache.commit([min(count, cache.staged) for count in drafts])
+        ran, places = cache.staged, None
+        run = Counts([min(count, ran) for count in drafts.here], drafts.there.clamp(max=ran))
     else:
         # Without the root, which was committed before drafting, and without the longest path's last
         # node: of the path 0, 2, 5 the slot of node 2 is committed. Shorter paths are cut by their
         # own counts. They are padded with the root, whose slot is -1, and nothing of that is kept.
-        cache.commit(
-            [max(count - 1, 0) for count in drafts], slots.gather(1, accepted.path[:, 1:-1])
-        )
+        places = slots.gather(1, accepted.path[:, 1:-1])
+        run = Counts([max(count - 1, 0) for count in drafts.here], (drafts.there - 1).clamp(min=0))
+    cache.commit(run, places)
+    next_here = [1 + count - kept for count, kept in zip(drafts.here, run.here, strict=True)]
+    return Counts(next_here, drafts.there - run.there + 1)

@@ -26,7 +26,7 @@ from ...heads.errors import UserError
 from ...heads.vocabulary import to_target
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
-from ..rounds.cache import KeptCache, TreeCache, visible_slots
+from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
@@ -46,8 +46,6 @@ class DFlashProposer(Planned):
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
     `width` candidates for each slot (`growth.best_first`), and deeper trees cost nothing.
     """
-
-    traceable = True
 
     def __init__(
         self,
@@ -75,8 +73,8 @@ class DFlashProposer(Planned):
         self._draft_vocab_ids = drafter.draft_vocab_ids
         self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
-        # how many of them each row has, on the host and on the device.
-        self._new: tuple[Tensor, list[int], Tensor] | None = None
+        # how many of them each row has.
+        self._new: tuple[Tensor, Counts] | None = None
 
     @property
     def drafter(self) -> DFlashDrafter:
@@ -85,18 +83,18 @@ class DFlashProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        static = prompts.cache.static
         block = self._drafter.shape.block_size
-        capacity = prompts.cache.capacity + block if static else 2 * length + 64 + block
-        self._cache = self._kept.take(batch, capacity, self._device, static=static)
+        self._cache = prompts.cache.for_drafter(
+            self._kept, batch, 2 * length + 64 + block, block, self._device
+        )
+        features = self._drafter.fuse(prompts.hidden.taps)
         counts = [len(tokens) - 1 for tokens in prompts.tokens]
-        self._new = self._drafter.fuse(prompts.hidden.taps), counts, prompts.lengths
-        if static:
+        self._new = features, Counts(counts, prompts.lengths)
+        if prompts.cache.fixed:
             # All at once, so that every round catches up with as many positions: here none.
-            features = self._new[0]
             self._catch_up()
             none = features.new_zeros(batch, self.plan.length + 1, features.shape[-1])
-            self._new = none, [0] * batch, torch.zeros_like(prompts.lengths)
+            self._new = none, Counts([], torch.zeros_like(prompts.lengths))
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         self._catch_up()
@@ -155,7 +153,7 @@ class DFlashProposer(Planned):
         They are context: other rows attend to them, but they have no queries, so no layer is run.
         """
         assert self._new is not None, "prefill first"
-        fused, counts, device_counts = self._new
+        fused, counts = self._new
         cache = self._cache
         for start in range(0, fused.shape[1], PREFILL_CHUNK):
             chunk = fused[:, start : start + PREFILL_CHUNK]
@@ -170,7 +168,7 @@ class DFlashProposer(Planned):
                 self._drafter.context(chunk, self._drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
-            cache.commit_chunk(start, width, counts, device_counts)
+            cache.commit_chunk(start, width, counts)
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:
@@ -184,7 +182,7 @@ class DFlashProposer(Planned):
         # All slots see each other and the whole context, so equally long rows need no mask. Of rows
         # of different lengths the shorter ones must not see the cache slots behind their blocks.
         see = None
-        if cache.static or not cache.uniform:
+        if not cache.uniform:
             everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
         # The context ends before the root, so its length is the root's position a, and slot j
@@ -200,22 +198,17 @@ class DFlashProposer(Planned):
         return state[:, drafter.first_slot :]
 
     def commit(self, accepted: Accepted) -> None:
-        self._new = (
-            self._drafter.fuse(accepted.hidden.taps),
-            [len(nodes) for nodes in accepted.nodes],
-            accepted.counts,
-        )
+        self._new = self._drafter.fuse(accepted.hidden.taps), accepted.gained
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
         if self._new is not None:
             index = send(rows, self._device)
-            fused, counts, device_counts = self._new
-            if not self._cache.static:
-                counts = [counts[row] for row in rows]
-            # The longest row may be among those that left. A static batch keeps its shapes.
-            width = fused.shape[1] if self._cache.static else max(counts)
-            self._new = fused[index][:, :width], counts, device_counts[index]
+            fused, counts = self._new
+            counts = counts.keep(rows, index)
+            # The longest row may be among those that left.
+            width = self._cache.width(counts, fused.shape[1])
+            self._new = fused[index][:, :width], counts
 
     def finish(self) -> None:
         self._kept.put(self._cache)

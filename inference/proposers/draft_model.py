@@ -21,11 +21,12 @@ from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..proposer import Accepted, Prompts
-from ..rounds.cache import KeptCache, TreeCache
+from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..targets.causal_model import CausalModel
+from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
@@ -40,7 +41,6 @@ class DraftModelProposer(Planned):
     """Draft model at work; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
-    traceable = True
 
     def __init__(
         self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
@@ -55,18 +55,22 @@ class DraftModelProposer(Planned):
         self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # [B]: the token before the root
         self._before: Tensor
+        # Tokens that each row runs next: the root, and before it the one that its cache may lack
+        self._next: Counts
         # [B, N]: index of each tree node among those that were run, see `Planner.draft`
         self._slots: Tensor
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
         batch, length = prompts.ids.shape
-        static = prompts.cache.static
-        capacity = min(2 * length + 64, self.model.max_positions)
-        if static:  # as large as the target's, and with space for the nodes that this model runs
-            capacity = prompts.cache.capacity + self.plan.expanded
-        self._cache = self._kept.take(
-            batch, capacity + self.max_drafted, self.model.device, static=static
+        # A full cache doubles itself. One that cannot has slots for the nodes that this model runs
+        # beyond those of the target's.
+        self._cache = prompts.cache.for_drafter(
+            self._kept,
+            batch,
+            min(2 * length + 64, self.model.max_positions) + self.max_drafted,
+            self.plan.expanded + self.max_drafted,
+            self.model.device,
         )
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
         # becomes its last one: the drafts behind it are worse, and the text is still the target's.
@@ -76,13 +80,7 @@ class DraftModelProposer(Planned):
         self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._slots = prompts.lengths.new_zeros(0)
-        # Number of tokens before the root, of each row: the root's position.
-        self._text_lengths = lengths
-        # True if some row's cache lacks the token before the root. So that rounds have one shape,
-        # all rows of a static one do.
-        self._behind = static
-        if static:
-            self._cache.lengths = [length - 1 for length in lengths]
+        self._next = Counts([1] * batch, torch.ones_like(prompts.lengths))
 
     def lay_out(self) -> None:
         """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
@@ -101,47 +99,33 @@ class DraftModelProposer(Planned):
 
         The state is the last hidden state `[B, H]`, which predicts the drafts of depth 1.
         """
-        # If one row lacks the token before the root, all rows run it, so that one forward pass has
-        # one shape. Rows that have it write the same values into the same slot once more.
-        tokens = torch.stack([self._before, root], dim=1) if self._behind else root[:, None]
-        count = tokens.shape[1]
-        # The first of the tokens stands at the text's length + 1 - count: the root at its length,
-        # the token before it one slot earlier. Example: before a root at position 10 the cache has
-        # 9 or 10 tokens; with two tokens to run all rows begin at slot 9, with one at slot 10.
-        static = self._cache.static
-        if not static:
-            self._cache.lengths = [length + 1 - count for length in self._text_lengths]
+        # If one row lacks the token before the root, all rows run two tokens, so that one forward
+        # pass has one shape. A row that lacks nothing begins with the root, and whatever follows is
+        # seen by nothing and not committed.
+        count = self._cache.width(self._next, 2)
+        tokens, causal = root[:, None], None
+        if count > 1:
+            first = torch.where(self._next.there > 1, self._before, root)
+            tokens = torch.stack([first, root], dim=1)
+            causal = torch.ones(1, 2, 2, dtype=torch.bool, device=root.device).tril()
         depths = row_of(tuple(range(count)), root.device)
-        causal = (
-            None
-            if count == 1
-            else torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
-        )
-        hidden = self.model.forward_tree(tokens, causal, depths, depths, self._cache)
-        self._cache.commit(torch.full_like(root, count) if static else [count] * len(root))
-        return hidden.last[:, -1]
+        hidden = self.model.forward(tokens, Pass(depths=depths, visible=causal), self._cache)
+        self._cache.commit(self._next)
+        if count == 1:
+            return hidden.last[:, 0]
+        return hidden.last[torch.arange(len(root), device=root.device), self._next.there - 1]
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
-        commit_accepted(self._cache, self.plan, self._slots, accepted)
+        self._next = commit_accepted(self._cache, self.plan, self._slots, accepted)
         # `ids` begins with the old root, so that its last entry is the token before the new root
         # even where no draft was accepted.
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
-        if self._cache.static:
-            return
-        # The nodes count the old root, which stands before the new one like the accepted drafts.
-        text_lengths = []
-        for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True):
-            text_lengths.append(length + len(nodes))
-        self._text_lengths = text_lengths
-        # The cache lacks at most the last accepted draft, which is the token before the new root.
-        self._behind = self._cache.lengths != self._text_lengths
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
-        self._text_lengths = [self._text_lengths[row] for row in rows]
         index = send(rows, self._before.device)
-        self._before = self._before[index]
+        self._before, self._next = self._before[index], self._next.keep(rows, index)
         # The next drafts may have been made already.
         self._slots = self._slots[index] if self._slots.dim() > 1 else self._slots
 

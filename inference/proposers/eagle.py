@@ -25,7 +25,7 @@ from ...heads.eagle import EagleDrafter, EagleShape
 from ...heads.vocabulary import to_target
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
-from ..rounds.cache import KeptCache, TreeCache, visible_slots
+from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
@@ -40,8 +40,6 @@ DEFAULT_TREE = TreeSettings()
 
 class EagleProposer(Planned):
     """EAGLE drafter at work; it drafts a dynamic tree if not set otherwise."""
-
-    traceable = True
 
     def __init__(
         self,
@@ -58,9 +56,8 @@ class EagleProposer(Planned):
         self._draft_vocab_ids = drafter.draft_vocab_ids
         self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # Positions that the target has decided and the cache lacks: fused features [B, A, H],
-        # tokens [B, A], and how many of them each row has [B], which `_counts` holds on the host.
-        self._new: tuple[Tensor, Tensor, Tensor] | None = None
-        self._counts: list[int] = []
+        # tokens [B, A], and how many of them each row has.
+        self._new: tuple[Tensor, Tensor, Counts] | None = None
 
     @property
     def drafter_shape(self) -> EagleShape:
@@ -69,38 +66,39 @@ class EagleProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        static = prompts.cache.static
-        # How long replies become is not known. This is a guess: a full cache doubles itself. A
-        # static one is as large as the target's, and has the rows of a tree behind it.
-        capacity = 2 * length + 64 + self.max_drafted
-        if static:
-            capacity = prompts.cache.capacity + self.plan.expanded + self.plan.length
-        self._cache = self._kept.take(batch, capacity, self._device, static=static)
+        # How long replies become is not known. This is a guess: a full cache doubles itself. One
+        # that cannot has slots for the rows of a tree beyond those of the target's.
+        self._cache = prompts.cache.for_drafter(
+            self._kept,
+            batch,
+            2 * length + 64 + self.max_drafted,
+            self.plan.expanded + self.plan.length,
+            self._device,
+        )
         features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
-        # `tokens` has the first root at its end, which is not part of the prompt.
-        self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
-        self._new = features, prompts.ids, prompts.lengths
-        if static:
+        if prompts.cache.fixed:
             self._new = self._run_prompts(features, prompts.ids, prompts.lengths)
+        else:
+            # `tokens` has the first root at its end, which is not part of the prompt.
+            counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], prompts.lengths)
+            self._new = features, prompts.ids, counts
 
     def _run_prompts(
         self, features: Tensor, ids: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Counts]:
         """Run all positions of prompts but each one's last, which the next round catches up with.
 
         Returns that last one as positions of a round, which are as many as a tree has levels and a
         root: so all rounds have the same shapes.
         """
         if features.shape[1] > 1:
-            self._counts = [count - 1 for count in self._counts]
-            self._advance(ids[:, 1:], features[:, :-1], lengths - 1)
-        self._counts = [1] * len(ids)
+            self._advance(ids[:, 1:], features[:, :-1], Counts([], lengths - 1))
         last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
         columns = self.plan.length
         return (
             functional.pad(features.gather(1, last), (0, 0, 0, columns)),
             functional.pad(ids.gather(1, last[..., 0]), (0, columns)),
-            torch.ones_like(lengths),
+            Counts([], torch.ones_like(lengths)),
         )
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
@@ -129,7 +127,7 @@ class EagleProposer(Planned):
             return self._logits(before, ids is None)
 
         tree = named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
-        self._cache.staged = 0  # accepted drafts come again, with the target's features
+        self._cache.drop()  # accepted drafts come again, with the target's features
         return tree
 
     def _catch_up(self, root: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ class EagleProposer(Planned):
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
         self._new = None
-        last_index = (counts - 1)[:, None]
+        last_index = (counts.there - 1)[:, None]
         # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
         # same positions. Each feature is paired with the token after its own: tokens move one to
         # the left, and the root, at n, goes with the last feature of each batch row. Example: after
@@ -148,14 +146,13 @@ class EagleProposer(Planned):
         tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, last_index, root[:, None])
         return self._advance(tokens, features, counts)
 
-    def _advance(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Tensor:
+    def _advance(self, tokens: Tensor, features: Tensor, counts: Counts) -> Tensor:
         """Run rows of the target's `features` `[B, A, H]` and `tokens` `[B, A]`, and commit them.
 
-        Returns the output `[B, H]` of the last of each batch row's own `counts` `[B]`, which
-        `_counts` are on the host.
+        Returns the output `[B, H]` of the last of each batch row's own `counts`.
         """
         width = features.shape[1]
-        last_index = (counts - 1)[:, None]
+        last_index = (counts.there - 1)[:, None]
         rows = torch.arange(len(tokens), device=tokens.device)
         # Output at each batch row's last position, as far as the chunks have come. The first chunk
         # replaces these values, whatever they are.
@@ -167,7 +164,7 @@ class EagleProposer(Planned):
             causal = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
             places = torch.arange(count, device=tokens.device)
             outputs = self._run(tokens[:, chunk], features[:, chunk], causal, places, count)
-            self._cache.commit_chunk(start, count, self._counts, counts)
+            self._cache.commit_chunk(start, count, counts)
             # Batch rows that ended in an earlier chunk keep the output from there. In a row that
             # goes on past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(
@@ -200,7 +197,7 @@ class EagleProposer(Planned):
         # the cache: there the slots behind its end must be hidden.
         # One undecided slot is the row's own, and with None the row sees all slots by definition.
         alone = count == 1 and (visible is None or slots == 1)
-        if cache.static or not (alone and cache.uniform):
+        if not (alone and cache.uniform):
             if visible is None:  # a chain: each row sees all rows before it
                 visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
@@ -221,23 +218,18 @@ class EagleProposer(Planned):
         return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
 
     def commit(self, accepted: Accepted) -> None:
-        self._counts = [len(nodes) for nodes in accepted.nodes]
-        self._new = (
-            self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last),
-            accepted.ids,
-            accepted.counts,
-        )
+        features = self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
+        self._new = features, accepted.ids, accepted.gained
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
-        if not self._cache.static:
-            self._counts = [self._counts[row] for row in rows]
         if self._new is not None:
             index = send(rows, self._device)
-            features, ids, counts = (tensor[index] for tensor in self._new)
-            # The longest row may be among those that left. A static batch keeps its shapes.
-            width = features.shape[1] if self._cache.static else max(self._counts)
-            self._new = (features[:, :width], ids[:, :width], counts)
+            features, ids, counts = self._new
+            counts = counts.keep(rows, index)
+            # The longest row may be among those that left.
+            width = self._cache.width(counts, features.shape[1])
+            self._new = features[index][:, :width], ids[index][:, :width], counts
 
     def finish(self) -> None:
         self._kept.put(self._cache)

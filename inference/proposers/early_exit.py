@@ -4,7 +4,7 @@ The method is that of arXiv 2309.08168 and 2404.16710. The drafting layers read 
 target's own cache. Verification overwrites whatever they write for undecided positions, so drafting
 needs no cache, no catching up and no weights of its own.
 
-Shapes: B rows of a batch, N rows of one pass, U undecided slots of the cache, V vocabulary.
+Shapes: B rows of a batch, N rows of one pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..proposer import Accepted, Prompts
+from ..proposer import Prompts, Proposer
 from ..rounds.cache import TreeCache
 from ..rounds.device import row_of
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
+from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TreeSettings, positive
 from .growth import Level
@@ -30,7 +31,7 @@ DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
 
 
-class EarlyExit:
+class EarlyExit(Proposer):
     """Proposer that drafts with the first layers of the target."""
 
     name = "early-exit"
@@ -54,12 +55,9 @@ class EarlyExit:
         # Growing a wide tree may take more undecided slots of the target's cache than verifying the
         # best of its nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.expanded)
+        # A chain that ends where the drafter is unsure asks the device.
+        self.traceable = not self.plan.threshold
         self._cache: TreeCache | None = None
-
-    @property
-    def static(self) -> bool:
-        """See `Proposer.static`."""
-        return not self.plan.threshold
 
     def prefill(self, prompts: Prompts) -> None:
         # The prefill of the target has written the first layers' keys and values already.
@@ -73,9 +71,7 @@ class EarlyExit:
         assert self._cache is not None, "prefill first"
         # All undecided slots so far, the root's first; each level adds its own.
         depths: tuple[int, ...] = (0,)
-        logits = self._run(
-            root[:, None], None, row_of(depths, root.device), row_of(depths, root.device)
-        )
+        logits = self._run(root[:, None], Pass(depths=row_of(depths, root.device)))
 
         def go_on(level: Level) -> Tensor:
             nonlocal depths
@@ -86,34 +82,26 @@ class EarlyExit:
                 # `level.visible` leaves the root out. Here it has the first undecided slot, which
                 # every node sees.
                 visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
-            return self._run(
-                level.tokens,
-                visible,
-                row_of(of_level, root.device),
-                row_of(depths, root.device),
+            nodes = Pass(
+                depths=row_of(of_level, root.device),
+                visible=visible,
+                slot_depths=row_of(depths, root.device),
             )
+            return self._run(level.tokens, nodes)
 
         tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
-        self._cache.staged = 0  # verification overwrites all of it
+        self._cache.drop()  # verification overwrites all of it
         return tree
 
-    def _run(
-        self, tokens: Tensor, visible: Tensor | None, depths: Tensor, slot_depths: Tensor
-    ) -> Tensor:
-        """Return the logits `[B, N, V]` after `tokens` `[B, N]`, which become undecided slots.
-
-        Arguments as in `Target.forward_tree`.
-        """
+    def _run(self, tokens: Tensor, nodes: Pass) -> Tensor:
+        """Return the logits `[B, N, V]` after `tokens` `[B, N]`, which become undecided slots."""
         assert self._cache is not None
-        hidden = self._first_layers.forward_tree(tokens, visible, depths, slot_depths, self._cache)
+        hidden = self._first_layers.forward(tokens, nodes, self._cache)
         # Left undecided for the levels that follow; `propose` drops them all in the end.
         self._cache.stage(tokens.shape[1])
         return self._first_layers.head(hidden.last)
 
     # The cache is the target's own, and the decode loop commits and cuts it.
-    def commit(self, accepted: Accepted) -> None: ...
-
-    def keep(self, rows: list[int]) -> None: ...
 
     def finish(self) -> None:
         self._cache = None

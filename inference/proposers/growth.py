@@ -1,4 +1,4 @@
-"""Growth of draft trees: static shapes from measured accuracies, and trees by score.
+"""Growth of draft trees: fixed shapes from measured accuracies, and trees by score.
 
 Shapes: B batch, K children of a node, M nodes of one level, N nodes of the final tree with the
 root, D levels, U nodes that the drafter has run (undecided slots of its cache), V vocabulary.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..proposer import Accepted, Prompts
+from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
@@ -68,7 +68,7 @@ class _Row:
         return list(reversed(self._pool.get(self.root, {})))
 
 
-class Lookahead:
+class Lookahead(Proposer):
     """Proposer of a window of guesses, and of n-grams that earlier guesses have made.
 
     The window has `window` columns; n-grams have `ngram` tokens, and at most `candidates` of them
@@ -77,7 +77,6 @@ class Lookahead:
 
     name = "lookahead"
     taps: tuple[int, ...] = ()
-    static = False
 
     def __init__(self, window: int = 4, ngram: int = 3, candidates: int = 4) -> None:
         self._window = positive("window", window)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..proposer import Accepted, Prompts
+from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
@@ -42,7 +42,7 @@ def copy_from(text: list[int], place: int, length: int) -> list[int]:
     return copied
 
 
-class LookupProposer(ABC):
+class LookupProposer(Proposer, ABC):
     """Proposer of a chain that is looked up for each row, at most `length` tokens.
 
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
@@ -50,7 +50,6 @@ class LookupProposer(ABC):
 
     name: str
     taps: tuple[int, ...] = ()
-    static = False
 
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
-from ..proposer import Accepted, Prompts
+from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
@@ -28,7 +28,7 @@ DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Proposer of a tree whose node `(r_1 .. r_d)` holds the rank-`r_d` token of head d - 1.
 
     A node's token does not depend on its parent. `nodes` are the tree's rank tuples, or a number:
@@ -37,7 +37,7 @@ class MedusaProposer:
     """
 
     taps: tuple[int, ...] = ()
-    static = True
+    traceable = True
 
     def __init__(
         self,
@@ -123,8 +123,6 @@ class MedusaProposer:
 
     def keep(self, rows: list[int]) -> None:
         self._state = self._state[send(rows, self._state.device)]
-
-    def finish(self) -> None: ...
 
 
 def make_proposer(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...heads.errors import UserError
+from ..proposer import Proposer
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
 from ..tree_settings import MOST, Ranks, TreeSettings, positive
@@ -171,21 +172,15 @@ def ranks_of(shape: Any) -> list[Ranks]:
     return ranks
 
 
-class Planned:
+class Planned(Proposer):
     """Proposer that drafts by a plan."""
 
     plan: Planner
-    max_drafted: int
     longest: int = MOST
     """Levels that the drafter has at most."""
-    traceable: bool = False
-    """True if everything that the drafter does in `propose` is a function of tensors."""
-
-    @property
-    def static(self) -> bool:
-        """See `Proposer.static`; a chain that ends where the drafter is unsure asks the device."""
-        return self.traceable and not self.plan.threshold
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""
         self.plan, self.max_drafted = plan, plan.nodes
+        # A chain that ends where the drafter is unsure asks the device.
+        self.traceable = not plan.threshold

@@ -18,14 +18,13 @@ from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
-from ..targets.causal_model import Hidden
 from ..tree_settings import positive
 from .ngram import NgramLookup
 
 DEFAULT_LENGTH = 8
 
 
-class WithLookup:
+class WithLookup(Proposer):
     """Proposer of a drafter's trees, and of looked-up chains in their place.
 
     The last `lookup` tokens of a row are looked up, and at most `lookup_length` tokens drafted. The
@@ -38,8 +37,6 @@ class WithLookup:
     rules choose the same text whatever is drafted, or for each row by itself.
     """
 
-    static = False
-
     def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
         """Put a lookup beside `trained`. Raises `UserError` for settings out of range."""
         positive("lookup", lookup)
@@ -47,9 +44,10 @@ class WithLookup:
         self._lookup = NgramLookup(positive("lookup_length", lookup_length), lookup, lookup)
         self.name, self.taps = trained.name, trained.taps
         self.max_drafted = max(trained.max_drafted, lookup_length)
-        # A drafter takes the prompt's features when it first drafts, and with a static cache as
-        # many new positions in every round: so it has to draft in the first round, or in all.
-        self._can_skip = self._static = False
+        # A drafter takes the prompt's features when it first drafts, and with a cache of fixed
+        # shapes as many new positions in every round: so it has to draft in the first round, or in
+        # all.
+        self._can_skip = self._in_all = False
         self._pending: list[Accepted] = []
 
     def __copy__(self) -> WithLookup:
@@ -62,7 +60,7 @@ class WithLookup:
     def prefill(self, prompts: Prompts) -> None:
         self.trained.prefill(prompts)
         self._lookup.prefill(prompts)
-        self._can_skip, self._static, self._pending = False, prompts.cache.static, []
+        self._can_skip, self._in_all, self._pending = False, prompts.cache.fixed, []
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafter's trees, with a chain in place of the tree of every row that has one.
@@ -73,10 +71,10 @@ class WithLookup:
         found = self._lookup.guesses()
         if not (self._can_skip and all(found)):
             if self._pending:
-                self.trained.commit(joined(self._pending))
+                self.trained.commit(Accepted.joined(self._pending))
                 self._pending = []
             tree = self.trained.propose(root, draws)
-            self._can_skip = tree.probs is None and not self._static
+            self._can_skip = tree.probs is None and not self._in_all
             if tree.probs is not None or not any(found):
                 return tree
             if not all(found):
@@ -93,68 +91,12 @@ class WithLookup:
     def keep(self, rows: list[int]) -> None:
         self.trained.keep(rows)
         self._lookup.keep(rows)
-        self._pending = [of_rows(accepted, rows) for accepted in self._pending]
+        self._pending = [accepted.keep(rows) for accepted in self._pending]
 
     def finish(self) -> None:
         self.trained.finish()
         self._lookup.finish()
         self._pending = []
-
-
-def joined(rounds: list[Accepted]) -> Accepted:
-    """Return several rounds as one, in which the positions of all were accepted.
-
-    Example, one row: two positions `a b` and then one `c`, each padded to a width of three, are
-    `a b c`. Nodes and paths are those of a chain, since several trees have none in common.
-    """
-    if len(rounds) == 1:
-        return rounds[0]
-    batch, device = range(len(rounds[0].nodes)), rounds[0].ids.device
-    # For each row the columns of its positions, with the rounds side by side.
-    columns: list[list[int]] = [[] for _ in batch]
-    behind = 0
-    for accepted in rounds:
-        for row, nodes in zip(columns, accepted.nodes, strict=True):
-            row += range(behind, behind + len(nodes))
-        behind += accepted.ids.shape[1]
-    width = max(map(len, columns))
-    index = send([row + [0] * (width - len(row)) for row in columns], device)
-
-    def taken(parts: list[Tensor]) -> Tensor:
-        both = torch.cat(parts, dim=1)
-        # [B, A] for ids, [B, A, 1] and then [B, A, H] for states
-        wide = index.view(*index.shape, *[1] * (both.dim() - 2))
-        return both.gather(1, wide.expand(*index.shape, *both.shape[2:]))
-
-    taps = zip(*(accepted.hidden.taps for accepted in rounds), strict=True)
-    return Accepted(
-        tokens=[[t for accepted in rounds for t in accepted.tokens[row]] for row in batch],
-        nodes=[list(range(len(row))) for row in columns],
-        path=torch.arange(width, device=device).expand(len(batch), -1),
-        ids=taken([accepted.ids for accepted in rounds]),
-        counts=torch.stack([accepted.counts for accepted in rounds]).sum(0),
-        hidden=Hidden(
-            taken([accepted.hidden.last for accepted in rounds]),
-            tuple(taken(list(tap)) for tap in taps),
-        ),
-    )
-
-
-def of_rows(accepted: Accepted, rows: list[int]) -> Accepted:
-    """Return what was accepted in the batch rows `rows` alone, as wide as the longest of them."""
-    nodes = [accepted.nodes[row] for row in rows]
-    width, index = max(map(len, nodes)), send(rows, accepted.ids.device)
-    return Accepted(
-        tokens=[accepted.tokens[row] for row in rows],
-        nodes=nodes,
-        path=accepted.path[index, :width],
-        ids=accepted.ids[index, :width],
-        counts=accepted.counts[index],
-        hidden=Hidden(
-            accepted.hidden.last[index, :width],
-            tuple(tap[index, :width] for tap in accepted.hidden.taps),
-        ),
-    )
 
 
 def replaced(tree: DraftTree, chains: list[list[int]]) -> DraftTree:

@@ -9,6 +9,7 @@ C capacity, Gkv key-value heads, E size of an attention head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,20 +19,84 @@ from ...heads.errors import UserError
 from .device import send
 
 
+@dataclass
+class Counts:
+    """Numbers of positions, one for each row: on the host, and `[B]` on the device.
+
+    `here` is empty where the host does not know them. A cache with fixed shapes does not ask.
+    """
+
+    here: list[int]
+    there: Tensor
+
+    def keep(self, rows: Sequence[int], index: Tensor) -> Counts:
+        """Return those of the batch rows `rows`, which `index` holds on the device."""
+        return Counts([self.here[row] for row in rows] if self.here else [], self.there[index])
+
+
+class KeysAndValues:
+    """State of an attention layer: a slot for each position in buffers `[B, Gkv, C, E]`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        """Make buffers of `capacity` slots for `keys` and `values` `[B, Gkv, N, E]`."""
+        self.keys, self.values = _buffer(keys, capacity), _buffer(values, capacity)
+
+    def resize(self, capacity: int) -> None:
+        """Make the buffers longer."""
+        keys, values = self.keys, self.values
+        self.keys, self.values = _buffer(keys, capacity), _buffer(values, capacity)
+        self.keys[:, :, : keys.shape[2]] = keys
+        self.values[:, :, : values.shape[2]] = values
+
+    def truncate(self, staged: int) -> None:
+        """Forget all undecided positions but the first `staged`: slots are simply written again."""
+
+    def commit(self, source: Tensor, goal: Tensor) -> None:
+        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`.
+
+        The two may overlap: `index_select` and `gather` copy everything before anything is written.
+        """
+        for buffer in (self.keys, self.values):
+            source, goal = source.to(buffer.device), goal.to(buffer.device)
+            if len(source) == 1:
+                moved = buffer.index_select(2, source[0])
+            else:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
+            _write(buffer, goal, moved)
+
+    def keep(self, index: Tensor) -> None:
+        """Drop every batch row but those in `index`."""
+        # `index_select` copies, so the memory of the rows that leave is freed.
+        index = index.to(self.keys.device)
+        self.keys, self.values = (
+            self.keys.index_select(0, index),
+            self.values.index_select(0, index),
+        )
+
+    def reset(self) -> None:
+        """Forget everything, at the same addresses."""
+        # Slots are hidden by a weight of 0, which would not hide NaN or infinity that a batch with
+        # an overflow has left.
+        self.keys.zero_()
+        self.values.zero_()
+
+
 class TreeCache(Cache):
     """Cache of `lengths[b]` committed positions of each row b, followed by `staged` undecided ones.
 
     A forward pass writes its N positions behind both. `stage` leaves them undecided, so that the
     next forward pass stands behind them (a drafter that runs its own tree); `commit` keeps the
     accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
-    shifted or padded: slot and position are the same number for all that is committed.
+    shifted or padded: slot and position are the same number for all that is committed. What was
+    committed is never taken back, since the state of a recurrent layer could not be.
 
-    `static` gives attention the whole buffer in every forward pass over a tree, so that shapes
-    never change (compilation, CUDA graphs). Otherwise attention gets only the slots in use, which
-    is less work. Such a cache neither grows nor asks the host for anything once `commit` was given
-    counts on the device: `lengths` are not known then, and only `starts` are. `limit` is the
-    largest capacity that another cache may grow to; None sets no bound.
+    Attention gets the slots in use. Buffers grow by doubling, up to a capacity of `limit`; None
+    sets no bound.
     """
+
+    fixed: bool = False
+    """True if all rounds have to have the same shapes (`StaticCache`)."""
 
     def __init__(
         self,
@@ -39,32 +104,27 @@ class TreeCache(Cache):
         capacity: int,
         device: torch.device | str = "cpu",
         limit: int | None = None,
-        static: bool = False,
     ):
         # transformers demands layers or a class for them. All storage is here, so there are none.
         super().__init__(layers=[])
-        self.capacity = capacity
-        self.limit = limit
-        self.static = static
+        self.capacity, self.limit = capacity, limit
         self.device = torch.device(device)
+        self.staged = 0
+        self.states: list[KeysAndValues] = []
+        """State of each layer, made in the first forward pass."""
         # None: known to the device only
-        self._lengths: list[int] | None
+        self._lengths: list[int] | None = [0] * batch
         # `lengths` on the device; if None, made when it is first needed
         self._lengths_there: Tensor | None = None
-        self.lengths = [0] * batch
-        self.staged = 0
-        # one buffer [B, Gkv, C, E] for each layer
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
         # [B, N]: the slots that the next forward pass writes; None: the same slots in every row,
         # which begin at `_start`
         self._slots: Tensor | None = None
         self._start = 0
-        # True if the next forward pass gives attention the whole buffer
-        self._whole = False
+        # number of slots that the next forward pass gives attention; None: the whole buffer
+        self._end: int | None = 0
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.states)
 
     @property
     def lengths(self) -> list[int]:
@@ -72,33 +132,14 @@ class TreeCache(Cache):
         assert self._lengths is not None, "the device has counted what was committed"
         return self._lengths
 
-    @lengths.setter
-    def lengths(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        if not self.static:
-            self._lengths_there = None
-            return
-        # A static cache always has them there, so that a compiled function finds the same inputs,
-        # and in one place, where a captured graph finds them.
-        there = send(lengths, self.device)
-        if self._lengths_there is not None and len(self._lengths_there) == len(lengths):
-            self._lengths_there.copy_(there)
-        else:
-            self._lengths_there = there
-            torch._dynamo.mark_static_address(there)
-
-    @property
-    def sizes(self) -> tuple[int, int | None, bool]:
-        return self.capacity, self.limit, self.static
-
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
     @property
     def uniform(self) -> bool:
-        """True if all rows are known to be equally long."""
-        return self._lengths is not None and self.longest == min(self._lengths)
+        """True if all rows are equally long, so that no slot in use has to be hidden from one."""
+        return self.longest == min(self.lengths)
 
     def starts(self) -> Tensor:
         """Return `lengths` as a tensor `[B]` on the device."""
@@ -108,37 +149,50 @@ class TreeCache(Cache):
 
     def row_starts(self) -> Tensor:
         """Return `starts`, or only the first of them `[1]` where all are equal."""
-        # A static cache has the same shapes whether its rows are equally long or not.
-        return self.starts()[:1] if not self.static and self.uniform else self.starts()
+        return self.starts()[:1] if self.uniform else self.starts()
+
+    def first_positions(self) -> Tensor | int:
+        """Return `starts` `[B, 1]`, or the number where there is one row."""
+        # Adding a number that the host knows needs no tensor.
+        return self.lengths[0] if len(self.lengths) == 1 else self.starts()[:, None]
+
+    def may_pass(self, position: int, slots: int) -> bool:
+        """Return False if no row's `slots` undecided slots reach beyond `position`."""
+        return self.longest + slots > position
 
     def seen(self, count: int) -> int:
         """Return how many slots attention gets in a masked forward pass of `count` positions."""
-        if not self.static:
-            return self.longest + self.staged + count
-        # Of the buffers, whose size a compiler was told to leave open; a number it would fix.
-        return self.keys[0].shape[2] if self.keys else self.capacity
+        return self.longest + self.staged + count
+
+    def width(self, counts: Counts, most: int) -> int:
+        """Return the columns that a tensor of `counts` positions of each row needs, of `most`."""
+        return max(counts.here)
+
+    def for_drafter(
+        self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
+    ) -> TreeCache:
+        """Return an empty cache for a drafter of the target that has this one.
+
+        It begins with `capacity` slots. A static one has `more` than this cache.
+        """
+        return TreeCache(batch, capacity, device)
 
     def open(self, count: int, masked: bool) -> None:
         """Make space for a forward pass of `count` positions, and determine the slots it writes.
 
-        `masked`: the caller passes an attention mask, which hides slots out of use. Without a mask
-        (a prefill) attention gets the slots in use only, `static` or not.
-
-        Raises `UserError` beyond `limit`.
+        `masked`: the caller passes an attention mask, which hides slots out of use. Raises
+        `UserError` beyond `limit`.
         """
-        self._whole = self.static and masked
-        self._slots = None
-        # Slices with Python numbers are cheapest, but they hold for equally long rows only, and a
-        # compiled graph would be compiled again for every length. A tensor of slots is an input.
-        if self._whole or not self.uniform:
-            self._slots = (
-                self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
-            )
-        if not self._whole:
-            self.reserve(self.longest + self.staged + count)
-            # Where the longest row goes on. Shorter ones go on earlier, each behind its own
-            # positions, which `_slots` says.
-            self._start = self.longest + self.staged
+        # Where the longest row goes on. Shorter ones go on earlier, each after its own positions,
+        # which `_slots` says.
+        self._start = self.longest + self.staged
+        self._end = self._start + count
+        self.reserve(self._end)
+        # Slices with Python numbers are cheapest, but they hold for equally long rows only.
+        self._slots = None if self.uniform else self._next_slots(count)
+
+    def _next_slots(self, count: int) -> Tensor:
+        return self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
 
     def reserve(self, needed: int) -> None:
         """Grow to at least `needed` slots, by doubling. Raises `UserError` beyond `limit`."""
@@ -151,29 +205,8 @@ class TreeCache(Cache):
             )
         grown = max(needed, 2 * self.capacity)
         self.capacity = grown if self.limit is None else min(grown, self.limit)
-        for buffers in (self.keys, self.values):
-            for layer, old in enumerate(buffers):
-                buffers[layer] = self._allocate(old)
-                buffers[layer][:, :, : old.shape[2]] = old
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        """Return a zero buffer `[B, Gkv, C, E]` with batch, heads, size and dtype of `like`.
-
-        Zeros matter: a slot that was never written is masked, and attention multiplies its value by
-        a weight of 0, which would give NaN if the memory happened to hold NaN or infinity.
-        """
-        batch, heads, _, size = like.shape
-        buffer = like.new_zeros(batch, heads, self.capacity, size)
-        return self._marked(buffer)
-
-    def _marked(self, buffer: Tensor) -> Tensor:
-        """Tell a compiler about a buffer, and return it; copies of it have no marks."""
-        if self.static:
-            torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
-            # One function for all capacities. "maybe": a function that depends on it is compiled
-            # for each of them.
-            torch._dynamo.maybe_mark_dynamic(buffer, 2)
-        return buffer
+        for state in self.states:
+            state.resize(self.capacity)
 
     def update(
         self,
@@ -190,25 +223,23 @@ class TreeCache(Cache):
         """
         # Only now are heads, size and dtype known; with a target over several devices also where
         # the layer lies, since the buffer is made like the keys.
-        if layer_idx == len(self.keys):
-            self.keys.append(self._allocate(key_states))
-            self.values.append(self._allocate(value_states))
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        count = key_states.shape[-2]
+        if layer_idx == len(self.states):
+            self.states.append(self._new_state(key_states, value_states))
+        keys, values = self.states[layer_idx].keys, self.states[layer_idx].values
         if self._slots is None:
-            end = self._start + count
-            keys[:, :, self._start : end] = key_states
-            values[:, :, self._start : end] = value_states
-            return keys[:, :, :end], values[:, :, :end]
-        slots = self._slots_on(keys.device)
-        for buffer, states in ((keys, key_states), (values, value_states)):
-            _write(buffer, slots, states)
-        # A captured graph wants the same shape at any length; the mask hides the slots out of use.
-        if self._whole:
-            return keys, values
+            keys[:, :, self._start : self._end] = key_states
+            values[:, :, self._start : self._end] = value_states
+        else:
+            slots = self._slots_on(keys.device)
+            _write(keys, slots, key_states)
+            _write(values, slots, value_states)
+            if self._end is None:
+                return keys, values
         # Shorter rows are given slots behind their own ends too, which the mask hides.
-        end = self._start + count
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
+        return KeysAndValues(keys, values, self.capacity)
 
     def _slots_on(self, device: torch.device) -> Tensor:
         """Return the slots of this pass on `device`, where a layer of a spread target lies."""
@@ -221,10 +252,14 @@ class TreeCache(Cache):
         """Leave the `count` positions just written undecided, in front of the next ones."""
         self.staged += count
 
-    def commit(self, counts: Sequence[int] | Tensor, places: Tensor | None = None) -> None:
-        """Commit `counts[b]` undecided positions of each row b, and drop the others.
+    def drop(self) -> None:
+        """Forget all undecided positions."""
+        self.staged = 0
+        for state in self.states:
+            state.truncate(0)
 
-        A static cache takes counts as a tensor `[B]` too, which are not brought to the host.
+    def commit(self, counts: Counts | Sequence[int], places: Tensor | None = None) -> None:
+        """Commit `counts[b]` undecided positions of each row b, and drop the others.
 
         `places` `[B, A]` are the indices of the positions to commit among the undecided ones,
         ascending; entries beyond a row's own count are ignored. Without it the first ones are
@@ -233,59 +268,39 @@ class TreeCache(Cache):
         if places is not None and places.shape[1]:
             # The accepted positions close up behind the committed ones. Example: of 10 committed
             # positions and the places 0, 2, 5 the slots 10, 12, 15 are copied to 10, 11, 12.
-            goal = torch.arange(places.shape[1], device=self.device)[None] + self.starts()[:, None]
+            starts = self.starts()[:, None]
+            goal = torch.arange(places.shape[1], device=self.device)[None] + starts
             # Rows with fewer positions copy a few slots too many. Those lie behind the row's new
             # length, where the next forward pass writes.
-            self._move(places.clamp(min=0) + self.starts()[:, None], goal)
+            source = places.clamp(min=0) + starts
+            for state in self.states:
+                state.commit(source, goal)
         self.staged = 0
-        if isinstance(counts, Tensor):
-            # In place: a captured graph reads the same memory in every round.
-            self.starts().add_(counts)
-            self._lengths = None
-            return
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._add(counts)
 
-    def commit_chunk(
-        self, start: int, width: int, counts: Sequence[int], counts_there: Tensor
-    ) -> None:
+    def _add(self, counts: Counts | Sequence[int]) -> None:
+        """Add `counts` to the lengths."""
+        here = counts.here if isinstance(counts, Counts) else counts
+        self._lengths = [a + b for a, b in zip(self.lengths, here, strict=True)]
+        self._lengths_there = None
+
+    def commit_chunk(self, start: int, width: int, counts: Counts) -> None:
         """Commit what each row has in a chunk of `width` positions, the first of which is `start`.
 
-        `counts` are the positions of each row in all chunks, `counts_there` `[B]` the same on the
-        device. Example: in chunks of 3, rows of 5 and 2 positions commit 3 and 2, then 2 and 0.
-        What was written past that is overwritten later.
+        `counts` are the positions of each row in all chunks. Example: in chunks of 3, rows of 5 and
+        2 positions commit 3 and 2, then 2 and 0. What was written past that is overwritten later.
         """
-        if self.static:
-            self.commit((counts_there - start).clamp(0, width))
-        else:
-            self.commit([min(max(count - start, 0), width) for count in counts])
-
-    def _move(self, source: Tensor, goal: Tensor) -> None:
-        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, in every layer.
-
-        The two may overlap: `index_select` and `gather` copy everything before anything is written.
-        """
-        for buffer in (*self.keys, *self.values):
-            source, goal = source.to(buffer.device), goal.to(buffer.device)
-            if len(source) == 1:
-                moved = buffer.index_select(2, source[0])
-            else:
-                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
-            _write(buffer, goal, moved)
+        self.commit([min(max(count - start, 0), width) for count in counts.here])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
-        # `index_select` copies, so the memory of the rows that leave is freed.
         index = send(rows, self.device)
-        if self._lengths is None:
-            self._lengths_there = self.starts().index_select(0, index)
-            torch._dynamo.mark_static_address(self._lengths_there)
-        else:
-            self.lengths = [self._lengths[row] for row in rows]
-        for buffers in (self.keys, self.values):
-            for layer, buffer in enumerate(buffers):
-                kept = buffer.index_select(0, index.to(buffer.device))
-                buffers[layer] = self._marked(kept)
+        self._keep_lengths(rows, index)
+        for state in self.states:
+            state.keep(index)
+
+    def _keep_lengths(self, rows: Sequence[int], index: Tensor) -> None:
+        self._lengths, self._lengths_there = [self.lengths[row] for row in rows], None
 
     # The interface of transformers' caches. A model calls these methods wherever it is given no
     # mask: in a prefill, and for a single node, which sees everything before it.
@@ -301,6 +316,90 @@ class TreeCache(Cache):
         return self.capacity
 
 
+class StaticCache(TreeCache):
+    """Cache whose shapes never change, for compiled functions and captured graphs.
+
+    Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow.
+    Nothing is asked of the host once `commit` was given `Counts`: `lengths` are not known then, and
+    only `starts` are.
+    """
+
+    fixed = True
+
+    def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
+        super().__init__(batch, capacity, device)
+        # Always there, so that a compiled function finds the same inputs, and in one place, where
+        # a captured graph finds them.
+        self._lengths_there = send([0] * batch, self.device)
+        torch._dynamo.mark_static_address(self._lengths_there)
+
+    @property
+    def uniform(self) -> bool:
+        return False  # the same shapes whether rows are equally long or not
+
+    def first_positions(self) -> Tensor:
+        return self.starts()[:, None]
+
+    def may_pass(self, position: int, slots: int) -> bool:
+        return True
+
+    def seen(self, count: int) -> int:
+        # Of the buffers, whose size a compiler was told to leave open; a number it would fix.
+        return self.states[0].keys.shape[2] if self.states else self.capacity
+
+    def width(self, counts: Counts, most: int) -> int:
+        return most
+
+    def for_drafter(
+        self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
+    ) -> TreeCache:
+        return kept.take(batch, self.capacity + more, device)
+
+    def open(self, count: int, masked: bool) -> None:
+        if masked:
+            self._slots, self._end = self._next_slots(count), None
+        else:  # a prefill, which gives attention the slots in use only
+            super().open(count, masked)
+
+    def reserve(self, needed: int) -> None:
+        assert needed <= self.capacity, "buffers of one size were made for all that may come"
+
+    def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
+        state = super()._new_state(keys, values)
+        _mark(state)
+        return state
+
+    def _add(self, counts: Counts | Sequence[int]) -> None:
+        # In place: a captured graph reads the same memory in every round.
+        if isinstance(counts, Counts):
+            self.starts().add_(counts.there)
+            self._lengths = None
+        else:
+            self.starts().add_(send(counts, self.device))
+            self._lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
+
+    def commit_chunk(self, start: int, width: int, counts: Counts) -> None:
+        self.commit(Counts([], (counts.there - start).clamp(0, width)))
+
+    def _keep_lengths(self, rows: Sequence[int], index: Tensor) -> None:
+        if self._lengths is not None:
+            self._lengths = [self._lengths[row] for row in rows]
+        self._lengths_there = self.starts().index_select(0, index)
+        torch._dynamo.mark_static_address(self._lengths_there)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        for state in self.states:
+            _mark(state)
+
+    def reset(self) -> None:
+        """Forget everything, at the same addresses."""
+        self.staged, self._lengths = 0, [0] * len(self.starts())
+        self.starts().zero_()
+        for state in self.states:
+            state.reset()
+
+
 class KeptCache:
     """Static cache that the next batch of the same size uses again, at the same address.
 
@@ -308,31 +407,38 @@ class KeptCache:
     """
 
     def __init__(self) -> None:
-        self._cache: TreeCache | None = None
+        self._cache: StaticCache | None = None
 
-    def take(
-        self,
-        batch: int,
-        capacity: int,
-        device: torch.device,
-        limit: int | None = None,
-        static: bool = False,
-    ) -> TreeCache:
-        """Return an empty cache; arguments are those of `TreeCache`."""
+    def take(self, batch: int, capacity: int, device: torch.device) -> StaticCache:
+        """Return an empty cache; arguments are those of `StaticCache`."""
         cache, self._cache = self._cache, None
-        wanted = (batch, capacity, limit, static)
-        if cache is not None and wanted == (len(cache.starts()), *cache.sizes):
-            # Slots are hidden by a weight of 0, which would not hide NaN or infinity that a batch
-            # with an overflow has left.
-            for buffer in (*cache.keys, *cache.values):
-                buffer.zero_()
-            cache.lengths, cache.staged = [0] * batch, 0
+        if cache is not None and (len(cache.starts()), cache.capacity) == (batch, capacity):
+            cache.reset()
             return cache
-        return TreeCache(batch, capacity, device, limit, static)
+        return StaticCache(batch, capacity, device)
 
     def put(self, cache: TreeCache) -> None:
         """Keep the cache of a batch that has ended, if it is static."""
-        self._cache = cache if cache.static else None
+        self._cache = cache if isinstance(cache, StaticCache) else None
+
+
+def _buffer(like: Tensor, capacity: int) -> Tensor:
+    """Return a zero buffer `[B, Gkv, C, E]` with batch, heads, size and dtype of `like`.
+
+    Zeros matter: a slot that was never written is masked, and attention multiplies its value by a
+    weight of 0, which would give NaN if the memory happened to hold NaN or infinity.
+    """
+    batch, heads, _, size = like.shape
+    return like.new_zeros(batch, heads, capacity, size)
+
+
+def _mark(state: KeysAndValues) -> None:
+    """Tell a compiler about the buffers of a state; copies of them have no marks."""
+    for buffer in (state.keys, state.values):
+        torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
+        # One function for all capacities. "maybe": a function that depends on it is compiled for
+        # each of them.
+        torch._dynamo.maybe_mark_dynamic(buffer, 2)
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

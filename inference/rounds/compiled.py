@@ -58,7 +58,9 @@ def compiled(
         # variable. So each owner has code and a name of its own.
         name = f"{function.__name__}_{next(_NUMBERS)}"
         code = function.__code__.replace(co_name=name)
-        own = FunctionType(code, function.__globals__, name, None, function.__closure__)
+        own = FunctionType(
+            code, function.__globals__, name, function.__defaults__, function.__closure__
+        )
         functions[key] = compile_function(own, device)
     return functions[key]
 

@@ -4,7 +4,7 @@ Node 0 is the root (the last token that the target chose, not a draft), and ever
 number than its parent.
 
 Shapes: B batch, N nodes with the root, D levels (depth of the deepest node), V vocabulary. A table
-of a static shape has 1 in place of B.
+of one shape has 1 in place of B.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_NODE = -1
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Static shape of a draft tree: the parent of every node. A chain is a tree.
+    """Fixed shape of a draft tree: the parent of every node. A chain is a tree.
 
     The root's parent is NO_NODE. Siblings are offered in the order of their ids.
     """
@@ -164,7 +164,7 @@ def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
 class DraftTree:
     """Draft trees of a batch, one for each row.
 
-    Either all rows share one static `shape`, or `parents` and `levels` are given.
+    Either all rows share one `shape`, or `parents` and `levels` are given.
     """
 
     tokens: Tensor

@@ -11,9 +11,8 @@ from functools import partial
 from secrets import token_hex
 
 from ...heads.files import JsonObject
-from ..api import Reply, none_for_nan
+from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
-from ..detokenize import StreamedText
 from .engine import STOPPING, BatchSettings, Engine, Job
 from .protocol import FINISH, ChatRequest, Common
 
@@ -46,38 +45,16 @@ class Asked:
     requests: Sequence[Request]
 
 
-class Choice:
-    """One reply as its client gets it: its text so far, and its times as the server sees them."""
-
-    def __init__(self, job: Job, engine: Engine, skip_special: bool) -> None:
-        # Without the prompt, which the job has: a request may ask for many replies to a long one.
-        self.reply = Reply([])
-        self._text = StreamedText(engine.target.tokenizer, job.settings.stop)
-        self._hidden = engine.hidden if skip_special else frozenset[int]()
-        self._asked = time.perf_counter()
-
-    def add(self, record: Round, reason: str | None) -> list[tuple[str, bool]]:
-        """Take a step of the reply; return its new text in pieces, each with True if drafted."""
-        reply = self.reply
-        reply.take(record, reason, time.perf_counter() - self._asked)
-        pieces = self._text.pieces(
-            record.tokens, record.accepted, self._hidden, reason is not None, reason == "stop"
-        )
-        reply.text += "".join(text for text, _ in pieces)
-        return pieces
-
-    @property
-    def figures(self) -> JsonObject:
-        """Rounds, tau, acceptance and speed of the reply."""
-        reply = self.reply
-        return {
-            "rounds": len(reply.rounds),
-            "tau": none_for_nan(reply.tau),
-            "acceptance": [round(share, 4) for share in reply.acceptance],
-            "tokens_per_second": none_for_nan(reply.tokens_per_second),
-            "ttft_s": reply.ttft_s,
-            "decode_s": reply.decode_s,
-        }
+def figures(reply: Reply) -> JsonObject:
+    """Return rounds, tau, acceptance and speed of a reply, as the server sees its times."""
+    return {
+        "rounds": len(reply.rounds),
+        "tau": none_for_nan(reply.tau),
+        "acceptance": [round(share, 4) for share in reply.acceptance],
+        "tokens_per_second": none_for_nan(reply.tokens_per_second),
+        "ttft_s": reply.ttft_s,
+        "decode_s": reply.decode_s,
+    }
 
 
 class Pending:
@@ -92,11 +69,14 @@ class Pending:
         self.chat = isinstance(asked.fields, ChatRequest)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
         self.created = int(time.time())
-        self.jobs = []
+        self.jobs, self.choices = [], []
+        hidden = engine.hidden if asked.fields.skip_special_tokens else frozenset[int]()
+        stops, tokenizer = asked.settings.stop, engine.target.tokenizer
         for number, request in enumerate(asked.requests):
             self.jobs.append(Job(request, asked.settings, partial(self._deliver, number)))
-        skip_special = asked.fields.skip_special_tokens
-        self.choices = [Choice(job, engine, skip_special) for job in self.jobs]
+            # Without the prompt, which the job has: a request may ask for many replies to a long
+            # one.
+            self.choices.append(Transcript(Reply([]), tokenizer, stops, hidden))
         engine.submit(self.jobs)
 
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
@@ -125,7 +105,7 @@ class Pending:
                     raise DecodingFailed(reason)
                 if reason is not None:
                     still_open.discard(number)
-                yield number, record, self.choices[number].add(record, reason)
+                yield number, record, self.choices[number].pieces(record, reason)
         finally:
             self.give_up()
 
@@ -150,7 +130,7 @@ class Pending:
             **self._head("chat.completion" if self.chat else "text_completion"),
             "choices": choices,
             "usage": self.usage(),
-            "draftsmith": [choice.figures for choice in self.choices],
+            "draftsmith": [figures(choice.reply) for choice in self.choices],
         }
 
     def chunk(self, number: int, record: Round, pieces: list[tuple[str, bool]]) -> JsonObject:
@@ -173,7 +153,7 @@ class Pending:
             "choices": [entry],
         }
         if reply.finish_reason and self._asked.return_pieces:
-            event["draftsmith"] = self.choices[number].figures
+            event["draftsmith"] = figures(reply)
         return event
 
     def last_chunk(self) -> JsonObject:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from ..rounds.cache import KeptCache, TreeCache
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
-from .masks import packed_mask, tree_mask
+from .masks import Pass, packed_mask, tree_mask
 from .model_head import ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
@@ -60,6 +60,19 @@ class Hidden:
     last: Tensor
     taps: tuple[Tensor, ...] = ()
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Hidden:
+        """Return `function` of each of them."""
+        return Hidden(function(self.last), tuple(function(tap) for tap in self.taps))
+
+    @staticmethod
+    def joined(parts: Sequence[Hidden]) -> Hidden:
+        """Return the states of several passes side by side, as of one."""
+        taps = zip(*(part.taps for part in parts), strict=True)
+        return Hidden(
+            torch.cat([part.last for part in parts], dim=1),
+            tuple(torch.cat(list(tap), dim=1) for tap in taps),
+        )
+
 
 class CausalModel(ModelHead):
     """Causal language model, split into decoder and head."""
@@ -80,7 +93,7 @@ class CausalModel(ModelHead):
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
-        """True if rounds run over static caches, as functions that are compiled once."""
+        """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
         self.kept_cache = KeptCache()
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
@@ -95,25 +108,28 @@ class CausalModel(ModelHead):
     def forward(
         self,
         ids: Tensor,
-        positions: Tensor | None = None,
-        mask: Any = None,
+        layout: Pass | None = None,
         cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
-        documents: Tensor | None = None,
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
-        Without a cache and a mask, `positions` `[B, N]` that restart mark the documents of a packed
-        row, and no document sees another. With `documents` `[B, N]` on the CPU, their numbers, no
-        mask is made for that by a model that `attends_in_documents`. `mask` `[1 | B, 1, N, slots]`
-        is additive (0 = visible), or a dict with a mask for each kind of layer.
+        `layout` says where they are and what they see; None: as a `Pass` without arguments. A
+        node without a token, NO_NODE, runs as token 0, and an unknown token as the last one.
         """
-        spans = None
-        if documents is not None and self.attends_in_documents:
-            spans = spans_of(documents)
+        layout = layout or Pass()
+        positions, mask, spans = layout.positions, None, None
+        if layout.depths is not None:
+            assert cache is not None, "tree nodes follow the positions of a cache"
+            ids = ids.clamp(0, self.vocab_size - 1)
+            in_tree = self._tree_positions(layout, cache)
+            mask = self.tree_mask(layout, in_tree, cache)
+            positions = in_tree.expand(len(ids), -1) if positions is None else positions
+        if layout.documents is not None and self.attends_in_documents:
+            spans = spans_of(layout.documents)
         elif cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
-        elif mask is None and positions is not None and self.masks_packed_rows:
+        elif positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
         decoder: Any = self.decoder
         # Without a mask it knows whole texts; transformers makes the masks of sliding windows.
@@ -129,7 +145,7 @@ class CausalModel(ModelHead):
         with nullcontext() if spans is None else in_documents(decoder):
             last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps, spans)
         if self.spread == "devices":  # each layer's states lie where the layer does
-            last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
+            return Hidden(last, tapped).map(lambda states: states.to(self.device))
         return Hidden(last, tapped)
 
     def fuse(self, move: bool) -> None:
@@ -220,75 +236,32 @@ class CausalModel(ModelHead):
                     .clamp(max=self.max_positions - 1)
                     .expand(len(ids), -1)
                 )
-            outputs.append(self.forward(piece, positions, cache=cache, taps=taps))
-            # All rows together, padding too, so that the next piece begins at the same slot in all
-            # of them.
-            cache.commit([piece.shape[1]] * len(ids))
-        cache.lengths = list(lengths)  # padding was committed too
-        if len(outputs) == 1:
-            return outputs[0]
-        tapped = []
-        for i in range(len(taps)):
-            pieces = [output.taps[i] for output in outputs]
-            tapped.append(torch.cat(pieces, dim=1))
-        return Hidden(torch.cat([output.last for output in outputs], dim=1), tuple(tapped))
+            outputs.append(self.forward(piece, Pass(positions=positions), cache, taps))
+            # Rows that go on have committed all of it, so that the next piece begins at the same
+            # slot in all of them.
+            cache.commit([min(max(length - start, 0), piece.shape[1]) for length in lengths])
+        return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
-    def forward_tree(
-        self,
-        tokens: Tensor,
-        visible: Tensor | None,
-        depths: Tensor,
-        slot_depths: Tensor,
-        cache: TreeCache,
-        taps: tuple[int, ...] = (),
-    ) -> Hidden:
-        """Run tree nodes `[B, N]` over the positions in `cache`, and return their states.
-
-        Committed positions are followed by U undecided slots, of which these N nodes are the last.
-        `visible` `[1 | B, N, U]` bool is true for the undecided slots that a node sees; None: all.
-        `depths` `[1 | B, N]` are the nodes', `slot_depths` `[1 | B, U]` the slots'; depth 0 stands
-        at the position after the committed ones. NO_NODE runs as token 0, unknown ones as the last.
-        """
-        count, slots = tokens.shape[1], slot_depths.shape[1]
-        if cache.static:
-            # What the host knows of lengths would not be static.
-            starts, beyond = cache.starts()[:, None], True
-        else:
-            # A single row's length is known on the host, where adding a number needs no tensor.
-            starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
-            beyond = cache.longest + slots > self.max_positions
+    def _tree_positions(self, tree: Pass, cache: TreeCache) -> Tensor:
+        """Return the positions `[1 | B, N]` of tree nodes."""
+        assert tree.depths is not None
+        slots = tree.depths if tree.slot_depths is None else tree.slot_depths
+        positions = tree.depths + cache.first_positions()
         # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
-        positions = depths + starts
-        if beyond:
+        if cache.may_pass(self.max_positions, slots.shape[1]):
             positions = positions.clamp(max=self.max_positions - 1)
+        return positions
+
+    def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
+        """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
-        alone = (
-            count == 1 and (visible is None or slots == 1) and not cache.static and cache.uniform
-        )
-        mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
-        positions = positions.expand(tokens.shape[0], -1)
-        return self.forward(tokens.clamp(0, self.vocab_size - 1), positions, mask, cache, taps)
-
-    def tree_mask(
-        self,
-        visible: Tensor | None,
-        positions: Tensor,
-        slot_depths: Tensor,
-        cache: TreeCache,
-        count: int,
-    ) -> Any:
-        """Return the mask of `masks.tree_mask` in this model's dtype, with its windows."""
+        all_seen = tree.visible is None or tree.visible.shape[2] == 1
+        if positions.shape[1] == 1 and all_seen and cache.uniform:
+            return None
         return tree_mask(
-            visible,
-            positions,
-            slot_depths,
-            cache,
-            count,
-            dtype=self.dtype,
-            window=self.window,
-            mixed=self._mixed,
+            tree, positions, cache, dtype=self.dtype, window=self.window, mixed=self._mixed
         )
 
     @torch.no_grad()
@@ -328,7 +301,7 @@ class CausalModel(ModelHead):
             path = TRIAL.path_to(leaf)
             text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])[None]
             positions = torch.arange(start, start + text.shape[1], device=self.device)[None]
-            alone = self.forward(text, positions).last[0, PROMPT:]
+            alone = self.forward(text, Pass(positions=positions)).last[0, PROMPT:]
             error = max(error, relative_error(in_tree[path], alone), key=nan_last)
         return error
 
@@ -349,12 +322,16 @@ class CausalModel(ModelHead):
         ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
         cache = TreeCache(1, 16, self.device)
         positions = torch.arange(PROMPT, device=self.device)[None]
-        prompt = self.forward(ids[:, :PROMPT], positions + start, cache=cache, taps=taps)
+        in_prompt = Pass(positions=positions + start)
+        prompt = self.forward(ids[:, :PROMPT], in_prompt, cache, taps)
         assert len(cache) == self.num_layers, "some layers keep no keys and values"
         cache.commit([PROMPT])
-        positions = tables.depths + PROMPT
-        mask = self.tree_mask(tables.ancestors, positions, tables.depths, cache, TRIAL.nodes)
-        tree = self.forward(ids[:, PROMPT:], positions + start, mask, cache, taps)
+        in_tree = Pass(
+            positions=tables.depths + PROMPT + start,
+            depths=tables.depths,
+            visible=tables.ancestors,
+        )
+        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
         states = []
         for of_prompt, of_tree in zip(
             (prompt.last, *prompt.taps), (tree.last, *tree.taps), strict=True
@@ -381,7 +358,7 @@ class CausalModel(ModelHead):
         # The model's own forward pass, with whatever it does behind its head.
         try:
             whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
-            logits = self.head(self.forward(ids, positions).last).float()
+            logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
         except UNFIT as error:
             raise UserError(
                 f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "

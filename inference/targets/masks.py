@@ -1,7 +1,11 @@
-"""Attention masks that are made here instead of in transformers."""
+"""Forward passes: what each position sees, and masks that are made here, not in transformers.
+
+Shapes: B rows, N positions of one forward pass, U undecided slots of the cache.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +13,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..rounds.cache import TreeCache, visible_slots
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """Where the positions of a forward pass are, and what they see.
+
+    Without `depths` they are texts, each position after the one before it, and with a cache the
+    next piece of its texts. With `depths` they are tree nodes over a cache, whose committed
+    positions are followed by U undecided slots, of which these N nodes are the last.
+    """
+
+    positions: Tensor | None = None
+    """[B, N]; None: those that follow from the rest. Without a cache positions that restart mark
+    the documents of a packed row, and no document sees another."""
+    documents: Tensor | None = None
+    """[B, N], on the CPU: numbers of the documents of packed rows. A model that
+    `attends_in_documents` keeps documents apart by them, without a mask."""
+    depths: Tensor | None = None
+    """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
+    visible: Tensor | None = None
+    """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
+    slot_depths: Tensor | None = None
+    """[1 | B, U]: depths of all undecided slots; None: they are the nodes, with `depths`."""
 
 
 def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:
@@ -38,29 +65,30 @@ def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed
 
 
 def tree_mask(
-    visible: Tensor | None,
+    tree: Pass,
     positions: Tensor,
-    slot_depths: Tensor,
     cache: TreeCache,
-    count: int,
     *,
     dtype: torch.dtype,
     window: int | None,
     mixed: bool,
 ) -> Any:
-    """Return the mask `[1 | B, 1, N, slots]` of `count` tree nodes for `CausalModel.forward`.
+    """Return the mask `[1 | B, 1, N, slots]` of tree nodes at `positions` `[1 | B, N]`.
 
-    Arguments as in `CausalModel.forward_tree`, `positions` `[1 | B, N]`; `window` and `mixed` as in
-    `packed_mask`. The mask is additive, since every
-    attention implementation that takes a 4D mask takes an additive one. Layers with a sliding
-    window see only keys less than a window back; models that mix both kinds of layers take one
-    mask for each.
+    `window` and `mixed` are as in `packed_mask`. The mask is additive, since every attention
+    implementation that takes a 4D mask takes an additive one. Layers with a sliding window see only
+    keys less than a window back; models that mix both kinds of layers take one mask for each.
     """
+    visible, slot_depths = tree.visible, tree.slot_depths
+    if slot_depths is None:
+        slot_depths = tree.depths
+    assert slot_depths is not None
+    count = positions.shape[1]
     width, undecided = cache.seen(count), slot_depths.shape[1]
     lowest = torch.finfo(dtype).min
     if visible is None:
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
-    if not cache.static and cache.uniform and window is None:
+    if cache.uniform and window is None:
         # Equally long rows have the tree in the same columns. All before it is committed, hence
         # visible (0).
         # `visible` has a column for every undecided slot, those of earlier passes too, so its first

@@ -37,9 +37,10 @@ from draftsmith.inference.metrics import emitted_per_round, split, tau
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import GREEDY, TargetConfig
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -174,7 +175,8 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
     """Median seconds of a target forward with head over N nodes (chains; a tree of N nodes costs
     the same), taking turns."""
     ids = (torch.arange(context, device=target.device) * 7 % target.vocab_size)[None]
-    cache = TreeCache(1, context + max(NODES), target.device, static=target.compiled)
+    kind = StaticCache if target.compiled else TreeCache
+    cache = kind(1, context + max(NODES), target.device)
     target.prefill(ids, [context], cache)
     times: dict[int, list[float]] = {count: [] for count in NODES}
     for turn in range(repeats + 3):
@@ -182,8 +184,8 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
             tables = TreeShape.chain(count - 1).tables(target.device)
             tokens = ids[:, :count]
             start = synchronised(target.device)
-            hidden = target.forward_tree(
-                tokens, tables.ancestors, tables.depths, tables.depths, cache
+            hidden = target.forward(
+                tokens, Pass(depths=tables.depths, visible=tables.ancestors), cache
             )
             target.head(hidden.last)
             if turn >= 3:

@@ -156,7 +156,7 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
             report.check(f"{Path(spec).name}, {rule}", same == len(wanted), detail)
 
 
-class Replayed:
+class Replayed(Proposer):
     """Proposer that drafts as `inner` does, and then puts a known text on one path of its tree.
 
     With random weights no draft would be accepted, and moving accepted paths would never be timed.
@@ -166,10 +166,7 @@ class Replayed:
         """`text` `[T]` holds the tokens of prompt and reply, on the device."""
         self.inner, self.text = inner, text
         self.name, self.taps, self.max_drafted = inner.name, inner.taps, inner.max_drafted
-
-    @property
-    def static(self) -> bool:
-        return self.inner.static
+        self.traceable = inner.traceable
 
     def prefill(self, prompts: Prompts) -> None:
         self.inner.prefill(prompts)

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_target
 
 COMMITTED = 64  # positions before the nodes
@@ -85,8 +86,8 @@ def over_chain(target: Target, count: int) -> Callable[[], Tensor]:
     tables = TreeShape.chain(count - 1).tables(target.device)
 
     def run() -> Tensor:
-        hidden = target.forward_tree(
-            ids[:, :count], tables.ancestors, tables.depths, tables.depths, cache
+        hidden = target.forward(
+            ids[:, :count], Pass(depths=tables.depths, visible=tables.ancestors), cache
         )
         return target.head(hidden.last)
 

@@ -253,8 +253,8 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
         cache = proposer._cache
         caches.append(
             [
-                (k[:, :, : cache.longest], v[:, :, : cache.longest])
-                for k, v in zip(cache.keys, cache.values, strict=True)
+                (state.keys[:, :, : cache.longest], state.values[:, :, : cache.longest])
+                for state in cache.states
             ]
         )
         assert cache.longest == at == start + 6

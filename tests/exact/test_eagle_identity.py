@@ -258,7 +258,8 @@ def test_a_cache_of_many_rounds_equals_one_of_a_fresh_prefill() -> None:
     )
     fresh._catch_up(torch.tensor([ids[length]]))
     assert length > start + 8
-    for ours, other in zip(
-        (*cache.keys, *cache.values), (*fresh._cache.keys, *fresh._cache.values), strict=True
-    ):
-        torch.testing.assert_close(ours[:, :, :length], other[:, :, :length], atol=1e-5, rtol=1e-5)
+    for ours, other in zip(cache.states, fresh._cache.states, strict=True):
+        for one, another in ((ours.keys, other.keys), (ours.values, other.values)):
+            torch.testing.assert_close(
+                one[:, :, :length], another[:, :, :length], atol=1e-5, rtol=1e-5
+            )

@@ -101,7 +101,7 @@ def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch
             patched.setattr(loop, "drafts_ahead", lambda device: True)
             target.compiled = True
             assert without_times(run(target, proposer, sampling)) == expected, way
-        if proposer.static:
+        if proposer.traceable:
             ahead.append(way)
     assert len(set(ahead)) >= 12
 
@@ -157,6 +157,8 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
                 kept.append(proposer._kept._cache)
             for cache in kept:
                 assert cache is not None, way
-                tensors = [cache.starts(), *cache.keys, *cache.values]
+                tensors = [cache.starts()]
+                for state in cache.states:
+                    tensors += [state.keys, state.values]
                 addresses.append([tensor.data_ptr() for tensor in tensors])
         assert addresses[: len(kept)] == addresses[-len(kept) :], way

@@ -16,18 +16,18 @@ from unittest.mock import patch
 
 import torch
 from accelerate import dispatch_model
-from draftsmith.heads.embedding_and_head import EmbeddingAndHead
-from draftsmith.inference import decode
-from draftsmith.inference.rounds import attention
-from draftsmith.inference.rounds.decision import Decision, Packed
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.targets.fused import FusedDecoder
-from draftsmith.inference.targets.target import Target
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftsmith.heads.embedding_and_head import EmbeddingAndHead
+from draftsmith.inference import decode
+from draftsmith.inference.rounds import attention, outcome
+from draftsmith.inference.rounds.outcome import Accepted
+from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.fused import FusedDecoder
+from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, proposers
 
 VIEWS = {
@@ -129,24 +129,14 @@ def rounds(
         reads["pinned"] += watch.on
         return tensor
 
-    def unpack(packed: Packed, values: Any) -> Decision:
-        """The decision that every row has accepted the first nodes of one path."""
-        rows, levels = packed.path.shape[0], packed.path.shape[1] - 1
+    def unpack(accepted: Accepted, values: Any) -> None:
+        """Every row has accepted the first nodes of one path."""
+        rows, levels = accepted.counts.shape[0], accepted.path.shape[1] - 1
         count = min(ACCEPTED, levels + 1)
-        path = [0, *range(2, count + 1)] if packed.shape is None else list(range(count))
-        return Decision(
-            tokens=[[7] * count] * rows,
-            nodes=[path] * rows,
-            drafted=[levels] * rows,
-            refused=[False] * rows,
-            rule=packed.rule,
-            choices=[[7] * 64] * rows,
-            expected=None,
-            overlap=None,
-            path=packed.path,
-            counts=packed.counts,
-            bonus=packed.bonus,
-        )
+        path = [0, *range(2, count + 1)] if accepted.shape is None else list(range(count))
+        accepted.tokens, accepted.nodes = [[7] * count] * rows, [path] * rows
+        accepted.drafted, accepted.refused = [levels] * rows, [False] * rows
+        accepted.choices = [[7] * 64] * rows
 
     original = decode._Batch.round
     seen = Counter[str]()
@@ -161,8 +151,8 @@ def rounds(
 
     with (
         patch.object(decode._Batch, "round", one_round),
-        patch.object(decode, "unpack", unpack),
-        patch.object(decode, "read_later", lambda tensor: tensor.tolist),
+        patch.object(Accepted, "_unpack", unpack),
+        patch.object(outcome, "read_later", lambda tensor: tensor.tolist),
         patch.object(decode, "compiled", lambda function, *rest: function),
         patch.object(decode, "Clock", NoClock),
         patch.object(FakeTensor, "tolist", tolist),

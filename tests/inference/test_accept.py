@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.inference.rounds.accept import Verdict, judge, match
-from draftsmith.inference.rounds.decision import pack, unpack
+from draftsmith.inference.rounds.outcome import Accepted
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.causal_model import Hidden
 
 
 def reference(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:
@@ -44,13 +45,20 @@ def filled_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]
     return parents, tokens, choices
 
 
-def decided(tree: DraftTree, choices: list[list[int]]):
+def read(tree: DraftTree, verdict: Verdict) -> Accepted:
+    """What the loop gets of a verdict; the state of a node is its token."""
+    accepted = Accepted.of(tree, verdict, Hidden(tree.tokens[..., None].float()))
+    accepted.read()
+    accepted.select()
+    return accepted
+
+
+def decided(tree: DraftTree, choices: list[list[int]]) -> Accepted:
     """What the loop gets from a batch in which the target's choices are known."""
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    packed = pack(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_))
-    return unpack(packed, packed.rows.tolist())
+    return read(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_))
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,7 +78,10 @@ def test_acceptance_goes_from_the_root_to_the_first_mistake(
     found = decided(tree, [choices])
     assert found.nodes == [reference(parents, tokens, choices)]
     assert found.tokens == [[choices[node] for node in found.nodes[0]]]
-    assert found.bonus.tolist() == [found.tokens[0][-1]]
+    assert found.bonus is not None and found.bonus.tolist() == [found.tokens[0][-1]]
+    assert found.path.tolist() == found.nodes
+    assert found.ids.tolist() == [[tokens[node] for node in found.nodes[0]]]
+    assert found.hidden.last[..., 0].tolist() == found.ids.tolist()
     assert found.drafted == [sum(token != NO_NODE for token in tokens[1:])]
     assert found.counts.tolist() == [len(found.nodes[0])] and found.choices == [choices]
 
@@ -102,8 +113,7 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
         expected=expected,
         overlap=overlap,
     )
-    packed = pack(tree, verdict)
-    found = unpack(packed, packed.rows.tolist())
+    found = read(tree, verdict)
     assert found.expected == expected.tolist()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"

@@ -158,7 +158,7 @@ def test_a_drafter_works_on_one_batch_at_a_time(quickstart: Target) -> None:
         whole = decoder.generate(PROMPT, 24).text
         pieces = decoder.stream(PROMPT, 24)
         first = next(pieces)
-        with pytest.raises(UserError, match="at work on another batch"):
+        with pytest.raises(UserError, match="in use for another batch"):
             decoder.generate(PROMPT, 24)
         assert first + "".join(pieces) == whole
         pieces = decoder.stream(PROMPT, 24)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.rounds.cache import KeptCache, TreeCache
+from draftsmith.inference.rounds.cache import KeptCache, StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture
 from tests.conftest import tiny_target
@@ -32,7 +33,12 @@ def run_tree(
     target: Target, cache: TreeCache, shape: TreeShape, tokens: torch.Tensor
 ) -> torch.Tensor:
     tables = shape.tables(CPU)
-    return target.forward_tree(tokens, tables.ancestors, tables.depths, tables.depths, cache).last
+    nodes = Pass(depths=tables.depths, visible=tables.ancestors)
+    return target.forward(tokens, nodes, cache).last
+
+
+def buffers(cache: TreeCache) -> list[torch.Tensor]:
+    return [buffer for state in cache.states for buffer in (state.keys, state.values)]
 
 
 def padded(paths: list[list[int]]) -> torch.Tensor:
@@ -45,7 +51,7 @@ def check_equal_to_fresh(target: Target, cache: TreeCache, texts: list[list[int]
     for row, text in enumerate(texts):
         fresh = TreeCache(1, 64)
         target.prefill(torch.tensor([text]), [len(text)], fresh)
-        for ours, other in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
+        for ours, other in zip(buffers(cache), buffers(fresh), strict=True):
             torch.testing.assert_close(
                 ours[row, :, : len(text)], other[0, :, : len(text)], atol=1e-5, rtol=1e-5
             )
@@ -76,7 +82,7 @@ def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
         return torch.randint(4, target.vocab_size, shape, generator=generator)
 
     texts = [draw(length).tolist() for length in lengths]
-    cache = TreeCache(len(texts), 64 if static else 12, static=static)
+    cache = StaticCache(len(texts), 64) if static else TreeCache(len(texts), 12)
     width = max(lengths)
     prompts = torch.tensor([text + [0] * (width - len(text)) for text in texts])
     target.prefill(prompts, lengths, cache, chunk=4)
@@ -106,7 +112,7 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
         first = torch.tensor([[20, 21], [22, 23]])  # two siblings below nothing: depth 0
         eye = torch.eye(2, dtype=torch.bool)[None]
         zero = torch.zeros(1, 2, dtype=torch.long)
-        target.forward_tree(first, eye, zero, zero, cache)
+        target.forward(first, Pass(depths=zero, visible=eye), cache)
         cache.stage(2)
         second = torch.tensor([[30, 31, 32], [33, 34, 35]])  # children of sibling 1, 0, 1
         above = [1, 0, 1]
@@ -114,7 +120,8 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
         for node, parent in enumerate(above):
             sees[0, node, [parent, 2 + node]] = True
         depths = torch.tensor([[0, 0, 1, 1, 1]])
-        found = target.forward_tree(second, sees, depths[:, 2:], depths, cache).last
+        nodes = Pass(depths=depths[:, 2:], visible=sees, slot_depths=depths)
+        found = target.forward(second, nodes, cache).last
         for row, text in enumerate(texts):
             for node, parent in enumerate(above):
                 path = [*text, int(first[row, parent]), int(second[row, node])]
@@ -161,10 +168,11 @@ def test_a_chain_is_committed_without_copying(monkeypatch: pytest.MonkeyPatch) -
     cache = TreeCache(1, 16)
     TARGETS["llama"].prefill(torch.tensor([[5, 6, 7]]), [3], cache)
     run_tree(TARGETS["llama"], cache, TreeShape.chain(3), torch.tensor([[1, 2, 3, 4]]))
-    before = [buffer.data_ptr() for buffer in cache.keys]
-    monkeypatch.setattr(cache, "_move", lambda *_: pytest.fail("a chain was moved"))
+    before = [buffer.data_ptr() for buffer in buffers(cache)]
+    for state in cache.states:
+        monkeypatch.setattr(state, "commit", lambda *_: pytest.fail("a chain was moved"))
     cache.commit([3])
-    assert cache.lengths == [6] and [buffer.data_ptr() for buffer in cache.keys] == before
+    assert cache.lengths == [6] and [buffer.data_ptr() for buffer in buffers(cache)] == before
 
 
 @torch.inference_mode()
@@ -184,7 +192,7 @@ def test_a_kept_cache_gives_nothing_of_its_last_batch_to_the_next() -> None:
     shape = TreeShape((-1, 0, 0, 1))
 
     def states() -> torch.Tensor:
-        cache = kept.take(1, 32, CPU, 64, static=True)
+        cache = kept.take(1, 32, CPU)
         target.prefill(ids, [4], cache)
         found = run_tree(target, cache, shape, torch.tensor([[9, 10, 11, 12]]))
         kept.put(cache)
@@ -193,8 +201,8 @@ def test_a_kept_cache_gives_nothing_of_its_last_batch_to_the_next() -> None:
     first = states()
     cache = kept._cache
     assert cache is not None
-    address = cache.keys[0].data_ptr()
-    for buffer in (*cache.keys, *cache.values):
+    address = buffers(cache)[0].data_ptr()
+    for buffer in buffers(cache):
         buffer.fill_(torch.nan)
     torch.testing.assert_close(states(), first)
-    assert kept._cache is cache and cache.keys[0].data_ptr() == address
+    assert kept._cache is cache and buffers(cache)[0].data_ptr() == address

@@ -84,7 +84,7 @@ def test_cudnn_attention_is_switched_off() -> None:
 def test_slots_go_to_the_device_of_each_layer() -> None:
     """A target spread over devices writes a layer where it lies; "meta" stands for the other."""
     cache = TreeCache(2, 8, "cpu")
-    cache.lengths = [1, 3]
+    cache.commit([1, 3])
     cache.open(2, masked=True)
     moved: Any = cache._slots_on(torch.device("meta"))
     assert moved.device.type == "meta" and moved.shape == (2, 2)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.inference.rounds.cache import StaticCache, TreeCache
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
+from draftsmith.inference.targets.masks import Pass
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 
@@ -67,29 +68,31 @@ def test_path_tokens() -> None:
 def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
     tables = TreeShape((-1, 0, 0, 1)).tables(CPU)
     cache = TreeCache(1, 16)
-    cache.lengths = [2]
-    mask = tiny_target().tree_mask(tables.ancestors, 2 + tables.depths, tables.depths, cache, 4)
+    cache.commit([2])
+    nodes = Pass(depths=tables.depths, visible=tables.ancestors)
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, cache)
     seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
     assert (mask[0, 0] == 0).int().tolist() == seen
-    static = TreeCache(1, 8, static=True)
-    static.lengths = [2]
-    mask = tiny_target().tree_mask(tables.ancestors, 2 + tables.depths, tables.depths, static, 4)
+    static = StaticCache(1, 8)
+    static.commit([2])
+    mask = tiny_target().tree_mask(nodes, 2 + tables.depths, static)
     assert (mask[0, 0] == 0).int().tolist() == [[*row, 0, 0] for row in seen]
 
 
 def test_rows_of_other_lengths_and_windows() -> None:
     tables = TreeShape((-1, 0, 0)).tables(CPU)
     cache = TreeCache(2, 16)
-    cache.lengths = [1, 3]
+    cache.commit([1, 3])
     positions = torch.tensor([[1], [3]]) + tables.depths
-    mask = tiny_target().tree_mask(tables.ancestors, positions, tables.depths, cache, 3)
+    nodes = Pass(depths=tables.depths, visible=tables.ancestors)
+    mask = tiny_target().tree_mask(nodes, positions, cache)
     assert (mask[:, 0] == 0).int().tolist() == [
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]],
     ]
     target = architecture("gemma3")
     target.config.sliding_window = 3
-    both = target.tree_mask(tables.ancestors, positions, tables.depths, cache, 3)
+    both = target.tree_mask(nodes, positions, cache)
     assert torch.equal(both["full_attention"] == 0, mask == 0)
     assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [
         [0, 1, 1, 1, 0, 0],

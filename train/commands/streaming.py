@@ -6,15 +6,13 @@ import io
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TextIO
 
 from ...inference.api import Decoder, Reply
-from ...inference.decode import Generation, Request, Round, decode
-from ...inference.detokenize import StreamedText
+from ...inference.decode import Generation, Request, decode
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import GREEDY, Sampling
@@ -95,11 +93,8 @@ def stream(
     With `color`, accepted drafts are green. `ended` is called after every round; the reply ends
     there once it returns True.
     """
-    reply = Reply(list(request.prompt_ids))
-    text = StreamedText(decoder.target.tokenizer, stop)
+    transcript = decoder.transcript(request, stop)
     out = stdout or sys.stdout
-    hidden = decoder.hidden
-    started = time.perf_counter()
     rounds = decode(
         decoder.target, decoder.proposer, [request], max_new_tokens, sampling, None, stop
     )
@@ -107,37 +102,22 @@ def stream(
         _, step, reason = steps[0]
         if reason is None and ended():
             reason = INTERRUPTED
-        reply.take(step, reason, time.perf_counter() - started)
-        reply.text += write(text, step, hidden, reason, color, out)
+        write(transcript.pieces(step, reason), color, out)
         if reason == INTERRUPTED:
             rounds.close()
             break
     out.write("\n")
     out.flush()
-    return reply
+    return transcript.reply
 
 
-def write(
-    text: StreamedText,
-    step: Round,
-    hidden: frozenset[int],
-    reason: str | None,
-    color: bool,
-    out: TextIO,
-) -> str:
-    """Write the tokens of a step, as far as they are whole characters.
-
-    `reason` is why the reply has ended; None: it goes on. Returns what was written, uncoloured.
-    """
-    whole = ""
-    pieces = text.pieces(step.tokens, step.accepted, hidden, reason is not None, reason == "stop")
+def write(pieces: list[tuple[str, bool]], color: bool, out: TextIO) -> None:
+    """Write pieces of text; with `color`, those that were drafted are green."""
     # A colour begins and ends once in a step, so that no code comes between joined letters.
     for accepted, run in groupby(pieces, key=lambda piece: piece[1]):
         joined = "".join(piece for piece, _ in run)
         out.write(f"{GREEN}{joined}{RESET}" if color and accepted else joined)
-        whole += joined
     out.flush()
-    return whole
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...heads.errors import UserError
 from ...inference.rounds.device import send
 from ...inference.targets.causal_model import CausalModel, Hidden, nan_last, relative_error
+from ...inference.targets.masks import Pass
 from ...inference.targets.target import Target
 from .batches import Batch
 
@@ -65,9 +66,8 @@ class LiveTarget:
         if self._target.spread == "tensor":
             hidden = self._in_turn(ids, positions)
         else:
-            hidden = self._target.forward(
-                ids, positions, taps=self._taps, documents=batch.documents
-            )
+            rows = Pass(positions=positions, documents=batch.documents)
+            hidden = self._target.forward(ids, rows, taps=self._taps)
         return Features(batch, hidden.last, hidden.taps)
 
     def _in_turn(self, ids: Tensor, positions: Tensor) -> Hidden:
@@ -84,7 +84,7 @@ class LiveTarget:
         for turn, shape in enumerate(shapes):
             both = torch.stack([ids, positions]) if turn == rank else ids.new_empty(2, *shape)
             torch.distributed.broadcast(both, turn)
-            hidden = self._target.forward(both[0], both[1], taps=self._taps)
+            hidden = self._target.forward(both[0], Pass(positions=both[1]), taps=self._taps)
             own_hidden = hidden if turn == rank else own_hidden
         assert own_hidden is not None
         return own_hidden
@@ -148,9 +148,11 @@ def packing_error(model: CausalModel) -> float:
     errors = []
     for start in model.trial_starts:
         positions = short + start
-        packed = model.forward(ids, positions, documents=documents).last.float()
+        rows = Pass(positions=positions, documents=documents)
+        packed = model.forward(ids, rows).last.float()
         alone = []
         for piece in (slice(0, 5), slice(5, 12)):
-            alone.append(model.forward(ids[:, piece], positions[:, piece]).last.float())
+            of_piece = Pass(positions=positions[:, piece])
+            alone.append(model.forward(ids[:, piece], of_piece).last.float())
         errors.append(relative_error(packed, torch.cat(alone, dim=1)))
     return max(errors, key=nan_last)

@@ -51,6 +51,7 @@ from ...inference.rounds.device import send
 from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
+from ...inference.targets.masks import Pass
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource, load_target
 from ..data.batches import Batch, Batches
@@ -128,9 +129,8 @@ class DistillObjective(nn.Module):
         if draft_model.attends_in_documents:
             within = partial(in_documents, draft_model.decoder)
         with recomputed(layers, self.config.offload, within):
-            hidden = draft_model.forward(
-                known_ids, on_device(batch.positions), documents=batch.documents
-            ).last.flatten(0, 1)
+            packed = Pass(positions=on_device(batch.positions), documents=batch.documents)
+            hidden = draft_model.forward(known_ids, packed).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.
         rows = weights.nonzero()[:, 0]

@@ -41,6 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError, first_line
 from ...heads.pretrained import make_causal_lm
+from ...inference.targets.masks import Pass
 from ...inference.targets.target import Target
 from ..config import RunConfig
 from ..data.batches import Batch, collate
@@ -290,7 +291,8 @@ def extracted(
     tracker = Tracker()
     with tracker, torch.no_grad():
         ids, positions = (torch.empty_like(x, device=DEVICE) for x in (batch.ids, batch.positions))
-        hidden = target.forward(ids, positions, taps=taps, documents=batch.documents)
+        rows = Pass(positions=positions, documents=batch.documents)
+        hidden = target.forward(ids, rows, taps=taps)
     return tracker.peak, Features(batch, hidden.last, hidden.taps)
 
 

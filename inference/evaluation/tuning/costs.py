@@ -22,7 +22,7 @@ from torch import Tensor
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ...decode import Request, Round, decode
-from ...proposer import Accepted, Prompts, Proposer
+from ...proposer import Prompts, Proposer
 from ...proposers.plain import PlainDecoding
 from ...rounds.sampling import Draws
 from ...rounds.tree import NO_NODE, DraftTree, TreeShape
@@ -38,7 +38,7 @@ SHORTEST = 16  # tokens of a prompt
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
 
-class Filler:
+class Filler(Proposer):
     """Proposer whose drafts are never right and cost nothing to make.
 
     Each round has a tree of another size. The rounds show what verification takes, and each of them
@@ -48,7 +48,7 @@ class Filler:
     name = "filler"
 
     def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
-        self.taps, self.max_drafted, self.static = taps, max(sizes), False
+        self.taps, self.max_drafted = taps, max(sizes)
         # Every node has three children: a tree of ordinary width and depth.
         self._shapes = []
         for size in sizes:
@@ -66,12 +66,6 @@ class Filler:
         tokens = torch.full((len(root), shape.nodes), NO_NODE, device=root.device)
         tokens[:, 0] = root
         return DraftTree(tokens, shape)
-
-    def commit(self, accepted: Accepted) -> None: ...
-
-    def keep(self, rows: list[int]) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 @dataclass

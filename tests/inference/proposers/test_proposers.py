@@ -21,7 +21,7 @@ from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
 from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
-from draftsmith.inference.proposers.with_lookup import WithLookup, joined, of_rows, replaced
+from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
@@ -145,12 +145,14 @@ def test_two_rounds_as_one_by_eye() -> None:
             hidden=Hidden(state, (-state,)),
         )
 
-    both = joined([accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3])])
+    both = Accepted.joined(
+        [accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3])]
+    )
     assert both.ids[0, :3].tolist() == [5, 6, 8] and both.ids[1].tolist() == [7, 1, 2, 3]
     assert both.counts.tolist() == [3, 4] and list(map(len, both.nodes)) == [3, 4]
     assert torch.equal(both.hidden.last[..., 0], both.ids.float())
     assert torch.equal(both.hidden.taps[0], -both.hidden.last)
-    alone = of_rows(both, [0])
+    alone = both.keep([0])
     assert alone.ids.tolist() == [[5, 6, 8]] and alone.counts.tolist() == [3]
     assert alone.hidden.taps[0].shape == (1, 3, 1)
 
@@ -266,9 +268,9 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
                     torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64))
                 )
                 assert fresh is not None
-                for ours, other in zip(proposer._cache.keys, cache.keys, strict=True):
+                for ours, other in zip(proposer._cache.states, cache.states, strict=True):
                     torch.testing.assert_close(
-                        ours[row, :, :length], other[0, :, :length], atol=1e-5, rtol=1e-5
+                        ours.keys[row, :, :length], other.keys[0, :, :length], atol=1e-5, rtol=1e-5
                     )
                 checked += 1
 

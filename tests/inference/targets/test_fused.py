@@ -15,6 +15,7 @@ from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.packed import linears_of
 from draftsmith.inference.targets.target import Target, load_for_decoding
 from tests.architectures import ARCHITECTURES, HEADS, architecture
@@ -37,7 +38,7 @@ def states_of(target: Target, ids: Tensor, lengths: list[int]) -> list[Hidden]:
     prompt = target.prefill(ids, lengths, cache, taps)
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None]
     depths = torch.tensor([[0, 1, 1]])
-    tree = target.forward_tree(ids[:, :3], visible, depths, depths, cache, taps)
+    tree = target.forward(ids[:, :3], Pass(depths=depths, visible=visible), cache, taps)
     return [prompt, tree]
 
 

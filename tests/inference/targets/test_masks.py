@@ -3,16 +3,14 @@ it."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.targets.documents import NAME, spans_of
-from draftsmith.inference.targets.masks import packed_mask
-from draftsmith.train.data.features import check_packing
 from transformers import masking_utils
 
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.targets.documents import NAME, spans_of
+from draftsmith.inference.targets.masks import Pass, packed_mask
+from draftsmith.train.data.features import check_packing
 from tests.architectures import ARCHITECTURES, architecture
 
 
@@ -38,9 +36,9 @@ def test_every_architecture_can_be_trained_in_packed_rows(kind: str) -> None:
     check_packing(target, kind)
     positions = torch.tensor([[*range(11), *range(13)]])  # longer than the windows
     ids = torch.arange(24)[None] * 7 % 100
-    by_positions = target.forward(ids, positions).last
+    by_positions = target.forward(ids, Pass(positions=positions)).last
     target.masks_packed_rows = True
-    by_mask = target.forward(ids, positions).last
+    by_mask = target.forward(ids, Pass(positions=positions)).last
     assert float((by_positions - by_mask).norm() / by_mask.norm()) < 1e-4
 
 
@@ -60,12 +58,12 @@ def test_models_without_windows_attend_in_documents(
     documents = torch.tensor([[0] * 11 + [1] * 13, [0] * 5 + [1] * 12 + [-1] * 7])
     positions = torch.cat([torch.arange(n) for n in (11, 13, 5, 12, 7)]).view(2, 24)
     ids = torch.arange(48).view(2, 24) * 7 % 100
-    packed_row = partial(target.forward, ids, positions, taps=(0, 1))
-    masked = packed_row()
+    masked = target.forward(ids, Pass(positions=positions), taps=(0, 1))
     if target.attends_in_documents:
         with monkeypatch.context() as patch:
             patch.setattr(masking_utils, "find_packed_sequence_indices", None)
-            found = packed_row(documents=documents)
+            rows = Pass(positions=positions, documents=documents)
+            found = target.forward(ids, rows, taps=(0, 1))
         for own, other in zip((found.last, *found.taps), (masked.last, *masked.taps), strict=True):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
     assert target.decoder.config._attn_implementation != NAME
@@ -78,6 +76,6 @@ def test_documents_that_see_each_other_are_found_in_any_precision(
     target = architecture("llama", dtype=dtype)
     check_packing(target, "llama")
     plain = target.forward
-    monkeypatch.setattr(target, "forward", lambda ids, positions=None, documents=None: plain(ids))
+    monkeypatch.setattr(target, "forward", lambda ids, layout: plain(ids))
     with pytest.raises(UserError, match="lets packed documents see each other"):
         check_packing(target, "llama")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.api import Decoder, Reply
+from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.conversations.lines import words_or_conversations
 from draftsmith.inference.decode import Request, Round
-from draftsmith.inference.detokenize import StreamedText
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target
@@ -30,7 +30,6 @@ from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
 from draftsmith.train.options import GenerateOptions
-
 from tests.conftest import QUICKSTART
 from tests.train.test_bad_input import expect, quick
 
@@ -231,18 +230,18 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
     """A byte-level tokenizer splits each of them over several tokens, and rounds split them too."""
     ids = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(ids) > len(text)
-    streamed, pieces = StreamedText(tiny.tokenizer), []
+    transcript = Transcript(Reply([]), tiny.tokenizer, (), frozenset())
     for start in range(0, len(ids), 3):
         tokens, out = ids[start : start + 3], io.StringIO()
         step = Round(tokens=tokens, drafted=2, accepted=accepted)
         reason = "length" if start + 3 >= len(ids) else None
-        plain = write(streamed, step, frozenset(), reason, True, out)
-        shown = out.getvalue()
+        before = len(transcript.reply.text)
+        write(transcript.pieces(step, reason), True, out)
+        plain, shown = transcript.reply.text[before:], out.getvalue()
         assert shown.replace(GREEN, "").replace(RESET, "") == plain and "\ufffd" not in plain
         assert shown.count(GREEN) == shown.count(RESET) <= 1
         shown.encode()  # no half of a surrogate pair
-        pieces.append(plain)
-    assert "".join(pieces) == text
+    assert transcript.reply.text == text
 
 
 def test_a_stopped_reply_shows_what_was_held_back(quickstart: Target) -> None:

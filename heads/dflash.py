@@ -100,7 +100,9 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
     """
 
-    method = "dflash"
+    method = kind = "dflash"
+    borrows_head = True
+    read_in_parts = ("fc", "qkv")
     document = BlockFile
     architecture = "DFlashDraftModel"
     weights_file = WEIGHTS_FILE
@@ -112,6 +114,7 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+        self.most_drafts = self.drafts
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)

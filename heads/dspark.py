@@ -37,7 +37,7 @@ class DSparkShape(BlockShape):
 class DSparkDrafter(DFlashDrafter):
     """DFlash drafter with a transition bias and a confidence head."""
 
-    method = "dspark"
+    method = kind = "dspark"
     document = DSparkFile
     architecture = "Qwen3DSparkModel"
     first_slot = 0

@@ -80,12 +80,15 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
     """
 
     method = "eagle"
+    drafts_by_level = True
+    read_in_parts = ("fc", "qkv")
     document = EagleFile
     weights_file = WEIGHTS_FILE
 
     def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+        self.kind, self.borrows_head = f"eagle{shape.version}", shape.version == 1
         hidden, wide = shape.hidden_size, shape.target_hidden_size
         third = shape.version == 3
         # A token and a state meet in `fc` (version 1) or in the first layer's projection (version

@@ -10,13 +10,12 @@ import difflib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.documents import FORMER_METHODS
@@ -25,8 +24,7 @@ from ..heads.files import read_json
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
 from .settings import DTYPES, dtype_named
-from .targets.causal_model import CausalModel
-from .targets.packed import pack_drafter, packed_bytes
+from .targets.packed import pack_drafter
 from .targets.target import Target, TargetSource
 from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 
@@ -50,6 +48,8 @@ class Kind:
     """Values of those of its settings that are words."""
     lookups: bool = False
     """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
+    needs_target: bool = False
+    """True if `make` takes the target too, as the last of its arguments without a name."""
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `make` for a user's settings.
@@ -82,7 +82,9 @@ UNTRAINED = {
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
     "suffix": Kind("suffix", "SuffixLookup", own=("length", "shortest")),
     "lookahead": Kind("lookahead", "Lookahead", own=("window", "ngram", "candidates")),
-    "early-exit": Kind("early_exit", "EarlyExit", ("length", "width", "nodes"), ("layers",)),
+    "early-exit": Kind(
+        "early_exit", "EarlyExit", ("length", "width", "nodes"), ("layers",), needs_target=True
+    ),
 }
 """Drafters that need no training, by the name that a user gives."""
 
@@ -107,7 +109,7 @@ TRAINED = {
 }
 """Trained drafters, by the method that their artifact names."""
 
-MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS)
+MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS, needs_target=True)
 """Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
@@ -299,9 +301,9 @@ def load_proposer(
     settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
     chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}
+    given: tuple[Any, ...]
     if name in UNTRAINED:
-        kind = UNTRAINED[name]
-        given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
+        kind, given = UNTRAINED[name], ()
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
@@ -319,14 +321,16 @@ def load_proposer(
                 device = target.device.type
                 inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
     else:
-        kind, given = MODEL_FOLDER, (name, target)
+        kind, given = MODEL_FOLDER, (name,)
+    if kind.needs_target:
+        given = (*given, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this drafter, which was read from its files just now.
     if isinstance(proposer, LaidOut):
         if not (isinstance(target, Target) and target.reference):
             proposer.lay_out()
     elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
-        pack_drafter(given[0].drafter)
+        pack_drafter(proposer.drafter)
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
@@ -367,34 +371,3 @@ def proposer_like(proposer: Proposer) -> Proposer:
     has in common with the original.
     """
     return copy.copy(proposer)
-
-
-def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
-    """Return the bytes of a drafter's own weights.
-
-    Those of the target, which some drafters run too, are not counted.
-    """
-    # Beside a lookup stands the trained drafter, which has the weights.
-    proposer = getattr(proposer, "trained", proposer)
-    # By identity: two attributes of a proposer may hold the same parameter.
-    of_target = {id(parameter) for parameter in target.model.parameters()}
-    held: dict[int, Tensor] = {}
-    for attribute in vars(proposer).values():
-        for weight in _weights(attribute):
-            held[id(weight)] = weight
-    own_bytes = 0
-    for attribute in vars(proposer).values():
-        if isinstance(attribute, CausalModel) and not isinstance(attribute, Target):
-            own_bytes += attribute.packed_bytes
-        elif isinstance(attribute, nn.Module):
-            own_bytes += packed_bytes(attribute)
-    for key, weight in held.items():
-        if key not in of_target:
-            own_bytes += weight.numel() * weight.element_size()
-    return own_bytes
-
-
-def _weights(attribute: Any) -> Iterable[Tensor]:
-    if isinstance(attribute, CausalModel):  # a draft model runs behind a target's interface
-        return attribute.model.parameters()
-    return attribute.parameters() if isinstance(attribute, nn.Module) else ()

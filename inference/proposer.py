@@ -74,6 +74,11 @@ class Proposer(Protocol):
     while it drafts."""
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the drafter's own weights, without those of the target that it runs too."""
+        ...
+
+    @property
     def static(self) -> bool:
         """True if `propose` and `commit` use tensors alone where the target's cache is static, so
         that `propose` can be compiled, and called before the host knows what was accepted."""

@@ -187,6 +187,7 @@ class FromTheFuture:
 
     taps: tuple[int, ...] = ()
     static = False
+    weight_bytes = 0
     shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
     max_drafted = shape.drafted
 

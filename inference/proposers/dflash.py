@@ -78,11 +78,6 @@ class DFlashProposer(Planned):
         # how many of them each row has, on the host and on the device.
         self._new: tuple[Tensor, list[int], Tensor] | None = None
 
-    @property
-    def drafter(self) -> DFlashDrafter:
-        """The drafter itself, by which it is judged whether an engine can serve it."""
-        return self._drafter
-
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
         static = prompts.cache.static
@@ -236,7 +231,7 @@ def make_proposer(
     `UserError`.
     """
     settings = tree_of(artifact, settings, slots)
-    return DFlashProposer(artifact.drafter, settings, slots, name or artifact.method)
+    return DFlashProposer(artifact.drafter, settings, slots, name or artifact.drafter.kind)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:

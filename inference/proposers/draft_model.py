@@ -25,7 +25,7 @@ from ..rounds.cache import KeptCache, TreeCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..targets.causal_model import CausalModel
+from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.target import Target
 from ..tree_settings import TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
@@ -57,6 +57,11 @@ class DraftModelProposer(Planned):
         self._before: Tensor
         # [B, N]: index of each tree node among those that were run, see `Planner.draft`
         self._slots: Tensor
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return bytes_of(self.model.model) + self.model.packed_bytes
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""

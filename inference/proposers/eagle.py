@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter, EagleShape
+from ...heads.eagle import EagleDrafter
 from ...heads.vocabulary import to_target
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
@@ -61,11 +61,6 @@ class EagleProposer(Planned):
         # tokens [B, A], and how many of them each row has [B], which `_counts` holds on the host.
         self._new: tuple[Tensor, Tensor, Tensor] | None = None
         self._counts: list[int] = []
-
-    @property
-    def drafter_shape(self) -> EagleShape:
-        """Sizes of the drafter, by which it is judged whether an engine can serve it."""
-        return self._drafter.shape
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
@@ -259,6 +254,4 @@ def make_proposer(
         # A tree needs a node for each of its levels at least.
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
-    return EagleProposer(
-        artifact.drafter, settings, name or f"eagle{artifact.drafter.shape.version}"
-    )
+    return EagleProposer(artifact.drafter, settings, name or artifact.drafter.kind)

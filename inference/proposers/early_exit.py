@@ -35,6 +35,7 @@ class EarlyExit:
 
     name = "early-exit"
     taps: tuple[int, ...] = ()
+    weight_bytes = 0
 
     def __init__(
         self,

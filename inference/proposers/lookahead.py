@@ -78,6 +78,7 @@ class Lookahead:
     name = "lookahead"
     taps: tuple[int, ...] = ()
     static = False
+    weight_bytes = 0
 
     def __init__(self, window: int = 4, ngram: int = 3, candidates: int = 4) -> None:
         self._window = positive("window", window)

@@ -51,6 +51,7 @@ class LookupProposer(ABC):
     name: str
     taps: tuple[int, ...] = ()
     static = False
+    weight_bytes = 0
 
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)

@@ -20,6 +20,8 @@ from ..proposer import Accepted, Prompts
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
+from ..targets.causal_model import bytes_of
+from ..targets.packed import packed_bytes
 from ..tree_settings import Ranks, TreeSettings, positive
 from .growth import best_first, grow, independent, shape_of_ranks
 
@@ -87,6 +89,16 @@ class MedusaProposer:
     ) -> MedusaProposer:
         """Return the same heads with another tree."""
         return MedusaProposer(self._heads, nodes, self.name, score_temperature)
+
+    @property
+    def drafter(self) -> MedusaHeads:
+        """The heads themselves, which say what they are."""
+        return self._heads
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return bytes_of(self._heads) + packed_bytes(self._heads)
 
     @property
     def heads(self) -> int:

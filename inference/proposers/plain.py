@@ -16,6 +16,7 @@ class PlainDecoding:
     taps: tuple[int, ...] = ()
     static = False
     max_drafted = 0
+    weight_bytes = 0
     _shape = TreeShape.chain(0)
 
     def prefill(self, prompts: Prompts) -> None: ...

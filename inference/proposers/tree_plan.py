@@ -12,6 +12,8 @@ from torch import Tensor
 from ...heads.errors import UserError
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
+from ..targets.causal_model import bytes_of
+from ..targets.packed import packed_bytes
 from ..tree_settings import MOST, Ranks, TreeSettings, positive
 from .chains import grow_chain
 from .growth import (
@@ -180,6 +182,17 @@ class Planned:
     """Levels that the drafter has at most."""
     traceable: bool = False
     """True if everything that the drafter does in `propose` is a function of tensors."""
+    _drafter: Any
+
+    @property
+    def drafter(self) -> Any:
+        """The drafter itself, which says what it is."""
+        return self._drafter
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return bytes_of(self._drafter) + packed_bytes(self._drafter)
 
     @property
     def static(self) -> bool:

@@ -171,6 +171,10 @@ class Replayed:
     def static(self) -> bool:
         return self.inner.static
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes
+
     def prefill(self, prompts: Prompts) -> None:
         self.inner.prefill(prompts)
 

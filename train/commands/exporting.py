@@ -18,7 +18,7 @@ from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.exchange.layouts import BLOCKS, ExportRequest
+from ...heads.exchange.layouts import ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
@@ -93,20 +93,14 @@ def write_export(options: Options) -> Written:
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:
-    """Return the drafts per round of the serve command: `asked`, or the default of the method.
+    """Return the drafts per round of the serve command: `asked`, or the drafter's default.
 
-    Raises `UserError` for more drafts than there are heads, or drafts of a block.
+    Raises `UserError` for more drafts than the drafter has.
     """
-    drafter = artifact.drafter
-    if artifact.method == "medusa":
-        most, unit = drafter.config.num_heads, "heads that there are"
-    elif artifact.method in BLOCKS:
-        most, unit = drafter.drafts, "drafts of a block"
-    else:
-        return asked or DRAFTS
-    if asked is not None and asked > most:
-        raise UserError(f"--drafts {asked} is more than the {most} {unit}")
-    return asked or most
+    most = artifact.drafter.most_drafts
+    if asked is not None and most is not None and asked > most:
+        raise UserError(f"--drafts {asked} is more than the {most} drafts that the drafter has")
+    return asked or most or DRAFTS
 
 
 def stored_dtype(artifact: Artifact) -> torch.dtype:

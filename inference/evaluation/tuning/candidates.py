@@ -18,7 +18,6 @@ from typing import Any
 from ....heads.errors import UserError
 from ...drafters import load_proposer
 from ...proposer import Proposer
-from ...proposers.early_exit import EarlyExit
 from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
@@ -113,7 +112,7 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
     These are drafters that cannot be replayed along a text, and chains with a threshold, which
     choose their length themselves.
     """
-    if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
+    if isinstance(proposer, Planned):
         if proposer.plan.threshold:
             raise UserError("tune chooses a chain's length itself; leave out threshold")
         return

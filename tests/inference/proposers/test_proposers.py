@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.drafters import load_proposer, parse_spec, weight_bytes
+from draftsmith.inference.drafters import load_proposer, parse_spec
 from draftsmith.inference.evaluation.tuning.profile import key_of
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
@@ -435,4 +435,4 @@ def test_a_tree_from_a_profile_keeps_its_lookup(quickstart: Target) -> None:
     assert proposer.name == "eagle3:lookup=4:tuned" and proposer.trained.plan.nodes == 6
     assert key_of(spec) == key_of(str(DRAFTERS / "eagle3"))
     alone = load_proposer(DRAFTERS / "eagle3", quickstart, pytest.fail)
-    assert weight_bytes(proposer, quickstart) == weight_bytes(alone, quickstart) > 0
+    assert proposer.weight_bytes == alone.weight_bytes > 0

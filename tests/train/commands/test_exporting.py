@@ -659,7 +659,7 @@ def test_a_block_is_drafted_whole_there_and_back(
         {"command": ["x"]},
     )
     before.save(tmp_path / "drafter")
-    with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts of a block"):
+    with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts that"):
         exporting.run(
             exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
         )

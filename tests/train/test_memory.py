@@ -56,7 +56,7 @@ def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def unrolling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
-    aim = EagleObjective(EagleLoss(steps=4, **options).resolved(3), drafter.taps, TARGET.head)  # type: ignore[arg-type]
+    aim = EagleObjective(EagleLoss(steps=4, **options).resolved(3), drafter, TARGET.head)  # type: ignore[arg-type]
     batch = batch_of((120, [(4, 120)]))
     features: Features = LiveTarget(TARGET, drafter.taps).features(batch)
     return drafter, lambda: aim.forward(drafter, features, aim.weights(batch))[0]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.inference.api import load
@@ -624,7 +624,7 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
         config: dict[str, Any] = {"medusa_num_heads": 4}
     else:
         drafter = random_eagle(target, "eagle3")
-        drafter = EagleDrafter(
+        drafter = drafter_of(
             replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True),
             target.embedding_and_head,
         )

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.distill.divergences import log_probs
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import (
-    METHOD,
-    EagleObjective,
-)
+from draftsmith.train.methods.eagle import METHOD, EagleObjective, first_weights
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
@@ -44,7 +41,7 @@ STEPS = 3
 def objective(drafter: EagleDrafter, **options: Any) -> EagleObjective:
     options = {"steps": STEPS, "rows_per_chunk": 2, **options}
     return EagleObjective(
-        EagleLoss(**options).resolved(drafter.shape.version), drafter.taps, TARGET.head
+        EagleLoss(**options).resolved(drafter.shape.version), drafter, TARGET.head
     )
 
 
@@ -271,14 +268,14 @@ def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default(
     """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever
     the drafter learns there."""
     shape = shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), TARGET.config)
-    drafter = EagleDrafter(shape, TARGET.embedding_and_head).double()
+    drafter = drafter_of(shape, TARGET.embedding_and_head).double()
     batch = batch_of((120, [(2, 120)]))
     features = features_of(batch, drafter)
     best = TARGET.head(features.last[0]).argmax(-1)
     inside = (
         torch.cat([best[4:40].unique(), torch.arange(300)]).unique(sorted=False)[:20].sort().values
     )
-    drafter.start_from(TARGET.head_weight, None, inside)
+    first_weights(drafter, TARGET.head_weight, None, inside)
     aim = objective(drafter)
     _, sums = aim.forward(drafter, features, aim.weights(batch))
     teachers = best[2:119]  # of labels 3 .. 119
@@ -566,7 +563,7 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
 
 def test_a_head_that_begins_random_is_not_frozen() -> None:
     shape = shape_for(EagleConfig(taps=[0, 1], hidden_size=16), TARGET.config)
-    drafter = EagleDrafter(shape, TARGET.embedding_and_head)
+    drafter = drafter_of(shape, TARGET.embedding_and_head)
     run = cast(Any, SimpleNamespace(objective=EagleLoss(freeze_head=True), init_from=None))
     with pytest.raises(UserError, match="leave out heads.hidden_size or freeze_head"):
         METHOD.make_objective(run, TARGET, drafter)

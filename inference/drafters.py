@@ -10,8 +10,8 @@ import difflib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ class Kind:
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
     """Further settings."""
-    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Values of those of its settings that are words."""
+    chains: bool = False
+    """True if it drafts chains where no width is given."""
     lookups: bool = False
     """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
     needs_target: bool = False
@@ -83,7 +83,12 @@ UNTRAINED = {
     "suffix": Kind("suffix", "SuffixLookup", own=("length", "shortest")),
     "lookahead": Kind("lookahead", "Lookahead", own=("window", "ngram", "candidates")),
     "early-exit": Kind(
-        "early_exit", "EarlyExit", ("length", "width", "nodes"), ("layers",), needs_target=True
+        "early_exit",
+        "EarlyExit",
+        ("length", "width", "nodes"),
+        ("layers",),
+        chains=True,
+        needs_target=True,
     ),
 }
 """Drafters that need no training, by the name that a user gives."""
@@ -92,9 +97,7 @@ TRAINED = {
     "medusa": Kind(
         "medusa",
         "make_proposer",
-        ("nodes", "score_temperature", "shape"),
-        ("tree",),
-        choices={"tree": ("calibrated", "best-first", "chain")},
+        ("length", "width", "nodes", "score_temperature", "shape"),
         lookups=True,
     ),
     "eagle": Kind(
@@ -105,11 +108,13 @@ TRAINED = {
     ),
     "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
     "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
-    "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",)),
+    "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",), chains=True),
 }
 """Trained drafters, by the method that their artifact names."""
 
-MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS, needs_target=True)
+MODEL_FOLDER = Kind(
+    "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
+)
 """Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
@@ -194,7 +199,7 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, "tree", "cost", *others)
+    about_tree = (*TREE_SETTINGS, "cost", *others)
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
     return f"{name}:{rest}" if rest else name
 
@@ -247,11 +252,6 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key in WHOLE_NUMBERS:
             positive(key, value)
-        if key in kind.choices and value not in kind.choices[key]:
-            *others, last = kind.choices[key]
-            raise UserError(
-                f"drafter {drafter}: {key} must be {', '.join(others)} or {last}, not {value!r}"
-            )
     if "lookup_length" in settings and "lookup" not in settings:
         raise UserError(
             f"drafter {drafter}: lookup_length is the length of a looked-up chain; give lookup "
@@ -268,9 +268,9 @@ def check_tree(kind: Kind, tree: TreeSettings) -> None:
 
     Those that are not given are taken to be what goes with the others.
     """
-    if tree.threshold == "auto" and kind is TRAINED["draft_model"]:  # a number once it is loaded
+    if tree.threshold == "auto" and "cost" in kind.own:  # a number once it is loaded
         tree = replace(tree, threshold=0.0)
-    chain = kind.module in ("early_exit", "draft_model") or (tree.threshold and tree.nodes is None)
+    chain = kind.chains or (tree.threshold and tree.nodes is None)
     if tree.shape is None:
         plans = importlib.import_module(".proposers.tree_plan", __package__)
         plans.TreePlan(tree.or_else(length=1, width=1 if chain else 2))

@@ -106,7 +106,7 @@ class Engine:
             return {"length": drafts}
         # vLLM 0.33 took Medusa out
         if isinstance(proposer, MedusaProposer) and self.name == "vllm":
-            return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
+            return {"length": min(drafts, proposer.longest), "width": 1}
         raise UserError(
             f"{self.name} takes no such drafter, or drafts with one of its own that is not "
             "imitated here"

@@ -39,10 +39,9 @@ def default_tree(artifact: Artifact, target: CausalModel) -> dict[str, Any]:
     by_level = artifact.drafter.drafts_by_level
     share = draft_share(artifact.drafter, target) if by_level else 0.0
     found: dict[tuple[str, int], float] = {}
-    if artifact.method != "medusa":  # whose trees of few nodes are chains where that is best
-        for length in range(1, min(artifact.calibration.get("length", 1), len(accuracies)) + 1):
-            chain = [(0,) * depth for depth in range(1, length + 1)]
-            found["chain", length] = gain(accuracies, chain, length * share)
+    for length in range(1, min(artifact.calibration.get("length", 1), len(accuracies)) + 1):
+        chain = [(0,) * depth for depth in range(1, length + 1)]
+        found["chain", length] = gain(accuracies, chain, length * share)
     width = artifact.calibration.get("width", 1)
     levels = artifact.calibration.get("length", 0)
     for nodes in {*TREES, artifact.calibration.get("tree_nodes", TREES[-1])}:

@@ -365,7 +365,7 @@ class _FixedLevel:
     depth: int
     """Depth of the nodes, from 0 (the root)."""
     width: int
-    """Largest number of children of one node."""
+    """Tokens that are drawn after each node: one more than the largest rank of a child."""
     paths: Tensor
     """[M, depth + 1]: node ids from the root to each node."""
     children: Tensor
@@ -381,11 +381,14 @@ class _FixedLevel:
 
 
 @lru_cache(maxsize=64)
-def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedLevel, ...], Tensor]:
-    """Return the levels of `shape` that have children.
+def _fixed_levels(
+    shape: TreeShape, ranks: tuple[int, ...] | None, device: torch.device
+) -> tuple[tuple[_FixedLevel, ...], Tensor]:
+    """Return the levels of `shape` that have children, the nodes of which have `ranks`.
 
-    Also returns the index of each node `[1, N]` among the nodes that a drafter runs to fill them
-    (-1: it is not run; the root is not among them).
+    Without `ranks` the children of each node have the first ones. Also returns the index of each
+    node `[1, N]` among the nodes that a drafter runs to fill them (-1: it is not run; the root is
+    not among them).
     """
     levels: list[_FixedLevel] = []
     run: list[int] = []
@@ -398,11 +401,18 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
     def tensor(values):
         return torch.tensor(values, dtype=torch.long, device=device)
 
+    def rank_of(child: int, number: int) -> int:
+        return number if ranks is None else ranks[child]
+
     # Example: the root has the children 1 and 2, node 1 has 3 and 4, node 2 has 5. The second level
     # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
     # and source 3, a second child of node 2, is not used.
     while any(shape.children[node] for node in inner):
-        width = max(len(shape.children[node]) for node in inner)
+        width = 1 + max(
+            rank_of(child, number)
+            for node in inner
+            for number, child in enumerate(shape.children[node])
+        )
         children, source, parents = [], [], []
         paths, above = [], []
         for m, node in enumerate(inner):
@@ -411,9 +421,9 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
                 run.append(node)
             paths.append(shape.path_to(node))
             above.append(before.index(shape.parents[node]))
-            for rank, child in enumerate(shape.children[node]):
+            for number, child in enumerate(shape.children[node]):
                 children.append(child)
-                source.append(m * width + rank)
+                source.append(m * width + rank_of(child, number))
                 parents.append(node)
         levels.append(
             _FixedLevel(
@@ -436,9 +446,17 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
 
 
 def grow_fixed(
-    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape
+    first: Tensor,
+    root: Tensor,
+    draws: Draws,
+    go_on: Continue,
+    shape: TreeShape,
+    ranks: tuple[int, ...] | None = None,
 ) -> tuple[DraftTree, Tensor]:
     """Fill a fixed shape, level by level, with the likeliest tokens after each node.
+
+    `ranks` are those of the nodes among their parents' likeliest tokens; None: siblings have the
+    first ranks.
 
     Under a rule that compares distributions they are draws without replacement instead, and the
     tree has the distributions. Those rules stay lossless because the shape is fixed before anything
@@ -446,7 +464,7 @@ def grow_fixed(
     """
     compares = draws.sampling.compares_distributions
     batch = len(root)
-    levels, run_index = _fixed_levels(shape, root.device)
+    levels, run_index = _fixed_levels(shape, None if compares else ranks, root.device)
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
     probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
@@ -464,6 +482,10 @@ def grow_fixed(
             # show which type they have.
             probs = probs.to(drawn_from.dtype)
             probs[:, level.at] = drawn_from
+        elif isinstance(go_on, Slots) and draws.sampling.history_processor is None:
+            # The same after every node of a depth.
+            drawn, _ = draws.rank(logits[:, :1], level.depth, level.width, None)
+            drawn = drawn.expand(-1, logits.shape[1], -1)
         else:
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
         # `level.source` counts `width` tokens for each node; a vocabulary may be smaller

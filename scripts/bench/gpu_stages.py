@@ -220,7 +220,10 @@ def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Propose
         "dflash, chain",
         lambda: DFlashProposer(drafter("dflash", num_layers=layers, block_size=8 if tiny else 16)),
     )
-    yield "medusa, 26 nodes", lambda: MedusaProposer(drafter("medusa"), 8 if tiny else 25)
+    yield (
+        "medusa, 26 nodes",
+        lambda: MedusaProposer(drafter("medusa"), TreeSettings(nodes=8 if tiny else 25)),
+    )
 
 
 def eager(report: Report, device: torch.device, tiny: bool) -> None:

@@ -170,8 +170,8 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
     }
     return found | {
         "medusa": make_proposer(artifact, TreeSettings(nodes=10)),
-        "medusa best-first": make_proposer(artifact, TreeSettings(nodes=10), tree="best-first"),
-        "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), 6),
+        "medusa best-first": make_proposer(artifact, TreeSettings(nodes=10, width=10)),
+        "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), TreeSettings(nodes=6)),
     }
 
 

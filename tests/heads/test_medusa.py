@@ -65,11 +65,11 @@ def test_heads_of_a_smaller_type_than_their_target(shared: bool, tmp_path: Path)
         torch.nn.init.normal_(parameter, std=0.1)
     Artifact(heads, target.fingerprint()).save(tmp_path / "d")
     plain = generate_one(target, load_proposer("none", target, pytest.fail), [5, 6], 12)
-    spec = f"{tmp_path / 'd'}:dtype=bfloat16,tree=best-first,nodes=4"
+    spec = f"{tmp_path / 'd'}:dtype=bfloat16,width=10,nodes=4"
     proposer: Any = load_proposer(spec, target, pytest.fail)
     for _ in range(2):
         assert generate_one(target, proposer, [5, 6], 12).token_ids == plain.token_ids
-        for block in proposer._heads.modules():
+        for block in proposer.drafter.modules():
             if isinstance(block, ResidualBlock) and type(block.linear) is torch.nn.Linear:
                 assert block.linear.weight.dtype == torch.bfloat16
                 block.linear = PackedLinear(block.linear)  # type: ignore[assignment]

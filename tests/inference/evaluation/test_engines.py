@@ -31,7 +31,7 @@ DRAFT_MODEL = str(HERE / "draft_model")
     [
         ("vllm", EAGLE3, {"length": 3, "width": 1}),
         ("vllm:drafts=5", EAGLE1, {"length": 5, "width": 1}),
-        ("vllm:drafts=2", MEDUSA, {"tree": "chain", "nodes": 2}),
+        ("vllm:drafts=2", MEDUSA, {"length": 2, "width": 1}),
         ("vllm", "ngram", {"length": 3}),
         ("sglang", EAGLE3, {"length": 5, "width": 4, "nodes": 7}),
         ("sglang:steps=3,topk=2,tokens=6", EAGLE1, {"length": 3, "width": 2, "nodes": 5}),

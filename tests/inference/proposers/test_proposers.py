@@ -377,9 +377,9 @@ def test_a_setting_is_known_by_its_former_name_in_specs_and_in_profiles(quicksta
 
 def test_specs() -> None:
     assert parse_spec("ngram") == ("ngram", {})
-    assert parse_spec("runs/a:nodes=8,tree=best-first") == (
+    assert parse_spec("runs/a:nodes=8,threshold=auto") == (
         "runs/a",
-        {"nodes": 8, "tree": "best-first"},
+        {"nodes": 8, "threshold": "auto"},
     )
     assert parse_spec("C:/models/x=1/y") == ("C:/models/x=1/y", {})
     with pytest.raises(UserError, match="'8' is not key=value"):

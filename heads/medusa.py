@@ -81,13 +81,6 @@ class MedusaHeads(EngineLayout, nn.Module):
                 "target"
             )
 
-    @torch.no_grad()
-    def start_from(self, head_weight: Tensor) -> None:
-        """Copy the target's output matrix `[V, H]` into every head that owns one."""
-        for output in self.outputs:
-            assert isinstance(output, nn.Linear)
-            output.weight.copy_(head_weight)
-
     def states(self, hidden: Tensor, head: int) -> Tensor:
         """Return the state `[..., H]` that head number `head` makes of `hidden` `[..., H]`."""
         blocks: Any = self.blocks[head]

@@ -56,7 +56,8 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
     if (size := drafter.shape.draft_vocab_size) is not None:
         counts = torch.randint(0, 50, (target.vocab_size,))
         ids = most_frequent(counts, size, target.eos_ids)
-    drafter.start_from(target.final_norm_weight(), ids)
+    if ids is not None:
+        drafter.set_maps(ids)
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

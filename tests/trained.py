@@ -18,7 +18,7 @@ from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
+from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective, copy_head
 
 from tests.conftest import ROOT
 
@@ -107,7 +107,7 @@ def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
     heads = MedusaHeads(
         MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head
     )
-    heads.start_from(target.head_weight)
+    copy_head(heads, target.head_weight)
     objective = MedusaObjective(MedusaLoss(), 4, target.head)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     texts = greedy_texts(target)

@@ -12,6 +12,7 @@ from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.packed import PackedLinear
+from draftsmith.train.methods.medusa import copy_head
 
 from tests.conftest import tiny_target
 
@@ -19,7 +20,7 @@ from tests.conftest import tiny_target
 def test_untrained_heads_are_the_targets_own_head() -> None:
     target = tiny_target()
     heads = MedusaHeads(MedusaConfig(3, 2), target.hidden_size, target.vocab_size)
-    heads.start_from(target.head_weight)
+    copy_head(heads, target.head_weight)
     hidden = torch.randn(5, target.hidden_size)
     for logits in heads(hidden):
         torch.testing.assert_close(logits, target.head(hidden))

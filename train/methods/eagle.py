@@ -20,7 +20,6 @@ from ...heads.artifact import Artifact
 from ...heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...heads.layers import begin_unsure
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target, TargetSource
@@ -39,6 +38,7 @@ from ..outline import (
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle_loss import EagleObjective
+from .first_weights import begin_unsure
 from .ranks import (
     accepted_in_chains,
     batch_of_text,

@@ -15,7 +15,7 @@ from torch import nn
 from ...heads.artifact import Artifact
 from ..targets.causal_model import CausalModel, bytes_of
 from ..tree_settings import Ranks
-from .growth import grow
+from .shapes import grow
 
 VERIFY_ON_CPU = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.2, 16: 1.5, 32: 2.1, 64: 3.3}
 """Time of a forward pass over so many tree nodes, over that of one node: SmolLM2-135M and the

@@ -18,7 +18,8 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..tree_settings import TreeSettings, positive
-from .growth import Slots, grow
+from .growth import Slots
+from .shapes import grow
 from .tree_plan import DEFAULT_NODES, Planned, TreePlan, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree

@@ -16,16 +16,15 @@ from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
 from ..targets.packed import packed_bytes
-from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from ..tree_settings import MOST, TreeSettings, positive
 from .chains import grow_chain
 from .growth import (
     Continue,
     Slots,
-    grow,
     grow_dynamic,
     grow_fixed,
-    shape_of_ranks,
 )
+from .shapes import grow, ranks_of, shape_of_ranks
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
 # chosen before anything is known: measured on the quickstart target at T = 0.7 and 1
@@ -156,23 +155,6 @@ def _checked_threshold(threshold: Any, width: int) -> float:
     if threshold and width > 1:
         raise UserError("threshold is about chains; leave out width, or the threshold")
     return float(threshold)
-
-
-def ranks_of(shape: Any) -> list[Ranks]:
-    """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
-
-    Raises `UserError` for another type. `shape_of_ranks` asks for the parents.
-    """
-    try:
-        nodes = {tuple(map(int, node)) for node in shape}
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}"
-        ) from error
-    ranks = sorted(nodes, key=lambda node: (len(node), node))
-    if not ranks or min(map(min, ranks), default=-1) < 0:
-        raise UserError("shape must hold at least one node, of ranks from 0")
-    return ranks
 
 
 def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> TreeSettings:

@@ -34,7 +34,7 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.proposers.growth import grow
+from ...inference.proposers.shapes import grow
 from ...inference.rounds.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource

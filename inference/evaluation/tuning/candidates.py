@@ -1,7 +1,7 @@
 """Candidates of `draftsmith tune`: chains and trees, and what each would accept on known texts.
 
 There are three kinds: chains; fixed shapes, which are the best of their size by the measured
-acceptance of each depth and rank (`growth.grow`, which finds the same trees as Sequoia's dynamic
+acceptance of each depth and rank (`shapes.grow`, which finds the same trees as Sequoia's dynamic
 programme, arXiv 2402.12374); and dynamic trees, which follow the drafter's confidence, cut to a
 number of nodes, at a fitted score temperature.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from ....heads.errors import UserError
 from ...drafters import load_proposer
 from ...proposer import Proposer
-from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
+from ...proposers.shapes import grow
 from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup
 from ...replay import RANKS

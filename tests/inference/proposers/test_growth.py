@@ -16,11 +16,10 @@ from draftsmith.inference.proposers.chains import grow_chain
 from draftsmith.inference.proposers.growth import (
     Level,
     best_first,
-    grow,
     grow_dynamic,
     grow_fixed,
-    shape_of_ranks,
 )
+from draftsmith.inference.proposers.shapes import grow, shape_of_ranks
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import importlib.util
 import logging
 import re
 from collections.abc import Callable
@@ -31,13 +32,19 @@ from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positiv
 log = logging.getLogger(__name__)
 
 
+MADE_OF_ARTIFACT = "make_proposer"
+
+
 @dataclass(frozen=True)
 class Kind:
-    """Kind of drafter: where its proposer is made, and which settings a user may give."""
+    """Kind of drafter: where its proposer is made, and which settings a user may give.
+
+    That of a trained drafter is `KIND` in its proposer's module (`trained_kind`).
+    """
 
     module: str
     """Module in `proposers/`."""
-    make: str
+    make: str = MADE_OF_ARTIFACT
     """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` below is not empty,
     and the settings `own` by their names."""
     tree: tuple[str, ...] = ()
@@ -57,7 +64,7 @@ class Kind:
         Raises `UserError` for a setting that this kind of drafter does not have.
         """
         known = [*self.tree, *self.own]
-        known += ["dtype"] if self in TRAINED.values() else []
+        known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
         known += ["name"] if self.module != "plain" else []
         if unknown := sorted(settings.keys() - set(known)):
@@ -70,6 +77,11 @@ class Kind:
             tree = {name: value for name, value in settings.items() if name in self.tree}
             arguments["settings"] = TreeSettings(**tree)
         return arguments
+
+    @property
+    def trained(self) -> bool:
+        """True if it is made of an artifact."""
+        return self.make == MADE_OF_ARTIFACT
 
     @property
     def maker(self) -> Callable[..., Any]:
@@ -92,25 +104,6 @@ UNTRAINED = {
     ),
 }
 """Drafters that need no training, by the name that a user gives."""
-
-TRAINED = {
-    "medusa": Kind(
-        "medusa",
-        "make_proposer",
-        ("length", "width", "nodes", "score_temperature", "shape"),
-        lookups=True,
-    ),
-    "eagle": Kind(
-        "eagle",
-        "make_proposer",
-        ("length", "width", "nodes", "score_temperature", "shape"),
-        lookups=True,
-    ),
-    "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
-    "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
-    "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",), chains=True),
-}
-"""Trained drafters, by the method that their artifact names."""
 
 MODEL_FOLDER = Kind(
     "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
@@ -232,7 +225,18 @@ def kind_of(name: str) -> Kind | None:
     except UserError:  # which the artifact's own reader explains
         return None
     method = str(facts.get("method")) if isinstance(facts, dict) else ""
-    return TRAINED.get(FORMER_METHODS.get(method, method))
+    return trained_kind(FORMER_METHODS.get(method, method))
+
+
+def trained_kind(method: str) -> Kind | None:
+    """Return the kind of a method's drafters: `KIND` in the file of that name in `proposers/`.
+
+    None if there is no such file.
+    """
+    # A name with dots, from a damaged file, could import a module from anywhere.
+    name = f"{__package__}.proposers.{method}"
+    known = method.isidentifier() and importlib.util.find_spec(name)
+    return getattr(importlib.import_module(name), "KIND", None) if known else None
 
 
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
@@ -309,7 +313,7 @@ def load_proposer(
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
         artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
         place(artifact.drafter, target.device, dtype)
-        kind, given = TRAINED[artifact.method], (artifact,)
+        kind, given = kind_made_of(artifact), (artifact,)
         lookup = {
             key: settings.pop(key) for key in LOOKUP_SETTINGS if kind.lookups and key in settings
         }
@@ -329,7 +333,7 @@ def load_proposer(
     if isinstance(proposer, LaidOut):
         if not (isinstance(target, Target) and target.reference):
             proposer.lay_out()
-    elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
+    elif kind.trained and isinstance(target, Target) and target.laid_out:
         pack_drafter(proposer.drafter)
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
@@ -358,9 +362,16 @@ def check_drafter_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name)
 
 
+def kind_made_of(artifact: Artifact) -> Kind:
+    """Return the kind of a loaded drafter."""
+    kind = trained_kind(artifact.method)
+    assert kind is not None, "every module in heads/ has one in proposers/"
+    return kind
+
+
 def proposer_of(artifact: Artifact, **settings: Any) -> Any:
     """Return a loaded drafter at work with these settings. Raises `UserError`."""
-    kind = TRAINED[artifact.method]
+    kind = kind_made_of(artifact)
     return kind.maker(artifact, **kind.split(artifact.method, settings))
 
 

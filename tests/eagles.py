@@ -36,7 +36,7 @@ def taps_for(target: Target, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> EagleDrafter:
+def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> Any:
     """An untrained drafter with weights away from their start, norms included."""
     torch.manual_seed(seed)
     shape = shape_for(EagleConfig(**taps_for(target, KINDS[kind] | more)), target.config)

@@ -22,6 +22,7 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.vocabulary import to_target
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
 from ..rounds.cache import KeptCache, TreeCache, visible_slots
@@ -29,12 +30,13 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TreeSettings, positive
+from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .chains import cut, grow_chain
 from .growth import Continue, Slots
 from .tree_plan import Planned, TreePlan, tree_of
 
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 
 class DFlashProposer(Planned):

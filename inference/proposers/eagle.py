@@ -23,6 +23,7 @@ from torch.nn import functional
 from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter
 from ...heads.vocabulary import to_target
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
 from ..rounds.cache import KeptCache, TreeCache, visible_slots
@@ -36,6 +37,7 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
 class EagleProposer(Planned):

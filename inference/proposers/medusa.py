@@ -13,6 +13,7 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.device import send
 from ..rounds.sampling import Draws
@@ -24,6 +25,7 @@ from .tree_plan import DEFAULT_NODES, Planned, TreePlan, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
 class MedusaProposer(Planned):

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig, default_taps, drafter_of, shape_for
+from draftsmith.heads.eagle import (
+    Eagle3Drafter,
+    EagleConfig,
+    default_taps,
+    drafter_of,
+    shape_for,
+)
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.eagle import first_weights
@@ -265,7 +271,7 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     target = tiny_target()
     with torch.no_grad():
         target.decoder.norm.weight.uniform_(0.5, 1.5)
-    drafter = drafter_of(
+    drafter = Eagle3Drafter(
         shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config),
         target.embedding_and_head,
     )

@@ -24,7 +24,7 @@ from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
-from ...inference.drafters import TRAINED, parse_spec
+from ...inference.drafters import parse_spec, trained_kind
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
 from ...inference.targets.target import TargetSource
@@ -238,7 +238,8 @@ def _figure(
     low, high = known(found.tau_ci95 or (None, None))
     kind = found.kind or name
     # Later settings win: the method's default, the spec's, and those of a profile.
-    default = {"width": 1 if TRAINED[method].chains else None}
+    of_method = trained_kind(method)
+    default = {"width": 1 if of_method is not None and of_method.chains else None}
     named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
     chosen = default | named | (found.setting or {})
     return CardFigures(

@@ -276,13 +276,3 @@ class DistillRun(RunConfig):
                 f"objective.loss {self.objective.loss} would teach the draft model its own words; "
                 "use kl with rollouts.share"
             )
-
-
-RUNS: dict[str, type[RunConfig]] = {
-    "medusa": MedusaRun,
-    "eagle": EagleRun,
-    "dflash": DFlashRun,
-    "dspark": DSparkRun,
-    "distill": DistillRun,
-}
-"""The config of each method's runs."""

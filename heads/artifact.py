@@ -40,6 +40,7 @@ class DrafterModule(Protocol):
     taps: tuple[int, ...]
     bound_to: tuple[str, ...]
     """Fields of the fingerprint in which a target has to equal the one of the training."""
+    whole_model: bool
     drafts_by_level: bool
     most_drafts: int | None
 

@@ -29,7 +29,7 @@ class DraftModel(nn.Module):
     """Draft model with the target's tokenizer; it is trained and used without dropout."""
 
     method = kind = "draft_model"
-    drafts_by_level = True
+    whole_model = drafts_by_level = True
     most_drafts: int | None = None
     taps: tuple[int, ...] = ()
     bound_to: tuple[str, ...] = ()

@@ -45,6 +45,8 @@ class EngineLayout(ABC):
 
     kind: str
     """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
+    whole_model = False
+    """True if its folder is a Hugging Face model, which may be a target itself."""
     drafts_by_level = False
     """True if each level of drafts takes a pass of the drafter, false if it makes all at once."""
     borrows_head: bool = False

@@ -134,9 +134,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
                 "begins with a random one; leave out heads.hidden_size or freeze_head"
             )
         if config.freeze_head and isinstance(drafter, Eagle3Drafter):
-            drafter.lm_head.weight.requires_grad_(False)
-            # A feature loss compares features in the scale of the norm.
-            drafter.norm.weight.requires_grad_(not config.feature_weight)
+            freeze_head(drafter, norm=bool(config.feature_weight))
         weight = run.errors.accepted_weight
         return EagleObjective(config, drafter, target.head, run.seed, weight)
 
@@ -210,6 +208,12 @@ def first_weights(
         # (F * Ht), and the sum has variance 1.
         input_size = 1.0 if shape.norm_taps else size
         torch.nn.init.normal_(columns, std=drafter.fc.weight.shape[1] ** -0.5 / input_size)
+
+
+def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
+    """Exclude the head from training, and the final norm too if `norm`."""
+    drafter.lm_head.weight.requires_grad_(False)
+    drafter.norm.weight.requires_grad_(not norm)
 
 
 def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:

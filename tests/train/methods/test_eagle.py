@@ -17,7 +17,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import METHOD, EagleObjective, first_weights
+from draftsmith.train.methods.eagle import METHOD, EagleObjective, first_weights, freeze_head
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
@@ -527,7 +527,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
 def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm() -> None:
     """And a frozen head stays as it is."""
     drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
-    drafter.freeze_head(norm=True)
+    freeze_head(drafter, norm=True)
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
     aim = objective(drafter, steps=1, token_weight=0.0, feature_weight=1.0)
@@ -551,7 +551,7 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
     for frozen in (False, True):
         drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
         if frozen:
-            drafter.freeze_head(norm=False)
+            freeze_head(drafter, norm=False)
         features = features_of(batch, drafter)
         aim = objective(drafter)
         aim.forward(drafter, features, aim.weights(batch))[0].backward()

@@ -254,8 +254,10 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
                 "its target"
             )
         version, qk_norm = VERSIONS[config["architectures"][0]]
+        # EAGLE-1 has none of the keys that have defaults here.
         shape = EagleShape(
             version=version,
+            taps=tuple(config.get("eagle_aux_hidden_state_layer_ids", ())),
             hidden_size=config["hidden_size"],
             target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
             intermediate_size=config["intermediate_size"],
@@ -264,21 +266,20 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
             vocab_size=config["vocab_size"],
+            draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
             max_positions=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
             activation=config["hidden_act"],
             rope=config["rope_parameters"],
+            norm_taps=config.get("fc_norm", False),
+            norm_output=config.get("norm_output", False),
             qk_norm=qk_norm,
+            norm_fused_taps=config.get("norm_before_fc", False),
+            norm_before_residual=config.get("norm_before_residual", False),
             attention_bias=config["attention_bias"],
             fc_bias=config["bias"],
-            **CLASSES[version].own_sizes(config),
         )
         return drafter_of(shape, embedding_and_head)
-
-    @staticmethod
-    @abstractmethod
-    def own_sizes(config: JsonObject) -> JsonObject:
-        """Return the fields of `EagleShape` that a `config.json` has for one version only."""
 
 
 class Eagle1Drafter(EagleDrafter):
@@ -304,10 +305,6 @@ class Eagle1Drafter(EagleDrafter):
 
     def logits(self, output: Tensor) -> Tensor:
         return self.embedding_and_head.head(output)
-
-    @staticmethod
-    def own_sizes(config: JsonObject) -> JsonObject:
-        return {"taps": (), "draft_vocab_size": config["vocab_size"]}
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -407,17 +404,6 @@ class Eagle3Drafter(EagleDrafter):
         if shape.target_hidden_size != shape.hidden_size:
             config["target_hidden_size"] = shape.target_hidden_size
         return config
-
-    @staticmethod
-    def own_sizes(config: JsonObject) -> JsonObject:
-        return {
-            "taps": tuple(config["eagle_aux_hidden_state_layer_ids"]),
-            "draft_vocab_size": config["draft_vocab_size"],
-            "norm_taps": config["fc_norm"],
-            "norm_output": config["norm_output"],
-            "norm_fused_taps": config["norm_before_fc"],
-            "norm_before_residual": config["norm_before_residual"],
-        }
 
 
 CLASSES: dict[int, type[Eagle1Drafter | Eagle3Drafter]] = {1: Eagle1Drafter, 3: Eagle3Drafter}

@@ -230,6 +230,9 @@ def _fixed_levels(
     node `[1, N]` among the nodes that a drafter runs to fill them (-1: it is not run; the root is
     not among them).
     """
+    if ranks is None:
+        below = [shape.children[parent] for parent in shape.parents[1:]]
+        ranks = (0, *(siblings.index(node) for node, siblings in enumerate(below, 1)))
     levels: list[_FixedLevel] = []
     run: list[int] = []
     # The nodes with children, of the level before and of this one. The root's parent in `shape` is
@@ -241,18 +244,11 @@ def _fixed_levels(
     def tensor(values):
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    def rank_of(child: int, number: int) -> int:
-        return number if ranks is None else ranks[child]
-
     # Example: the root has the children 1 and 2, node 1 has 3 and 4, node 2 has 5. The second level
     # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
     # and source 3, a second child of node 2, is not used.
     while any(shape.children[node] for node in inner):
-        width = 1 + max(
-            rank_of(child, number)
-            for node in inner
-            for number, child in enumerate(shape.children[node])
-        )
+        width = 1 + max(ranks[child] for node in inner for child in shape.children[node])
         children, source, parents = [], [], []
         paths, above = [], []
         for m, node in enumerate(inner):
@@ -261,9 +257,9 @@ def _fixed_levels(
                 run.append(node)
             paths.append(shape.path_to(node))
             above.append(before.index(shape.parents[node]))
-            for number, child in enumerate(shape.children[node]):
+            for child in shape.children[node]:
                 children.append(child)
-                source.append(m * width + rank_of(child, number))
+                source.append(m * width + ranks[child])
                 parents.append(node)
         levels.append(
             _FixedLevel(

@@ -72,6 +72,25 @@ class Slots:
         )
         return best_first(tokens, scores, root, nodes, whole)
 
+    def fill(
+        self, root: Tensor, draws: Draws, shape: TreeShape, ranks: tuple[int, ...]
+    ) -> DraftTree:
+        """Return a tree of a fixed `shape`, whose nodes have the tokens of their `ranks`."""
+        width = max(ranks) + 1
+        tokens, _ = independent(
+            lambda depth: self.logits[:, depth], shape.levels, root, draws, width, 1.0
+        )
+        drafts = tokens.flatten(1)[:, _places(shape, ranks, width, root.device)]
+        return DraftTree(torch.cat([root[:, None], drafts], dim=1), shape)
+
+
+@lru_cache(maxsize=64)
+def _places(shape: TreeShape, ranks: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """Return the index of each drafted node's token among the best `width` of all depths."""
+    # Example: with 3 tokens of each depth, a node of depth 2 and rank 0 has the index 3.
+    places = [(shape.depths[node] - 1) * width + ranks[node] for node in range(1, shape.nodes)]
+    return torch.tensor(places, device=device)
+
 
 def independent(
     logits: Callable[[int], Tensor],
@@ -318,10 +337,6 @@ def grow_fixed(
             # show which type they have.
             probs = probs.to(drawn_from.dtype)
             probs[:, level.at] = drawn_from
-        elif isinstance(go_on, Slots) and draws.sampling.history_processor is None:
-            # The same after every node of a depth.
-            drawn, _ = draws.rank(logits[:, :1], level.depth, level.width, None)
-            drawn = drawn.expand(-1, logits.shape[1], -1)
         else:
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
         # `level.source` counts `width` tokens for each node; a vocabulary may be smaller

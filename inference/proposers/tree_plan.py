@@ -131,14 +131,17 @@ class TreePlan:
         if self.width == 1:
             chain = grow_chain(first, root, draws, go_on, self.shape, self.threshold)
             return chain, no_places
-        # Asked before `Slots`: a block drafter too needs a fixed shape under such a rule.
-        if self.fixed is not None or draws.sampling.compares_distributions:
+        compares = draws.sampling.compares_distributions
+        if isinstance(go_on, Slots) and not compares:
+            if self._ranks is None:
+                tree = go_on.tree(
+                    root, draws, self.width, self.nodes, self.score_temperature, self.give_all
+                )
+                return tree, no_places
+            if self.width <= first.shape[-1]:  # or nodes are missing
+                return go_on.fill(root, draws, self.shape, self._ranks), no_places
+        if self.fixed is not None or compares:
             return grow_fixed(first, root, draws, go_on, self.shape, self._ranks)
-        if isinstance(go_on, Slots):  # a block's drafts do not depend on each other
-            tree = go_on.tree(
-                root, draws, self.width, self.nodes, self.score_temperature, self.give_all
-            )
-            return tree, no_places
         return grow_dynamic(
             first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
         )

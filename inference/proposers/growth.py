@@ -209,7 +209,8 @@ def grow_dynamic(
         parent_paths = paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1]))
         paths = torch.cat([parent_paths, tokens[..., None]], dim=-1)
         visible = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1]))
-    return pool.select()
+    tree, chosen = pool.select()
+    return tree, pool.ran(chosen)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Pool:
         zero = torch.zeros_like(root)[:, None]
         self._tokens, self._parents, self._scores = [root[:, None]], [zero], [zero.double()]
         self._levels = 0
-        # For each level, the index of its candidates among those that were run.
-        self._run_index = [torch.full_like(zero, NO_NODE)]
+        # For each level of which some were run, the index of its candidates among those.
+        self._run_index: dict[int, Tensor] = {}
         self._run_count = 0
 
     def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
@@ -51,7 +51,6 @@ class Pool:
         # float64 holds the scores of every drafter exactly, so that all levels can be one tensor.
         self._scores.append(scores.double())
         self._levels += 1
-        self._run_index.append(torch.full_like(tokens, NO_NODE))
         return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
 
     def run(self, indices: Tensor) -> None:
@@ -61,14 +60,25 @@ class Pool:
         start = sum(level.shape[1] for level in self._tokens[:-1])
         end = self._run_count + indices.shape[1]
         places = torch.arange(self._run_count, end, device=indices.device)
-        self._run_index[-1].scatter_(1, indices - start, places.expand_as(indices))
-        self._run_count = end
+        none = torch.full_like(self._tokens[-1], NO_NODE)
+        run_index = none.scatter_(1, indices - start, places.expand_as(indices))
+        self._run_index[self._levels], self._run_count = run_index, end
+
+    def ran(self, chosen: Tensor) -> Tensor:
+        """Return the index of candidates among those that were run, -1 for one that was not.
+
+        `chosen` `[B, N]` are pool indices.
+        """
+        levels = []
+        for level, tokens in enumerate(self._tokens):
+            run_index = self._run_index.get(level)
+            levels.append(torch.full_like(tokens, NO_NODE) if run_index is None else run_index)
+        return torch.cat(levels, dim=1).gather(1, chosen)
 
     def select(self) -> tuple[DraftTree, Tensor]:
-        """Return the tree of the root and the best candidates.
+        """Return the tree of the root and the best candidates, and the pool indices of its nodes.
 
-        Also returns the index of each of its nodes `[B, N]` among those that were run (-1: it was
-        not; the root never is).
+        The pool indices are `[B, N]`.
         """
         tokens, parents, scores = (
             torch.cat(levels, dim=1) for levels in (self._tokens, self._parents, self._scores)
@@ -88,7 +98,6 @@ class Pool:
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
         # The parent of a missing node may not be chosen, so it hangs on the root.
         new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
-        tree = DraftTree(
+        return DraftTree(
             new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
-        )
-        return tree, torch.cat(self._run_index, dim=1).gather(1, chosen)
+        ), chosen

@@ -36,9 +36,13 @@ class DrafterModule(Protocol):
     """Interface of a drafter's module to the artifact; `layout.EngineLayout` has most of it."""
 
     method: str
+    kind: str
     taps: tuple[int, ...]
     bound_to: tuple[str, ...]
     """Fields of the fingerprint in which a target has to equal the one of the training."""
+    whole_model: bool
+    drafts_by_level: bool
+    most_drafts: int | None
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         """Write the files that engines read; floating tensors are cast to `dtype`."""

@@ -13,13 +13,11 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
@@ -32,10 +30,6 @@ from .rotary import Rotary
 from .vocabulary import VocabularyMaps
 
 WEIGHTS_FILE = "model.safetensors"
-# Length of the direction that queries and keys share at first (`attend_nearby`); random weights
-# alone give them a length of about 3 in another direction each, for heads of size 32.
-NEARBY = 5.0
-RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
 
@@ -100,18 +94,21 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
     """
 
-    method = "dflash"
+    method = kind = "dflash"
+    borrows_head = True
+    read_in_parts = ("fc", "qkv")
     document = BlockFile
     architecture = "DFlashDraftModel"
     weights_file = WEIGHTS_FILE
     first_slot = 1
     """Number of the first slot that drafts; its draft is about the token after the anchor."""
     tap_scales: Tensor
-    """Factors `[F]` of the taps while the drafter is trained, see `rescale`."""
+    """Factors `[F]` of the taps while the drafter is trained; on disk `fc` has them."""
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+        self.most_drafts = self.drafts
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
@@ -127,99 +124,7 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         # The target's rows of the draft vocabulary, and what they were taken of.
         self._part: tuple[EmbeddingAndHead, Head] | None = None
 
-    @torch.no_grad()
-    def start_from(self, norm_weight: Tensor | None, ids: Tensor | None = None) -> None:
-        """Set the final norm to the target's `[H]`, and `fc` to weigh all taps the same.
-
-        They do so once `rescale` has been called, which brings them to similar sizes. `ids` `[Vd]`
-        are the target ids of the draft vocabulary, None for all tokens.
-        """
-        if ids is not None:
-            self.set_maps(ids)
-        if norm_weight is not None:
-            self.norm.weight.copy_(norm_weight)
-        nn.init.normal_(self.fc.weight, std=self.fc.weight.shape[1] ** -0.5)
-
-    @torch.no_grad()
-    def rescale(self, tap_sizes: tuple[float, ...], keep: bool) -> None:
-        """Divide the taps by powers of two near their sizes `tap_sizes`, root mean squares.
-
-        With it `fc` learns at the pace of the other matrices: raw taps have sizes of 10 to 100, the
-        weights of `fc` would be as much smaller, and a step of AdamW would change them by as much
-        as they are. With `keep` the weights are changed too, so that the drafter computes the same
-        as before, bit for bit (a factor that is a power of two rounds nothing).
-        """
-        # Example: a tap of size 27, near 2^5, is multiplied by 1/32.
-        scales = torch.tensor(
-            [2.0 ** -round(math.log2(size)) for size in tap_sizes], device=self.tap_scales.device
-        )
-        if keep:
-            # `fc` reads taps times scale: what the scale gains, the weight has to lose.
-            self.fc.weight.div_(self._columns(scales / self.tap_scales))
-        self.tap_scales.copy_(scales)
-
-    @torch.no_grad()
-    def attend_nearby(self, taps: tuple[Tensor, ...], ids: Tensor) -> None:
-        """Let queries and keys begin so that attention finds the rows that a draft depends on.
-
-        `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A
-        third of the key-value heads (at least one, if there are several) begins with the anchor's
-        token, the others with the newest positions of the context.
-
-        With random weights attention starts out even over hundreds of rows. Here all queries of a
-        head begin with one direction, and each key with the same direction times how much its row
-        is wanted, a linear function of the row that is fitted to the sample. Rotary positions then
-        tell which of the wanted rows is nearest: the direction for the context lies in the half of
-        the head that rotates fast, so that its product fades with distance, the one for the anchor
-        in the slow half. With this start the first draft for the quickstart target is right 20% of
-        the time after 200 steps, without it 9% (EXPERIMENTS.md).
-        """
-        query_fit, anchor_fit, context_fit = self._fit_rows(taps, ids)
-        size, numbers = self.shape.head_dim, torch.arange(self.shape.head_dim)
-        # Number i of a head is paired with i + rotary.size / 2, and frequencies fall with i: the
-        # first quarter of the rotated part turns fast, the second quarter slowly.
-        fast = numbers < self.rotary.size // 4
-        slow = ~fast & (numbers < self.rotary.size // 2)
-        for layer in self._layers:
-            # One matrix `[E, H]` for each attention head and key-value head, as views: adding to
-            # them changes the layer. Values begin at random.
-            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
-                [layer.heads, layer.kv_heads, layer.kv_heads]
-            )
-            for head, key in enumerate(keys):  # `key` is a view `[E, H]` of the layer's weights
-                to_anchor = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
-                half = slow if to_anchor else fast
-                direction = functional.normalize(half.to(query_fit), dim=0) * NEARBY
-                key += torch.outer(direction, anchor_fit if to_anchor else context_fit)
-                # All attention heads that share this key-value head get the same queries.
-                shared = queries.unflatten(0, (layer.kv_heads, -1))[head]
-                shared += torch.outer(direction, query_fit)
-
-    def _fit_rows(self, taps: tuple[Tensor, ...], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three linear functions `[H]` of a normed row, fitted to a sample of rows.
-
-        `taps` `[n, H]` each and `ids` `[n]` are the sample. The first function is near 1 for the
-        rows of a block, which have queries, and near 0 for the context. The second is near 1 for
-        anchors' tokens, the third for the context, and each near -1 for all other rows.
-        """
-        context = functional.rms_norm(
-            self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape
-        )
-        embedded = functional.rms_norm(
-            self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape
-        )
-        # Every slot but the first holds the mask token: one is repeated, so that it weighs as much
-        # as the other two kinds of rows.
-        tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
-        rows = torch.cat([context, tokens, masks])
-
-        def fit(context_value: float, token_value: float, mask_value: float) -> Tensor:
-            values = torch.tensor([context_value, token_value, mask_value], device=rows.device)
-            return linear_fit(rows, values.repeat_interleave(len(ids)))
-
-        return fit(0.0, 1.0, 1.0), fit(-1.0, 1.0, -1.0), fit(1.0, -1.0, -1.0)
-
-    def _columns(self, scales: Tensor) -> Tensor:
+    def columns(self, scales: Tensor) -> Tensor:
         """Return a factor for each column of `fc`, `[F * H]`, for `scales` `[F]` of the taps."""
         return scales.to(self.fc.weight.dtype).repeat_interleave(self.shape.hidden_size)
 
@@ -234,14 +139,14 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         `taps` are the target's features, `[B, S, H]` for each tap.
         """
         features = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
-        return self.hidden_norm(self.fc(features * self._columns(self.tap_scales)))
+        return self.hidden_norm(self.fc(features * self.columns(self.tap_scales)))
 
     def context(self, fused: Tensor, rotary: tuple[Tensor, Tensor]) -> list[Pair]:
         """Return each layer's keys and values of the context `fused` `[B, S, H]`.
 
         The layers' input norms are not applied to it: `fuse` ends with a norm of its own.
         """
-        return [layer.keys_values(fused, rotary) for layer in self._layers]
+        return [layer.keys_values(fused, rotary) for layer in self.decoder_layers]
 
     def embed(self, anchors: Tensor, slots: int | None = None) -> Tensor:
         """Return the rows `[B, Sa * b, H]` of the blocks whose anchors hold tokens `[B, Sa]`.
@@ -257,7 +162,7 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         self, index: int, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """Return the output `[B, N, H]` of layer number `index` for rows `state` `[B, N, H]`."""
-        layer = self._layers[index]
+        layer = self.decoder_layers[index]
         return layer(index, state, layer.qkv(self.input_norms[index](state)), rotary, attend)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
@@ -293,7 +198,7 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         return self._part[1]
 
     @property
-    def _layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     @property
@@ -312,12 +217,12 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         # Scales other than 1 exist only in training. Otherwise the weight itself is returned, which
         # loading fills; and on the meta device there are no numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
-            weight = weight * self._columns(self.tap_scales)
+            weight = weight * self.columns(self.tap_scales)
         state: dict[str, Tensor] = {
             "fc.weight": weight,
             "hidden_norm.weight": self.hidden_norm.weight,
         }
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.decoder_layers):
             norm = self.input_norms[i]
             assert isinstance(norm, RMSNorm)
             state |= {f"layers.{i}.{name}": weight for name, weight in layer.matrices().items()}
@@ -384,19 +289,6 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
     def shape_from(cls, config: JsonObject) -> BlockShape:
         """Return the sizes in a `config.json`; `KeyError` if one of its keys is missing."""
         return BlockShape(**sizes_from(config))
-
-
-def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
-    """Return `w` `[H]` such that `rows @ w` is near `wanted` `[n]`, for `rows` `[n, H]`.
-
-    This is ridge regression in its dual form, w = X^T (X X^T + c I)^-1 y, where c is `RIDGE` times
-    the mean squared length of a row.
-    """
-    # The dual form solves a system of n rows instead of H columns.
-    products = rows @ rows.T
-    return rows.T @ torch.linalg.solve(
-        products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
-    )
 
 
 def sizes_from(config: JsonObject) -> JsonObject:

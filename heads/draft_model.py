@@ -28,7 +28,9 @@ PROBES = (
 class DraftModel(nn.Module):
     """Draft model with the target's tokenizer; it is trained and used without dropout."""
 
-    method = "draft_model"
+    method = kind = "draft_model"
+    whole_model = drafts_by_level = True
+    most_drafts: int | None = None
     taps: tuple[int, ...] = ()
     bound_to: tuple[str, ...] = ()
     """Empty, because every target with this tokenizer will do, of whatever size."""

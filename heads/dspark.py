@@ -24,8 +24,6 @@ from .drafter_configs import DSparkConfig
 from .embedding_and_head import EmbeddingAndHead
 from .files import JsonObject
 
-INIT_STD = 0.02  # of the matrices that DFlash does not have
-
 
 @dataclass(frozen=True)
 class DSparkShape(BlockShape):
@@ -37,7 +35,7 @@ class DSparkShape(BlockShape):
 class DSparkDrafter(DFlashDrafter):
     """DFlash drafter with a transition bias and a confidence head."""
 
-    method = "dspark"
+    method = kind = "dspark"
     document = DSparkFile
     architecture = "Qwen3DSparkModel"
     first_slot = 0
@@ -49,18 +47,6 @@ class DSparkDrafter(DFlashDrafter):
         drafted = shape.draft_vocab_size or shape.vocab_size
         self.transition_out = nn.Linear(shape.markov_rank, drafted, bias=False)
         self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
-
-    @torch.no_grad()
-    def start_from(self, norm_weight: Tensor | None, ids: Tensor | None = None) -> None:
-        """Set the first weights of an untrained drafter; the target's final norm is one of them.
-
-        `ids` are as for DFlash.
-        """
-        super().start_from(norm_weight, ids)
-        for module in (self.transition_in, self.transition_out, self.confidence_head):
-            nn.init.normal_(module.weight, std=INIT_STD)
-        # A logit near 0: every draft begins with a confidence of about one half.
-        nn.init.zeros_(self.confidence_head.bias)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return `[..., H + r]`: the slot's output and W1 of the token `before` its draft."""

@@ -10,6 +10,7 @@ V vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,123 +75,83 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleDrafter(VocabularyMaps, EngineLayout):
-    """EAGLE drafter: fusion of the taps, decoder layers, and (version 3) a norm and a head.
+    """Base of both versions: a joint of token and state, and the decoder layers after it.
 
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
     """
 
     method = "eagle"
+    drafts_by_level = True
+    read_in_parts = ("fc", "qkv")
     document = EagleFile
     weights_file = WEIGHTS_FILE
+    reads_last: bool
+    """True if rows begin with the target's last hidden state, false if with its taps."""
+    first_normed: int
+    """First layer with a norm for its input."""
 
-    def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
+    def __init__(
+        self, shape: EagleShape, embedding_and_head: EmbeddingAndHead, fused: int, first: int
+    ) -> None:
+        """Make the parts of both versions; `fused` are the inputs of `fc`, `first` of layer 0."""
         super().__init__()
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
-        hidden, wide = shape.hidden_size, shape.target_hidden_size
-        third = shape.version == 3
-        # A token and a state meet in `fc` (version 1) or in the first layer's projection (version
-        # 3); both matrices have the columns of the token first.
-        fc_inputs = len(shape.taps) * wide if third else 2 * hidden
-        self.fc = nn.Linear(fc_inputs, hidden, bias=shape.fc_bias)
+        hidden = shape.hidden_size
+        self.fc = nn.Linear(fused, hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden)
-            for i in range(shape.num_layers)
+            DecoderLayer(shape, hidden if i else first) for i in range(shape.num_layers)
         )
-        normed_layers = range(0 if third else 1, shape.num_layers)  # EAGLE-1's first has no norm
-        # Under the numbers of their layers, which a list would shift where the first layer has
-        # none.
-        self.input_norms = nn.ModuleDict(
-            {str(i): RMSNorm(hidden, shape.norm_eps) for i in normed_layers}
-        )
-        self.tap_norms = nn.ModuleList(
-            RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps
-        )
-        self.fused_tap_norm = (
-            RMSNorm(len(shape.taps) * wide, shape.norm_eps) if shape.norm_fused_taps else None
-        )
-        if third:
-            self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
-            self.norm = RMSNorm(hidden, shape.norm_eps)
-            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
-        # The target's rows have the target's width, so a drafter of another width cannot borrow
-        # them.
-        self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
-        # Filled by `start_from` or by loading.
+        # Under the numbers of their layers, which a list would shift where the first has no norm.
+        normed = range(self.first_normed, shape.num_layers)
+        self.input_norms = nn.ModuleDict({str(i): RMSNorm(hidden, shape.norm_eps) for i in normed})
+        # Filled by training or by loading.
         self.add_maps(shape.draft_vocab_size, shape.vocab_size)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
-    @torch.no_grad()
-    def start_from(
-        self,
-        head_weight: Tensor,
-        norm_weight: Tensor | None,
-        ids: Tensor | None,
-        tap_sizes: tuple[float, ...] = (),
-    ) -> None:
-        """Set the first weights of an untrained drafter.
+    @property
+    @abstractmethod
+    def joint(self) -> nn.Linear:
+        """Layer in which token and state meet: the token's columns of its matrix come first."""
 
-        Head and norm begin as the target's output matrix `[V, Ht]` and final norm `[Ht]`. `ids`
-        `[Vd]` are the target ids of the draft vocabulary, None for all tokens. `tap_sizes` are the
-        root mean squares of the taps: `fc` begins such that all taps weigh the same and the fused
-        state has size one. The residual stream grows with depth (to 27 in the quickstart target),
-        and would drown what the layer adds to it.
-        """
-        if ids is not None:
-            self.set_maps(ids)
-        if self.shape.version == 1:
-            return
-        if head_weight.shape[1] == self.shape.hidden_size:
-            # One row of the target's matrix for each token of the draft vocabulary.
-            self.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
-            if norm_weight is not None:
-                self.norm.weight.copy_(norm_weight)
-        wide = self.shape.target_hidden_size
-        for i, size in enumerate(tap_sizes):
-            columns = self.fc.weight[:, i * wide : (i + 1) * wide]
-            # The fused state sums F * Ht products. With inputs of this size each has variance 1 /
-            # (F * Ht), and the sum has variance 1.
-            input_size = 1.0 if self.shape.norm_taps else size
-            nn.init.normal_(columns, std=self.fc.weight.shape[1] ** -0.5 / input_size)
-
+    @abstractmethod
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """Return the state `[B, N, H]` with which rows begin, from the target's features.
 
-        Version 3 fuses `taps`, `[B, N, Ht]` each; version 1 takes `last`, the last hidden states.
+        These are its `taps` and its `last` hidden states, `[B, N, Ht]` each.
         """
-        dtype = self.fc.weight.dtype
-        if self.shape.version == 1:
-            return last.to(dtype)
-        # Stored features may have another dtype than the drafter.
-        features = [tap.to(dtype) for tap in taps]
-        if self.shape.norm_taps:
-            features = [norm(state) for norm, state in zip(self.tap_norms, features, strict=True)]
-        fused = torch.cat(features, dim=-1)
-        return self.fc(fused if self.fused_tap_norm is None else self.fused_tap_norm(fused))
 
     def token_part(self, ids: Tensor) -> Tensor:
         """Return the tokens' part of the product in which tokens `ids` `[B, N]` and states meet.
 
-        The product is `fc` (version 1) or the first layer's projection to queries, keys and values
-        (version 3). Training computes this part once for all unrolled steps.
+        Training computes this part once for all unrolled steps.
         """
-        embed = self.embedding if self.embedding is not None else self.embedding_and_head.embed
-        embedded = embed(ids).to(self.fc.weight.dtype)
-        hidden = self.shape.hidden_size
-        if self.shape.version == 1:
-            return functional.linear(embedded, self.fc.weight[:, :hidden])
-        normed = self.input_norms["0"](embedded)
-        return functional.linear(normed, self._first.qkv.weight[:, :hidden])
+        return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the inputs `[B, N, H]` of `joint` for tokens `ids` `[B, N]`."""
+        return self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
+
+    def join(self, token_part: Tensor, state: Tensor) -> Tensor:
+        """Return the output of `joint` for the tokens of `token_part` and states `[B, N, H]`.
+
+        It is one product with the concatenation of both, of which `token_part` is the first half.
+        The bias is added once, here.
+        """
+        weight = self.joint.weight[:, self.shape.hidden_size :]
+        return token_part + functional.linear(state, weight, self.joint.bias)
 
     @property
-    def first_projection(self) -> nn.Linear:
-        """The first layer's projection to queries, keys and values."""
-        return self._first.qkv
-
-    @property
-    def _first(self) -> DecoderLayer:
+    def first_layer(self) -> DecoderLayer:
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
         return layer
+
+    @abstractmethod
+    def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first layer's residual stream `[B, N, H]`, and its queries, keys and values.
+
+        Arguments as for `advance`.
+        """
 
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
@@ -199,22 +160,8 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
 
         `state` `[B, N, H]` comes from `fuse`, or for drafts of a greater depth from `recycled`.
         """
-        hidden = self.shape.hidden_size
-        if self.shape.version == 1:
-            # The columns of the token come first, so these are those of the state. The bias is
-            # added once, here: `token_part` has none.
-            state = token_part + functional.linear(state, self.fc.weight[:, hidden:], self.fc.bias)
-            qkv = self._first.qkv(state)
-        else:
-            # This is one product with the concatenation of token and state, whose first half is
-            # in `token_part`.
-            normed = self.hidden_norm(state)
-            qkv = token_part + functional.linear(
-                normed, self._first.qkv.weight[:, hidden:], self._first.qkv.bias
-            )
-            if self.shape.norm_before_residual:
-                state = normed
-        state = self._first(0, state, qkv, rotary, attend)
+        state, qkv = self.enter(token_part, state)
+        state = self.first_layer(0, state, qkv, rotary, attend)
         for i, layer in enumerate(self.layers[1:], 1):
             assert isinstance(layer, DecoderLayer)
             state = layer(i, state, layer.qkv(self.input_norms[str(i)](state)), rotary, attend)
@@ -222,62 +169,44 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
 
     def recycled(self, output: Tensor) -> Tensor:
         """Return the layers' output as the state `[B, N, H]` of the next row."""
-        return self.norm(output) if self.shape.norm_output else output
+        return output
 
     def feature(self, output: Tensor) -> Tensor:
         """Return the layers' output `[..., H]` in the scale of the target's last hidden state.
 
-        A feature loss compares the two (docs/objectives.md#eagle). Version 3 applies the weight of
-        its final norm, but not the norm itself: behind it a state of any size would do, and one
-        that grows drowns what the layer adds to it.
+        A feature loss compares the two (docs/objectives.md#eagle).
         """
-        return output if self.shape.version == 1 else output * self.norm.weight.detach()
+        return output
 
+    @abstractmethod
     def logits(self, output: Tensor) -> Tensor:
-        """Return the logits `[..., Vd]` for the layers' output `[..., H]`; in version 1 Vd is V."""
-        if self.shape.version == 1:
-            return self.embedding_and_head.head(output)
-        return self.lm_head(self.norm(output))
+        """Return the logits `[..., Vd]` for the layers' output `[..., H]`."""
 
     @property
     def head_parameters(self) -> list[Tensor]:
         """Parameters of the drafter that `logits` reads."""
-        return [] if self.shape.version == 1 else [self.norm.weight, self.lm_head.weight]
-
-    def freeze_head(self, norm: bool) -> None:
-        """Exclude the head from training, and the final norm too if `norm`."""
-        if self.shape.version == 3:
-            self.lm_head.weight.requires_grad_(False)
-            self.norm.weight.requires_grad_(not norm)
+        return []
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}
 
     # docs/checkpoint-formats.md#eagle describes the layout on disk.
 
+    def prefix_of(self, layer: int) -> str:
+        """Return the beginning of the names on disk of a layer's tensors."""
+        return f"layers.{layer}."
+
     def serving_state(self) -> dict[str, Tensor]:
         """Return the drafter's tensors under their names on disk."""
-        third, single = self.shape.version == 3, self.shape.num_layers == 1
         state: dict[str, Tensor] = {f"fc.{name}": p for name, p in self.fc.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            prefix = "midlayer." if third and single else f"layers.{i}."
+            prefix = self.prefix_of(i)
             state |= {prefix + name: weight for name, weight in layer.matrices().items()}
             if str(i) in self.input_norms:
                 norm = self.input_norms[str(i)]
                 assert isinstance(norm, RMSNorm)
                 state[prefix + "input_layernorm.weight"] = norm.weight
-            if third and i == 0:
-                state[prefix + "hidden_norm.weight"] = self.hidden_norm.weight
-        for i, norm in enumerate(self.tap_norms):
-            assert isinstance(norm, RMSNorm)
-            state[f"fc_norm.{i}.weight"] = norm.weight
-        if self.fused_tap_norm is not None:
-            state["input_norm.weight"] = self.fused_tap_norm.weight
-        if third:
-            state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
-        if self.embedding is not None:
-            state["embed_tokens.weight"] = self.embedding.weight
         return state | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
@@ -312,22 +241,6 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
             config["partial_rotary_factor"] = share  # SGLang looks for it here
         if shape.rope["rope_type"] != "default":
             config["rope_scaling"] = shape.rope  # readers of older layouts look for it here
-        if shape.version == 3:
-            config |= {
-                "draft_vocab_size": shape.draft_vocab_size,
-                "norm_before_residual": shape.norm_before_residual,
-                "norm_before_fc": shape.norm_fused_taps,
-                "fc_norm": shape.norm_taps,
-                "norm_output": shape.norm_output,
-                "num_aux_hidden_states": len(shape.taps),
-                "eagle_aux_hidden_state_layer_ids": list(shape.taps),
-                "eagle_config": {  # SGLang counts layers from 0, without the embeddings
-                    "use_aux_hidden_state": True,
-                    "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
-                },
-            }
-            if shape.target_hidden_size != shape.hidden_size:
-                config["target_hidden_size"] = shape.target_hidden_size
         return config
 
     @classmethod
@@ -341,10 +254,10 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
                 "its target"
             )
         version, qk_norm = VERSIONS[config["architectures"][0]]
-        third = version == 3
+        # EAGLE-1 has none of the keys that have defaults here.
         shape = EagleShape(
             version=version,
-            taps=tuple(config["eagle_aux_hidden_state_layer_ids"]) if third else (),
+            taps=tuple(config.get("eagle_aux_hidden_state_layer_ids", ())),
             hidden_size=config["hidden_size"],
             target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
             intermediate_size=config["intermediate_size"],
@@ -353,20 +266,152 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
             vocab_size=config["vocab_size"],
-            draft_vocab_size=config["draft_vocab_size"] if third else config["vocab_size"],
+            draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
             max_positions=config["max_position_embeddings"],
             norm_eps=config["rms_norm_eps"],
             activation=config["hidden_act"],
             rope=config["rope_parameters"],
-            norm_taps=third and config["fc_norm"],
-            norm_output=third and config["norm_output"],
+            norm_taps=config.get("fc_norm", False),
+            norm_output=config.get("norm_output", False),
             qk_norm=qk_norm,
-            norm_fused_taps=third and config["norm_before_fc"],
-            norm_before_residual=third and config["norm_before_residual"],
+            norm_fused_taps=config.get("norm_before_fc", False),
+            norm_before_residual=config.get("norm_before_residual", False),
             attention_bias=config["attention_bias"],
             fc_bias=config["bias"],
         )
-        return cls(shape, embedding_and_head)
+        return drafter_of(shape, embedding_and_head)
+
+
+class Eagle1Drafter(EagleDrafter):
+    """EAGLE-1: token and state meet in `fc`, and the target's head makes the logits."""
+
+    kind = "eagle1"
+    borrows_head = reads_last = True
+    first_normed = 1
+
+    def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(shape, embedding_and_head, 2 * shape.hidden_size, shape.hidden_size)
+
+    @property
+    def joint(self) -> nn.Linear:
+        return self.fc
+
+    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
+        return last.to(self.fc.weight.dtype)
+
+    def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.join(token_part, state)
+        return state, self.first_layer.qkv(state)
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.embedding_and_head.head(output)
+
+
+class Eagle3Drafter(EagleDrafter):
+    """EAGLE-3: `fc` fuses the taps, token and state meet in the first layer; own norm and head."""
+
+    kind = "eagle3"
+    reads_last = False
+    first_normed = 0
+
+    def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
+        hidden, wide = shape.hidden_size, shape.target_hidden_size
+        super().__init__(shape, embedding_and_head, len(shape.taps) * wide, 2 * hidden)
+        self.tap_norms = nn.ModuleList(
+            RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps
+        )
+        self.fused_tap_norm = (
+            RMSNorm(len(shape.taps) * wide, shape.norm_eps) if shape.norm_fused_taps else None
+        )
+        self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
+        self.norm = RMSNorm(hidden, shape.norm_eps)
+        self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        # The target's rows have the target's width, so a drafter of another width cannot borrow
+        # them.
+        self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
+
+    @property
+    def joint(self) -> nn.Linear:
+        return self.first_layer.qkv
+
+    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
+        # Stored features may have another dtype than the drafter.
+        features = [tap.to(self.fc.weight.dtype) for tap in taps]
+        if self.shape.norm_taps:
+            features = [norm(state) for norm, state in zip(self.tap_norms, features, strict=True)]
+        fused = torch.cat(features, dim=-1)
+        return self.fc(fused if self.fused_tap_norm is None else self.fused_tap_norm(fused))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        own = self.embedding
+        embedded = super().embedded(ids) if own is None else own(ids).to(self.fc.weight.dtype)
+        return self.input_norms["0"](embedded)
+
+    def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(state)
+        qkv = self.join(token_part, normed)
+        return normed if self.shape.norm_before_residual else state, qkv
+
+    def recycled(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.shape.norm_output else output
+
+    def feature(self, output: Tensor) -> Tensor:
+        """See `EagleDrafter.feature`: the weight of the final norm is applied, not the norm itself.
+
+        After the norm a state of any size would do, and one that grows drowns what the layer adds
+        to it.
+        """
+        return output * self.norm.weight.detach()
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.lm_head(self.norm(output))
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        return [self.norm.weight, self.lm_head.weight]
+
+    def prefix_of(self, layer: int) -> str:
+        return "midlayer." if self.shape.num_layers == 1 else super().prefix_of(layer)
+
+    def serving_state(self) -> dict[str, Tensor]:
+        state = super().serving_state()
+        state[self.prefix_of(0) + "hidden_norm.weight"] = self.hidden_norm.weight
+        for i, norm in enumerate(self.tap_norms):
+            assert isinstance(norm, RMSNorm)
+            state[f"fc_norm.{i}.weight"] = norm.weight
+        if self.fused_tap_norm is not None:
+            state["input_norm.weight"] = self.fused_tap_norm.weight
+        state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        if self.embedding is not None:
+            state["embed_tokens.weight"] = self.embedding.weight
+        return state
+
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
+        shape = self.shape
+        config = super().serving_config(target_name, dtype) | {
+            "draft_vocab_size": shape.draft_vocab_size,
+            "norm_before_residual": shape.norm_before_residual,
+            "norm_before_fc": shape.norm_fused_taps,
+            "fc_norm": shape.norm_taps,
+            "norm_output": shape.norm_output,
+            "num_aux_hidden_states": len(shape.taps),
+            "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+            "eagle_config": {  # SGLang counts layers from 0, without the embeddings
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
+            },
+        }
+        if shape.target_hidden_size != shape.hidden_size:
+            config["target_hidden_size"] = shape.target_hidden_size
+        return config
+
+
+CLASSES: dict[int, type[Eagle1Drafter | Eagle3Drafter]] = {1: Eagle1Drafter, 3: Eagle3Drafter}
+
+
+def drafter_of(shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> EagleDrafter:
+    """Return an untrained drafter of the version that `shape` names."""
+    return CLASSES[shape.version](shape, embedding_and_head)
 
 
 ARCHITECTURES = {
@@ -386,7 +431,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
     """
     hidden, layers = target.hidden_size, target.num_hidden_layers
     taps = tuple(config.taps or ())
-    if not taps and config.version == 3:
+    if not taps and not CLASSES[config.version].reads_last:
         taps = default_taps(layers)
     # The last tap, L, is refused: transformers gives it after the final norm, engines before.
     if sorted(set(taps)) != list(taps) or any(not 0 <= tap < layers for tap in taps):

@@ -63,21 +63,6 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-@torch.no_grad()
-def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
-    """Scale an untrained drafter's final norm down until its logits are small.
-
-    `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
-    deviation over the vocabulary is at most `spread`. The reason: the target's norm belongs to
-    states that the target made. Behind it the first states of a drafter make logits as large as the
-    target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the first hundred
-    steps had to unlearn that.
-    """
-    deviation = logits.float().std(-1).square().mean().sqrt()
-    # Only down: small logits are no harm to an untrained drafter.
-    norm.weight.mul_((spread / deviation).clamp(max=1.0).to(norm.weight))
-
-
 class DecoderLayer(nn.Module):
     """Llama layer that is given projected queries, keys and values.
 

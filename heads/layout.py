@@ -43,6 +43,18 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 class EngineLayout(ABC):
     """Base of drafters that get `save` and `load` from a description of their files."""
 
+    kind: str
+    """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
+    whole_model = False
+    """True if its folder is a Hugging Face model, which may be a target itself."""
+    drafts_by_level = False
+    """True if each level of drafts takes a pass of the drafter, false if it makes all at once."""
+    borrows_head: bool = False
+    """True if the target's head makes the logits of drafts."""
+    most_drafts: int | None = None
+    """Levels of drafts that the drafter has; None: any number."""
+    read_in_parts: tuple[str, ...] = ()
+    """Names of layers of which rows or columns of the matrix are read: it must stay as it is."""
     weights_file: str
     """Name of the safetensors file."""
     document: type

@@ -51,7 +51,7 @@ class MedusaHeads(EngineLayout, nn.Module):
     `shared_head` only and has no parameters of the drafter. Raises `UserError` if it is missing.
     """
 
-    method = "medusa"
+    method = kind = "medusa"
     document = MedusaFile
     weights_file = WEIGHTS_FILE
     taps: tuple[int, ...] = ()
@@ -65,6 +65,7 @@ class MedusaHeads(EngineLayout, nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)
@@ -79,13 +80,6 @@ class MedusaHeads(EngineLayout, nn.Module):
                 "heads with shared_head need the target's head; load them together with their "
                 "target"
             )
-
-    @torch.no_grad()
-    def start_from(self, head_weight: Tensor) -> None:
-        """Copy the target's output matrix `[V, H]` into every head that owns one."""
-        for output in self.outputs:
-            assert isinstance(output, nn.Linear)
-            output.weight.copy_(head_weight)
 
     def states(self, hidden: Tensor, head: int) -> Tensor:
         """Return the state `[..., H]` that head number `head` makes of `hidden` `[..., H]`."""

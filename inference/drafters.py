@@ -8,15 +8,15 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import importlib.util
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
@@ -24,31 +24,38 @@ from ..heads.files import read_json
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
 from .settings import DTYPES, dtype_named
-from .targets.causal_model import CausalModel
-from .targets.packed import pack_drafter, packed_bytes
+from .targets.packed import pack_drafter
 from .targets.target import Target, TargetSource
 from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 
 log = logging.getLogger(__name__)
 
 
+MADE_OF_ARTIFACT = "make_proposer"
+
+
 @dataclass(frozen=True)
 class Kind:
-    """Kind of drafter: where its proposer is made, and which settings a user may give."""
+    """Kind of drafter: where its proposer is made, and which settings a user may give.
+
+    That of a trained drafter is `KIND` in its proposer's module (`trained_kind`).
+    """
 
     module: str
     """Module in `proposers/`."""
-    make: str
+    make: str = MADE_OF_ARTIFACT
     """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` below is not empty,
     and the settings `own` by their names."""
     tree: tuple[str, ...] = ()
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
     """Further settings."""
-    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Values of those of its settings that are words."""
+    chains: bool = False
+    """True if it drafts chains where no width is given."""
     lookups: bool = False
     """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
+    needs_target: bool = False
+    """True if `make` takes the target too, as the last of its arguments without a name."""
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `make` for a user's settings.
@@ -56,7 +63,7 @@ class Kind:
         Raises `UserError` for a setting that this kind of drafter does not have.
         """
         known = [*self.tree, *self.own]
-        known += ["dtype"] if self in TRAINED.values() else []
+        known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
         known += ["name"] if self.module != "plain" else []
         if unknown := sorted(settings.keys() - set(known)):
@@ -71,6 +78,11 @@ class Kind:
         return arguments
 
     @property
+    def trained(self) -> bool:
+        """True if it is made of an artifact."""
+        return self.make == MADE_OF_ARTIFACT
+
+    @property
     def maker(self) -> Callable[..., Any]:
         """The class or function itself."""
         return getattr(importlib.import_module(f".proposers.{self.module}", __package__), self.make)
@@ -81,32 +93,20 @@ UNTRAINED = {
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
     "suffix": Kind("suffix", "SuffixLookup", own=("length", "shortest")),
     "lookahead": Kind("lookahead", "Lookahead", own=("window", "ngram", "candidates")),
-    "early-exit": Kind("early_exit", "EarlyExit", ("length", "width", "nodes"), ("layers",)),
+    "early-exit": Kind(
+        "early_exit",
+        "EarlyExit",
+        ("length", "width", "nodes"),
+        ("layers",),
+        chains=True,
+        needs_target=True,
+    ),
 }
 """Drafters that need no training, by the name that a user gives."""
 
-TRAINED = {
-    "medusa": Kind(
-        "medusa",
-        "make_proposer",
-        ("nodes", "score_temperature", "shape"),
-        ("tree",),
-        choices={"tree": ("calibrated", "best-first", "chain")},
-        lookups=True,
-    ),
-    "eagle": Kind(
-        "eagle",
-        "make_proposer",
-        ("length", "width", "nodes", "score_temperature", "shape"),
-        lookups=True,
-    ),
-    "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
-    "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
-    "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",)),
-}
-"""Trained drafters, by the method that their artifact names."""
-
-MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS)
+MODEL_FOLDER = Kind(
+    "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
+)
 """Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
@@ -172,7 +172,7 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, "tree", "cost", *others)
+    about_tree = (*TREE_SETTINGS, "cost", *others)
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
     return f"{name}:{rest}" if rest else name
 
@@ -205,7 +205,18 @@ def kind_of(name: str) -> Kind | None:
     except UserError:  # which the artifact's own reader explains
         return None
     method = str(facts.get("method")) if isinstance(facts, dict) else ""
-    return TRAINED.get(method)
+    return trained_kind(method)
+
+
+def trained_kind(method: str) -> Kind | None:
+    """Return the kind of a method's drafters: `KIND` in the file of that name in `proposers/`.
+
+    None if there is no such file.
+    """
+    # A name with dots, from a damaged file, could import a module from anywhere.
+    name = f"{__package__}.proposers.{method}"
+    known = method.isidentifier() and importlib.util.find_spec(name)
+    return getattr(importlib.import_module(name), "KIND", None) if known else None
 
 
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
@@ -225,11 +236,6 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key in WHOLE_NUMBERS:
             positive(key, value)
-        if key in kind.choices and value not in kind.choices[key]:
-            *others, last = kind.choices[key]
-            raise UserError(
-                f"drafter {drafter}: {key} must be {', '.join(others)} or {last}, not {value!r}"
-            )
     if "lookup_length" in settings and "lookup" not in settings:
         raise UserError(
             f"drafter {drafter}: lookup_length is the length of a looked-up chain; give lookup "
@@ -246,9 +252,9 @@ def check_tree(kind: Kind, tree: TreeSettings) -> None:
 
     Those that are not given are taken to be what goes with the others.
     """
-    if tree.threshold == "auto" and kind is TRAINED["draft_model"]:  # a number once it is loaded
+    if tree.threshold == "auto" and "cost" in kind.own:  # a number once it is loaded
         tree = replace(tree, threshold=0.0)
-    chain = kind.module in ("early_exit", "draft_model") or (tree.threshold and tree.nodes is None)
+    chain = kind.chains or (tree.threshold and tree.nodes is None)
     if tree.shape is None:
         plans = importlib.import_module(".proposers.tree_plan", __package__)
         plans.TreePlan(tree.or_else(length=1, width=1 if chain else 2))
@@ -276,15 +282,15 @@ def load_proposer(
     settings |= tuned or {}
     chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}
+    given: tuple[Any, ...]
     if name in UNTRAINED:
-        kind = UNTRAINED[name]
-        given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
+        kind, given = UNTRAINED[name], ()
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
         artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
         place(artifact.drafter, target.device, dtype)
-        kind, given = TRAINED[artifact.method], (artifact,)
+        kind, given = kind_made_of(artifact), (artifact,)
         lookup = {
             key: settings.pop(key) for key in LOOKUP_SETTINGS if kind.lookups and key in settings
         }
@@ -296,14 +302,16 @@ def load_proposer(
                 device = target.device.type
                 inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
     else:
-        kind, given = MODEL_FOLDER, (name, target)
+        kind, given = MODEL_FOLDER, (name,)
+    if kind.needs_target:
+        given = (*given, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this drafter, which was read from its files just now.
     if isinstance(proposer, LaidOut):
         if not (isinstance(target, Target) and target.reference):
             proposer.lay_out()
-    elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
-        pack_drafter(given[0].drafter)
+    elif kind.trained and isinstance(target, Target) and target.laid_out:
+        pack_drafter(proposer.drafter)
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
@@ -331,9 +339,16 @@ def check_drafter_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name)
 
 
+def kind_made_of(artifact: Artifact) -> Kind:
+    """Return the kind of a loaded drafter."""
+    kind = trained_kind(artifact.method)
+    assert kind is not None, "every module in heads/ has one in proposers/"
+    return kind
+
+
 def proposer_of(artifact: Artifact, **settings: Any) -> Any:
     """Return a loaded drafter at work with these settings. Raises `UserError`."""
-    kind = TRAINED[artifact.method]
+    kind = kind_made_of(artifact)
     return kind.maker(artifact, **kind.split(artifact.method, settings))
 
 
@@ -346,34 +361,3 @@ def proposer_like(proposer: Proposer) -> Proposer:
     twin = copy.copy(proposer)
     twin.in_use = False
     return twin
-
-
-def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
-    """Return the bytes of a drafter's own weights.
-
-    Those of the target, which some drafters run too, are not counted.
-    """
-    # Beside a lookup stands the trained drafter, which has the weights.
-    proposer = getattr(proposer, "trained", proposer)
-    # By identity: two attributes of a proposer may hold the same parameter.
-    of_target = {id(parameter) for parameter in target.model.parameters()}
-    held: dict[int, Tensor] = {}
-    for attribute in vars(proposer).values():
-        for weight in _weights(attribute):
-            held[id(weight)] = weight
-    own_bytes = 0
-    for attribute in vars(proposer).values():
-        if isinstance(attribute, CausalModel) and not isinstance(attribute, Target):
-            own_bytes += attribute.packed_bytes
-        elif isinstance(attribute, nn.Module):
-            own_bytes += packed_bytes(attribute)
-    for key, weight in held.items():
-        if key not in of_target:
-            own_bytes += weight.numel() * weight.element_size()
-    return own_bytes
-
-
-def _weights(attribute: Any) -> Iterable[Tensor]:
-    if isinstance(attribute, CausalModel):  # a draft model runs behind a target's interface
-        return attribute.model.parameters()
-    return attribute.parameters() if isinstance(attribute, nn.Module) else ()

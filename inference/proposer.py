@@ -53,6 +53,11 @@ class Proposer:
     in_use: bool = False
     """True while it has a batch, to which its state belongs."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the drafter's own weights, without those of the target that it runs too."""
+        return 0
+
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
 

@@ -150,8 +150,8 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "draft-model tree": DraftModelProposer(
             drafter, target.vocab_size, TreeSettings(length=3, width=3, nodes=9)
         ),
-        "medusa": MedusaProposer(heads, ranks),
-        "medusa best-first": MedusaProposer(heads, 9),
+        "medusa": MedusaProposer(heads, TreeSettings(shape=ranks)),
+        "medusa best-first": MedusaProposer(heads, TreeSettings(nodes=9)),
         "eagle3 chain": EagleProposer(
             random_eagle(target, "eagle3 draft vocabulary"), TreeSettings(length=3, width=1)
         ),
@@ -170,7 +170,7 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
     with_lookup = {
         "eagle3": EagleProposer(random_eagle(target, "eagle3.1"), branching),
         "dspark": proposer_of(random_block(target, "dspark")),
-        "medusa": MedusaProposer(heads, ranks),
+        "medusa": MedusaProposer(heads, TreeSettings(shape=ranks)),
     }
     for name, proposer in with_lookup.items():
         found[f"{name} with lookup"] = WithLookup(proposer, 1, 5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from draftsmith.heads import dflash, dspark
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
@@ -16,7 +17,6 @@ from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TREE_SETTINGS, TreeSettings
-
 from tests.eagles import committed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,8 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
     if (size := drafter.shape.draft_vocab_size) is not None:
         counts = torch.randint(0, 50, (target.vocab_size,))
         ids = most_frequent(counts, size, target.eos_ids)
-    drafter.start_from(target.final_norm_weight(), ids)
+    if ids is not None:
+        drafter.set_maps(ids)
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from draftsmith.train.methods.medusa import copy_head
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "scripts" / "quickstart" / "target"
@@ -128,7 +130,7 @@ def random_heads(target: Target, seed: int = 0, heads: int = 4, start: bool = Tr
     torch.manual_seed(seed)
     drafter = MedusaHeads(MedusaConfig(heads), target.hidden_size, target.vocab_size)
     if start:
-        drafter.start_from(target.head_weight)
+        copy_head(drafter, target.head_weight)
     for blocks in drafter.blocks:
         for parameter in blocks.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -138,7 +140,7 @@ def random_heads(target: Target, seed: int = 0, heads: int = 4, start: bool = Tr
 def wrong_heads(target: Target) -> MedusaHeads:
     """Heads that propose what the target finds least likely: always wrong."""
     drafter = MedusaHeads(MedusaConfig(4), target.hidden_size, target.vocab_size)
-    drafter.start_from(-target.head_weight)
+    copy_head(drafter, -target.head_weight)
     return drafter.to(target.dtype)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.targets.target import Target
-
+from draftsmith.train.methods.eagle import first_weights
 from tests.conftest import ROOT
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,17 +36,17 @@ def taps_for(target: Target, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> EagleDrafter:
+def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> Any:
     """An untrained drafter with weights away from their start, norms included."""
     torch.manual_seed(seed)
     shape = shape_for(EagleConfig(**taps_for(target, KINDS[kind] | more)), target.config)
-    drafter = EagleDrafter(shape, target.embedding_and_head)
+    drafter = drafter_of(shape, target.embedding_and_head)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:
         ids = most_frequent(
             torch.randint(0, 50, (shape.vocab_size,)), shape.draft_vocab_size, target.eos_ids
         )
-    drafter.start_from(target.head_weight.float(), target.final_norm_weight(), ids)
+    first_weights(drafter, target.head_weight.float(), target.final_norm_weight(), ids)
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -71,7 +72,7 @@ def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any
     small."""
     before = committed("eagle3_plain", target)
     torch.manual_seed(1)
-    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.embedding_and_head)
+    drafter = drafter_of(replace(before.drafter.shape, **shape), target.embedding_and_head)
     for name, parameter in drafter.named_parameters():
         torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
             parameter, std=0.02
@@ -100,7 +101,7 @@ def all_tokens(target: Target) -> Artifact:
     state["lm_head.weight"] = target.head_weight.index_copy(
         0, before.drafter.draft_vocab_ids, state["lm_head.weight"]
     )
-    drafter = EagleDrafter(
+    drafter = drafter_of(
         replace(shape, draft_vocab_size=shape.vocab_size), target.embedding_and_head
     )
     drafter.load_state_dict(
@@ -116,7 +117,7 @@ def widened(target: Target, hidden: int) -> Artifact:
     before = committed("eagle3_plain", target)
     narrow, state = before.drafter.shape.hidden_size, before.drafter.state_dict()
     torch.manual_seed(1)
-    drafter = EagleDrafter(
+    drafter = drafter_of(
         replace(before.drafter.shape, hidden_size=hidden), target.embedding_and_head
     )
     for name, parameter in drafter.named_parameters():

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.exchange.layouts import BLOCKS
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.settings import TargetConfig
-
 from tests.conftest import QUICKSTART, ROOT
 
 DRAFTS, REPLY, PROMPTS = 3, 96, 24
@@ -46,7 +45,7 @@ def selected(request: pytest.FixtureRequest) -> set[str]:
 
 def drafts_of(artifact: Artifact | None) -> int:
     """Drafts a round."""
-    return artifact.drafter.drafts if artifact is not None and artifact.method in BLOCKS else DRAFTS
+    return (artifact.drafter.most_drafts if artifact is not None else None) or DRAFTS
 
 
 def counts_like_each(

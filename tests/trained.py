@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
@@ -18,8 +19,7 @@ from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
-
+from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective, copy_head
 from tests.conftest import ROOT
 
 MEDUSA = ROOT / "scripts" / "quickstart" / "drafters" / "medusa"
@@ -107,7 +107,7 @@ def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
     heads = MedusaHeads(
         MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head
     )
-    heads.start_from(target.head_weight)
+    copy_head(heads, target.head_weight)
     objective = MedusaObjective(MedusaLoss(), 4, target.head)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     texts = greedy_texts(target)

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 RunT = TypeVar("RunT", bound="RunConfig")
 DrafterT = TypeVar("DrafterT", bound="DrafterModule")
 MethodName = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
-METHODS: dict[MethodName, str] = {
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "distill": "draft_model",
+METHODS: dict[MethodName, tuple[str, str]] = {
+    "medusa": ("medusa", "MedusaRun"),
+    "eagle": ("eagle", "EagleRun"),
+    "dflash": ("dflash", "DFlashRun"),
+    "dspark": ("dspark", "DSparkRun"),
+    "distill": ("draft_model", "DistillRun"),
 }
-"""Module in `methods/` of each training command, in the order of lists and tables. Its `METHOD` is
-the method; `method_named` imports it."""
+"""The training commands, in the order of lists and tables: the module in `methods/` whose `METHOD`
+is the method, and the class of the run's config in `methods/runs.py`."""
 FORMER_KEYS = {"student": "draft_model", "output": "out"}
 """Keys of a run's config by their former names, which are still read."""
 OWN_PARTS = (
@@ -61,8 +61,8 @@ class Method(ABC, Generic[RunT, DrafterT]):
     drafter_class: type[DrafterT]
     replays_chain = True
     """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
-    by default. True needs `length` and `width` among the settings of the drafter's line in
-    `drafters.TRAINED`, and `width=1` has to make a chain."""
+    by default. True needs `length` and `width` among the settings of the proposer's `KIND`, and
+    `width=1` has to make a chain."""
 
     @abstractmethod
     def features_of(self, run: RunT, target: TargetSource | ConfigOnly) -> FeaturesRead:
@@ -144,7 +144,7 @@ def method_named(name: str) -> AnyMethod:
     Raises `UserError` for an unknown method.
     """
     check_method(name)
-    module_name = METHODS[cast(MethodName, name)]
+    module_name, _ = METHODS[cast(MethodName, name)]
     return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 
 
@@ -154,7 +154,8 @@ def run_class_named(name: str) -> type[RunConfig]:
     Raises `UserError` for an unknown method.
     """
     check_method(name)
-    return importlib.import_module(".methods.runs", __package__).RUNS[name]
+    _, class_name = METHODS[cast(MethodName, name)]
+    return getattr(importlib.import_module(".methods.runs", __package__), class_name)
 
 
 def check_method(name: str) -> None:

@@ -88,8 +88,8 @@ class Engine:
         serve, and for one that is not imitated here.
         """
         if isinstance(proposer, EagleProposer):
-            reason = eagle_obstacle(self.name, proposer.drafter_shape, family)
-            if self.name == "llamacpp" and proposer.drafter_shape.version == 1:
+            reason = eagle_obstacle(self.name, proposer.drafter.shape, family)
+            if self.name == "llamacpp" and proposer.drafter.kind == "eagle1":
                 reason = "it knows EAGLE-3 only"
             if reason is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
@@ -106,7 +106,7 @@ class Engine:
             return {"length": drafts}
         # vLLM 0.33 took Medusa out
         if isinstance(proposer, MedusaProposer) and self.name == "vllm":
-            return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
+            return {"length": min(drafts, proposer.longest), "width": 1}
         raise UserError(
             f"{self.name} takes no such drafter, or drafts with one of its own that is not "
             "imitated here"

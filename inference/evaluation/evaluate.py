@@ -32,7 +32,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..drafters import load_proposer, parse_spec, weight_bytes
+from ..drafters import load_proposer, parse_spec
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -134,7 +134,7 @@ def evaluate_drafters(
     # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
     # to be written.
     names = distinct_names(proposers)
-    sizes = {name: weight_bytes(p, target) for name, p in zip(names, proposers, strict=True)}
+    sizes = {name: p.weight_bytes for name, p in zip(names, proposers, strict=True)}
     origins = dict(zip(names, map(origin, loaded), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes

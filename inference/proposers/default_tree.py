@@ -13,10 +13,9 @@ import numpy
 from torch import nn
 
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter
 from ..targets.causal_model import CausalModel, bytes_of
 from ..tree_settings import Ranks
-from .growth import grow
+from .shapes import grow
 
 VERIFY_ON_CPU = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.2, 16: 1.5, 32: 2.1, 64: 3.3}
 """Time of a forward pass over so many tree nodes, over that of one node: SmolLM2-135M and the
@@ -36,14 +35,13 @@ def default_tree(artifact: Artifact, target: CausalModel) -> dict[str, Any]:
     accuracies = artifact.calibration.get("rank_accuracy")
     if not accuracies or target.device.type != "cpu":
         return {}
-    drafts_by_level = artifact.method == "eagle"
     # Drafters that make all drafts at once take the same time for any tree, and less of it.
-    share = draft_share(artifact.drafter, target) if drafts_by_level else 0.0
+    by_level = artifact.drafter.drafts_by_level
+    share = draft_share(artifact.drafter, target) if by_level else 0.0
     found: dict[tuple[str, int], float] = {}
-    if artifact.method != "medusa":  # whose trees of few nodes are chains where that is best
-        for length in range(1, min(artifact.calibration.get("length", 1), len(accuracies)) + 1):
-            chain = [(0,) * depth for depth in range(1, length + 1)]
-            found["chain", length] = gain(accuracies, chain, length * share)
+    for length in range(1, min(artifact.calibration.get("length", 1), len(accuracies)) + 1):
+        chain = [(0,) * depth for depth in range(1, length + 1)]
+        found["chain", length] = gain(accuracies, chain, length * share)
     width = artifact.calibration.get("width", 1)
     levels = artifact.calibration.get("length", 0)
     for nodes in {*TREES, artifact.calibration.get("tree_nodes", TREES[-1])}:
@@ -74,14 +72,14 @@ def verify_cost(nodes: int) -> float:
     return float(numpy.interp(nodes, list(VERIFY_ON_CPU), list(VERIFY_ON_CPU.values())))
 
 
-def draft_share(drafter: EagleDrafter, target: CausalModel) -> float:
+def draft_share(drafter: Any, target: CausalModel) -> float:
     """Return the bytes of weights that a draft reads, as a share of those of a plain pass.
 
     On a CPU a pass over few rows takes as long as reading the weights does.
     """
     head = target.head_weight.nbytes
     own = sum(part.weight.nbytes for part in drafter.modules() if isinstance(part, nn.Linear))
-    if not drafter.head_parameters:  # it borrows the target's
+    if drafter.borrows_head:
         own += head
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight

@@ -14,8 +14,6 @@ hidden size, V vocabulary, S positions of a text.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +22,7 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.vocabulary import to_target
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
 from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
@@ -31,13 +30,13 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TreeSettings, positive
+from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .chains import cut, grow_chain
 from .growth import Continue, Slots
-from .tree_plan import Planned, TreePlan
+from .tree_plan import Planned, TreePlan, tree_of
 
-DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 
 class DFlashProposer(Planned):
@@ -75,11 +74,6 @@ class DFlashProposer(Planned):
         # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
         # how many of them each row has.
         self._new: tuple[Tensor, Counts] | None = None
-
-    @property
-    def drafter(self) -> DFlashDrafter:
-        """The drafter itself, by which it is judged whether an engine can serve it."""
-        return self._drafter
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
@@ -228,8 +222,10 @@ def make_proposer(
     are as the drafter was evaluated in training. `slots` are as in `DFlashProposer`. Raises
     `UserError`.
     """
-    settings = tree_of(artifact, settings, slots)
-    return DFlashProposer(artifact.drafter, settings, slots, name or artifact.method)
+    drafter = artifact.drafter
+    drafts = slots_of(drafter, slots) - drafter.first_slot
+    settings = tree_of(settings, artifact.calibration, drafts)
+    return DFlashProposer(drafter, settings, slots, name or drafter.kind)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
@@ -242,25 +238,3 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
             f"a block of this drafter has {most} slots, not {slots}; give a smaller number"
         )
     return slots
-
-
-def tree_of(artifact: Artifact, settings: TreeSettings, slots: int | None) -> TreeSettings:
-    """Return the tree settings of a block drafter with values for those that are None.
-
-    They are those that the drafter was evaluated with in training. Raises `UserError`.
-    """
-    known = artifact.calibration
-    drafts = slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
-    width, nodes = settings.width, settings.nodes
-    if settings.threshold and (nodes is not None or width not in (None, 1)):
-        raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
-    length = settings.length
-    if length is None:
-        length = min(known.get("length", drafts), drafts)
-    if width == 1 or (width is None and settings.threshold):
-        return replace(settings, length=length, width=1)
-    if settings.length is None and nodes is not None:
-        length = min(length, positive("nodes", nodes))  # each level needs a node
-    if nodes is None:
-        nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length)))
-    return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)

@@ -20,20 +20,22 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..targets.causal_model import CausalModel
+from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.masks import Pass
 from ..targets.target import Target
-from ..tree_settings import TreeSettings
+from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
 from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)
 DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
 
 
@@ -59,6 +61,11 @@ class DraftModelProposer(Planned):
         self._next: Counts
         # [B, N]: index of each tree node among those that were run, see `Planner.draft`
         self._slots: Tensor
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return bytes_of(self.model.model) + self.model.packed_bytes
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""

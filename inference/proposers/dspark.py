@@ -18,10 +18,13 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
 from ..tree_settings import TreeSettings
-from .dflash import DEFAULT_TREE, DFlashProposer, tree_of
+from . import dflash
+from .dflash import DEFAULT_TREE, DFlashProposer, slots_of
 from .growth import Continue, Level
+from .tree_plan import tree_of
 
 DEFAULT_WIDTH = 8
+KIND = replace(dflash.KIND, module="dspark")
 
 
 class DSparkProposer(DFlashProposer):
@@ -85,8 +88,9 @@ def make_proposer(
     confidences falls below it. Settings that are None are as the drafter was evaluated in training.
     `slots` are as in `DFlashProposer`. Raises `UserError`.
     """
-    tree = tree_of(artifact, settings, slots)
+    drafter = artifact.drafter
+    tree = tree_of(settings, artifact.calibration, slots_of(drafter, slots) - drafter.first_slot)
     if settings.width is None and tree.width is not None:
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
-    return DSparkProposer(artifact.drafter, tree, slots, name or "dspark", temperatures)
+    return DSparkProposer(drafter, tree, slots, name or drafter.kind, temperatures)

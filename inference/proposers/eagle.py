@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter, EagleShape
+from ...heads.eagle import EagleDrafter
 from ...heads.vocabulary import to_target
+from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
 from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
@@ -36,6 +37,7 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
 class EagleProposer(Planned):
@@ -58,11 +60,6 @@ class EagleProposer(Planned):
         # Positions that the target has decided and the cache lacks: fused features [B, A, H],
         # tokens [B, A], and how many of them each row has.
         self._new: tuple[Tensor, Tensor, Counts] | None = None
-
-    @property
-    def drafter_shape(self) -> EagleShape:
-        """Sizes of the drafter, by which it is judged whether an engine can serve it."""
-        return self._drafter.shape
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
@@ -251,6 +248,4 @@ def make_proposer(
         # A tree needs a node for each of its levels at least.
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
-    return EagleProposer(
-        artifact.drafter, settings, name or f"eagle{artifact.drafter.shape.version}"
-    )
+    return EagleProposer(artifact.drafter, settings, name or artifact.drafter.kind)

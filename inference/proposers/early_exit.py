@@ -36,6 +36,7 @@ class EarlyExit(Proposer):
 
     name = "early-exit"
     taps: tuple[int, ...] = ()
+    weight_bytes = 0
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Growth of draft trees: fixed shapes from measured accuracies, and trees by score.
+"""Growth of draft trees: by score, or into a fixed shape.
 
 Shapes: B batch, K children of a node, M nodes of one level, N nodes of the final tree with the
 root, D levels, U nodes that the drafter has run (undecided slots of its cache), V vocabulary.
@@ -6,8 +6,7 @@ root, D levels, U nodes that the drafter has run (undecided slots of its cache),
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,179 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...heads.errors import UserError
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
-from ..tree_settings import Ranks
-
-
-def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
-    """Return the shape of a set of rank tuples, one for each node.
-
-    `(2, 0)` is the best child of the third-best child of the root. Node ids follow the order by
-    length, then lexicographic, so that parents stand before their children. Raises `UserError` if a
-    node's parent is missing.
-    """
-    order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-    # Example: (0,), (1,), (0, 0) become the nodes 1, 2, 3, and the parents are (-1, 0, 0, 1).
-    index: dict[Ranks, int] = {(): 0}
-    parents = [NO_NODE]
-    for node, ranks in enumerate(order, 1):
-        # A parent is shorter, hence earlier in the order: it has its number already, or none.
-        if not ranks or ranks[:-1] not in index:
-            raise UserError(
-                f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}"
-            )
-        parents.append(index[ranks[:-1]])
-        index[ranks] = node
-    return TreeShape(tuple(parents))
-
-
-def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
-    """Return the rank tuples of greatest expected acceptance, at most `nodes`, best first.
-
-    The method is Medusa's (arXiv 2401.10774, section 2.3.3). `rank_accuracy[d][r]` estimates how
-    often the candidate of rank r at depth d + 1 is right, and a node's value is the product along
-    its path. A node's value is at most its parent's, so every chosen node's parent is chosen before
-    it. Nodes of value 0 are left out, so that fewer than `nodes` may be returned.
-    """
-    # Ranks of each depth by accuracy, which need not fall with the rank. A node is held as a tuple
-    # of indices into these lists: then its best sibling not offered yet has the next index.
-    # Example: accuracies (0.1, 0.6, 0.3) give the ranks 1, 2, 0.
-    order: list[list[int]] = []
-    for accuracies in rank_accuracy:
-        order.append(sorted(range(len(accuracies)), key=lambda r: (-accuracies[r], r)))
-    chosen: list[Ranks] = []
-    # (-value, depth, indices into `order`): of equal values the shallower node comes first
-    heap: list[tuple[float, int, tuple[int, ...]]] = []
-
-    def offer(parent_value: float, indices: tuple[int, ...]) -> None:
-        depth = len(indices) - 1
-        # There is no such node below the last depth, and none after the last rank of a depth.
-        if depth < len(order) and indices[-1] < len(order[depth]):
-            accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
-            if parent_value * accuracy > 0:
-                # `heapq` gives the smallest entry first, hence the minus sign.
-                heapq.heappush(heap, (-parent_value * accuracy, depth, indices))
-
-    def value_of(indices: tuple[int, ...]) -> float:
-        value = 1.0
-        for depth, index in enumerate(indices):
-            value *= rank_accuracy[depth][order[depth][index]]
-        return value
-
-    # Every tree begins with the best node of depth 1: no other can be chosen before it.
-    offer(1.0, (0,))
-    while heap and len(chosen) < nodes:
-        *_, indices = heapq.heappop(heap)
-        chosen.append(tuple(order[depth][index] for depth, index in enumerate(indices)))
-        # The next sibling and the first child are all that can follow the node: each other node
-        # has a better sibling or a parent that is not chosen yet.
-        # The sibling needs the value of their parent. It is multiplied out again, since dividing it
-        # out of the node's own value would round.
-        offer(value_of(indices[:-1]), (*indices[:-1], indices[-1] + 1))
-        offer(value_of(indices), (*indices, 0))
-    return chosen
-
-
-def best_first(
-    tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
-) -> DraftTree:
-    """Return the tree of the `nodes` likeliest paths through candidates that ignore their parent.
-
-    The method is DDTree's (arXiv 2604.12989). `tokens` and `scores` `[B, D, K]` are the candidates
-    of each depth, best first, and their log-probabilities; a path's value is the sum. `root` `[B]`
-    are the roots' tokens.
-
-    The tree is made level by level, without a heap and without leaving the device. That is exact:
-    each of the best `nodes` paths is among the best `nodes` of its own level, so no level needs
-    more. With `whole` the tree has the best `nodes` of every level, and any smaller or shallower
-    tree is a part of it.
-    """
-    batch, levels, width = scores.shape
-    # A level adds `nodes` candidates at most, so a limit of `nodes * levels` leaves none out.
-    pool = _Pool(root, nodes * levels if whole else nodes)
-    # of the paths that end in the level before: their values and pool indices, at first the root's
-    values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
-    index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
-    for depth in range(levels):
-        # Entry m * width + k is candidate k below path m: with 3 candidates entry 4 is number 1
-        # below path 1, since 4 // 3 = 1 and 4 % 3 = 1.
-        sums = (values[..., None] + scores[:, None, depth]).flatten(1)
-        values, picked = stable_top(sums, min(nodes, sums.shape[1]))
-        parents = index.gather(1, picked // width)
-        index = pool.add(tokens[:, depth].gather(1, picked % width), values, parents)
-    return pool.tree()
-
-
-def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the best `count` values along the last axis, and their indices.
-
-    Of equal values the first are taken, so that no child is taken before its parent. `topk` does
-    not promise that.
-    """
-    values, indices = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :count], indices[..., :count]
-
-
-class _Pool:
-    """Candidate nodes of a batch in the order of their levels, from which a tree takes the best.
-
-    A candidate's pool index counts from the root, which has index 0. Scores must not rise along a
-    path: the best candidates then include their own parents. A candidate of score -inf becomes a
-    missing node.
-    """
-
-    def __init__(self, root: Tensor, nodes: int) -> None:
-        self._nodes = nodes
-        # The root is its own parent, as `tables_of` wants it.
-        zero = torch.zeros_like(root)[:, None]
-        self._tokens, self._parents, self._scores = [root[:, None]], [zero], [zero.double()]
-        self._levels = 0
-
-    def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
-        """Add a level of candidates, and return their pool indices `[B, M]`.
-
-        All arguments are `[B, M]`; `parents` are pool indices.
-        """
-        # Example: behind the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
-        start = sum(level.shape[1] for level in self._tokens)
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        # float64 holds the scores of every drafter exactly, so that all levels can be one tensor.
-        self._scores.append(scores.double())
-        self._levels += 1
-        return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-
-    def select(self) -> tuple[DraftTree, Tensor]:
-        """Return the tree of the root and the best candidates, and the pool indices of its nodes.
-
-        The pool indices are `[B, N]`.
-        """
-        tokens, parents, scores = (
-            torch.cat(levels, dim=1) for levels in (self._tokens, self._parents, self._scores)
-        )
-        scores[:, 0] = torch.inf  # the root is always a node
-        # One more for the root, which `_nodes` does not count.
-        count = min(self._nodes + 1, tokens.shape[1])
-        # back in the order of the pool, where parents stand before their children
-        chosen = stable_top(scores, count)[1].sort(dim=-1).values
-        # Node id of each chosen candidate, by pool index. Example: if 0, 2 and 5 are chosen, they
-        # become the nodes 0, 1 and 2, and a node whose parent has pool index 2 gets parent 1. Other
-        # entries stay 0 and are not read, because a chosen node's parent is chosen too.
-        node_id = torch.zeros_like(tokens).scatter_(
-            1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen)
-        )
-        missing = scores.gather(1, chosen) == -torch.inf
-        new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
-        # The parent of a missing node may not be chosen, so it hangs on the root.
-        new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
-        return DraftTree(
-            new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
-        ), chosen
-
-    def tree(self) -> DraftTree:
-        return self.select()[0]
+from .pool import Pool, stable_top
 
 
 @dataclass
@@ -243,6 +72,25 @@ class Slots:
         )
         return best_first(tokens, scores, root, nodes, whole)
 
+    def fill(
+        self, root: Tensor, draws: Draws, shape: TreeShape, ranks: tuple[int, ...]
+    ) -> DraftTree:
+        """Return a tree of a fixed `shape`, whose nodes have the tokens of their `ranks`."""
+        width = max(ranks) + 1
+        tokens, _ = independent(
+            lambda depth: self.logits[:, depth], shape.levels, root, draws, width, 1.0
+        )
+        drafts = tokens.flatten(1)[:, _places(shape, ranks, width, root.device)]
+        return DraftTree(torch.cat([root[:, None], drafts], dim=1), shape)
+
+
+@lru_cache(maxsize=64)
+def _places(shape: TreeShape, ranks: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """Return the index of each drafted node's token among the best `width` of all depths."""
+    # Example: with 3 tokens of each depth, a node of depth 2 and rank 0 has the index 3.
+    places = [(shape.depths[node] - 1) * width + ranks[node] for node in range(1, shape.nodes)]
+    return torch.tensor(places, device=device)
+
 
 def independent(
     logits: Callable[[int], Tensor],
@@ -273,6 +121,36 @@ def independent(
     return torch.cat(tokens_by_depth, dim=1), torch.cat(scores_by_depth, dim=1)
 
 
+def best_first(
+    tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
+) -> DraftTree:
+    """Return the tree of the `nodes` likeliest paths through candidates that ignore their parent.
+
+    The method is DDTree's (arXiv 2604.12989). `tokens` and `scores` `[B, D, K]` are the candidates
+    of each depth, best first, and their log-probabilities; a path's value is the sum. `root` `[B]`
+    are the roots' tokens.
+
+    The tree is made level by level, without a heap and without leaving the device. That is exact:
+    each of the best `nodes` paths is among the best `nodes` of its own level, so no level needs
+    more. With `whole` the tree has the best `nodes` of every level, and any smaller or shallower
+    tree is a part of it.
+    """
+    batch, levels, width = scores.shape
+    # A level adds `nodes` candidates at most, so a limit of `nodes * levels` leaves none out.
+    pool = Pool(root, nodes * levels if whole else nodes)
+    # of the paths that end in the level before: their values and pool indices, at first the root's
+    values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
+    index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
+    for depth in range(levels):
+        # Entry m * width + k is candidate k below path m: with 3 candidates entry 4 is number 1
+        # below path 1, since 4 // 3 = 1 and 4 % 3 = 1.
+        sums = (values[..., None] + scores[:, None, depth]).flatten(1)
+        values, picked = stable_top(sums, min(nodes, sums.shape[1]))
+        parents = index.gather(1, picked // width)
+        index = pool.add(tokens[:, depth].gather(1, picked % width), values, parents)
+    return pool.select()[0]
+
+
 def grow_dynamic(
     first: Tensor,
     root: Tensor,
@@ -293,21 +171,17 @@ def grow_dynamic(
     Returns the tree and, for each of its nodes `[B, N]`, its index among the nodes that `go_on` has
     run (-1: it was not run; the root is not among them).
     """
-    pool = _Pool(root, nodes)
+    pool = Pool(root, nodes)
     paths = root[:, None, None]  # [B, M, depth + 1]
     tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
     tokens, scores = tokens[:, 0], scores[:, 0]
     pool_ids = pool.add(tokens, scores, torch.zeros_like(tokens))
-    # For each level of the pool, the index of its nodes among those that were run. Both tensors
-    # begin with "not run": the root never is, and the nodes of depth 1 are marked in the loop.
-    run_index = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
     # Nodes of depth 1 have no parent that was run. A drafter that continues its parents' outputs
     # finds at index 0 the output of the root.
     above = torch.zeros_like(tokens)
     paths = torch.cat([paths.expand(-1, tokens.shape[1], -1), tokens[..., None]], dim=-1)
     # No columns yet (U = 0), as no node was run.
     visible = tokens.new_zeros(*tokens.shape, 0, dtype=torch.bool)
-    run_count = 0
     # The last level is not run: nothing is drafted below it.
     for depth in range(1, levels):
         # Run the nodes of this level, which see their ancestors and themselves. Example of width 2:
@@ -316,8 +190,7 @@ def grow_dynamic(
         count = tokens.shape[1]
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
         visible = torch.cat([visible, itself.expand(len(tokens), -1, -1)], dim=-1)
-        _mark(run_index, pool_ids, torch.arange(run_count, run_count + count, device=tokens.device))
-        run_count += count
+        pool.run(pool_ids)
         logits = go_on(Level(tokens, above, visible, depth))
         children, gains = draws.rank(logits, depth, width, paths, score_temperature)
         # All children become candidates. The best of them are the next level to run.
@@ -326,7 +199,6 @@ def grow_dynamic(
         sums = (scores[..., None] + gains).flatten(1)
         parents = pool_ids.repeat_interleave(child_count, dim=1)
         child_ids = pool.add(children.flatten(1), sums, parents)
-        run_index.append(torch.full_like(child_ids, NO_NODE))
         # `child_ids` has the pool indices of all children; those of the next level are gathered of
         # it, because most children are candidates only.
         scores, picked = stable_top(sums, width)
@@ -338,19 +210,7 @@ def grow_dynamic(
         paths = torch.cat([parent_paths, tokens[..., None]], dim=-1)
         visible = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1]))
     tree, chosen = pool.select()
-    return tree, torch.cat(run_index, dim=1).gather(1, chosen)
-
-
-def _mark(run_index: list[Tensor], pool_ids: Tensor, places: Tensor) -> None:
-    """Note in `run_index` that nodes of the last level are run as the nodes `places` `[M]`.
-
-    `pool_ids` `[B, M]` are the pool indices of these nodes; `run_index` holds a tensor for each
-    level of the pool.
-    """
-    # `pool_ids` count over all levels. Example: behind a root and a level of 8 nodes the last level
-    # starts at 9, so its pool index 11 is column 2.
-    start = sum(level.shape[1] for level in run_index[:-1])
-    run_index[-1].scatter_(1, pool_ids - start, places.expand_as(pool_ids))
+    return tree, pool.ran(chosen)
 
 
 @dataclass(frozen=True)
@@ -365,7 +225,7 @@ class _FixedLevel:
     depth: int
     """Depth of the nodes, from 0 (the root)."""
     width: int
-    """Largest number of children of one node."""
+    """Tokens that are drawn after each node: one more than the largest rank of a child."""
     paths: Tensor
     """[M, depth + 1]: node ids from the root to each node."""
     children: Tensor
@@ -381,12 +241,18 @@ class _FixedLevel:
 
 
 @lru_cache(maxsize=64)
-def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedLevel, ...], Tensor]:
-    """Return the levels of `shape` that have children.
+def _fixed_levels(
+    shape: TreeShape, ranks: tuple[int, ...] | None, device: torch.device
+) -> tuple[tuple[_FixedLevel, ...], Tensor]:
+    """Return the levels of `shape` that have children, the nodes of which have `ranks`.
 
-    Also returns the index of each node `[1, N]` among the nodes that a drafter runs to fill them
-    (-1: it is not run; the root is not among them).
+    Without `ranks` the children of each node have the first ones. Also returns the index of each
+    node `[1, N]` among the nodes that a drafter runs to fill them (-1: it is not run; the root is
+    not among them).
     """
+    if ranks is None:
+        below = [shape.children[parent] for parent in shape.parents[1:]]
+        ranks = (0, *(siblings.index(node) for node, siblings in enumerate(below, 1)))
     levels: list[_FixedLevel] = []
     run: list[int] = []
     # The nodes with children, of the level before and of this one. The root's parent in `shape` is
@@ -402,7 +268,7 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
     # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
     # and source 3, a second child of node 2, is not used.
     while any(shape.children[node] for node in inner):
-        width = max(len(shape.children[node]) for node in inner)
+        width = 1 + max(ranks[child] for node in inner for child in shape.children[node])
         children, source, parents = [], [], []
         paths, above = [], []
         for m, node in enumerate(inner):
@@ -411,9 +277,9 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
                 run.append(node)
             paths.append(shape.path_to(node))
             above.append(before.index(shape.parents[node]))
-            for rank, child in enumerate(shape.children[node]):
+            for child in shape.children[node]:
                 children.append(child)
-                source.append(m * width + rank)
+                source.append(m * width + ranks[child])
                 parents.append(node)
         levels.append(
             _FixedLevel(
@@ -436,9 +302,17 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
 
 
 def grow_fixed(
-    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape
+    first: Tensor,
+    root: Tensor,
+    draws: Draws,
+    go_on: Continue,
+    shape: TreeShape,
+    ranks: tuple[int, ...] | None = None,
 ) -> tuple[DraftTree, Tensor]:
     """Fill a fixed shape, level by level, with the likeliest tokens after each node.
+
+    `ranks` are those of the nodes among their parents' likeliest tokens; None: siblings have the
+    first ranks.
 
     Under a rule that compares distributions they are draws without replacement instead, and the
     tree has the distributions. Those rules stay lossless because the shape is fixed before anything
@@ -446,7 +320,7 @@ def grow_fixed(
     """
     compares = draws.sampling.compares_distributions
     batch = len(root)
-    levels, run_index = _fixed_levels(shape, root.device)
+    levels, run_index = _fixed_levels(shape, None if compares else ranks, root.device)
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
     probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None

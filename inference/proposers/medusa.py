@@ -1,14 +1,11 @@
 """Medusa heads at work (arXiv 2401.10774): the best tokens of every head fill one tree.
 
-The module also computes, from teacher-forced ranks, what such a tree accepts at each root of a
-known text.
-
-Shapes: B rows of a batch, D heads, S positions of a text, H hidden size.
+Shapes: B rows of a batch, D heads, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,82 +13,39 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
-from ..proposer import Accepted, Prompts, Proposer
+from ..drafters import Kind
+from ..proposer import Accepted, Prompts
 from ..rounds.device import send
 from ..rounds.sampling import Draws
-from ..rounds.tree import DraftTree, TreeShape
-from ..tree_settings import Ranks, TreeSettings, positive
-from .growth import best_first, grow, independent, shape_of_ranks
+from ..rounds.tree import DraftTree
+from ..tree_settings import TreeSettings, positive
+from .growth import Slots
+from .shapes import grow
+from .tree_plan import DEFAULT_NODES, Planned, TreePlan, tree_of
 
-MAX_RANK = 10  # best tokens of a head that are candidates
-DEFAULT_NODES = 16
+DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
 DEFAULT_TREE = TreeSettings()
+KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
-class MedusaProposer(Proposer):
-    """Proposer of a tree whose node `(r_1 .. r_d)` holds the rank-`r_d` token of head d - 1.
-
-    A node's token does not depend on its parent. `nodes` are the tree's rank tuples, or a number:
-    then the tree has that many of the likeliest paths in each context, by the heads' own
-    probabilities.
-    """
+class MedusaProposer(Planned):
+    """Proposer of trees of the heads' tokens; a node's token does not depend on its parent."""
 
     taps: tuple[int, ...] = ()
     traceable = True
 
     def __init__(
-        self,
-        heads: MedusaHeads,
-        nodes: Sequence[Ranks] | int,
-        name: str = "medusa",
-        score_temperature: float = 1.0,
+        self, heads: MedusaHeads, settings: TreeSettings = DEFAULT_TREE, name: str = "medusa"
     ) -> None:
-        """Take trained heads and a tree. Raises `UserError` for more levels than there are heads.
-
-        `score_temperature` is that of the scores of a tree that differs between contexts
-        (`Draws.rank`).
-        """
-        self.name, self.score_temperature = name, score_temperature
-        self._heads = heads
-        # Packed matrices are no parameters, and lie on a CPU.
-        self._device = next((p.device for p in heads.parameters()), torch.device("cpu"))
-        self.shape: TreeShape | None = None
-        self.ranks: list[Ranks] | None = None
-        if isinstance(nodes, int):
-            self.max_drafted, self._levels, self._width = nodes, heads.config.num_heads, MAX_RANK
-        else:
-            self.ranks = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-            self.shape = shape_of_ranks(nodes)
-            self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
-            # Ranks count from 0, hence the 1. The default is for a tree of the root alone.
-            self._width = max((ranks[-1] for ranks in self.ranks), default=0) + 1
-            # The best `_width` tokens of all heads stand in one row; these are the nodes' indices.
-            # Example: with 3 tokens of each head, node (1, 0) is the best one of head 1: index 3.
-            slots = []
-            for ranks in self.ranks:
-                head = len(ranks) - 1
-                slots.append(head * self._width + ranks[-1])
-            self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
-        if self._levels > heads.config.num_heads:
+        """Take trained heads. Raises `UserError` for more levels than there are heads."""
+        self.name, self.longest, self._drafter = name, heads.config.num_heads, heads
+        self.replan(TreePlan(settings.or_else(length=self.longest, width=DEFAULT_WIDTH)))
+        if self.plan.length > self.longest:
             raise UserError(
-                f"a tree of {self._levels} levels needs as many heads; there are "
-                f"{heads.config.num_heads}"
+                f"a tree of {self.plan.length} levels needs as many heads; there are {self.longest}"
             )
-        # `Draws.rank` returns no more tokens than there are.
-        self._width = min(self._width, heads.vocab_size)
         # [B, H]: last hidden state one position before the root, the newest that there is
         self._state: Tensor
-
-    def with_tree(
-        self, nodes: Sequence[Ranks] | int, score_temperature: float = 1.0
-    ) -> MedusaProposer:
-        """Return the same heads with another tree."""
-        return MedusaProposer(self._heads, nodes, self.name, score_temperature)
-
-    @property
-    def heads(self) -> int:
-        """Number of heads, which is the largest depth of a draft."""
-        return self._heads.config.num_heads
 
     def prefill(self, prompts: Prompts) -> None:
         rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
@@ -101,19 +55,10 @@ class MedusaProposer(Proposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the tree below `root` `[B]`, filled with the heads' best tokens."""
-        if not self.max_drafted:
-            return DraftTree(root[:, None], TreeShape.chain(0))
-
-        def logits(head: int) -> Tensor:
-            return self._heads.logits(self._state, head)
-
-        tokens, scores = independent(
-            logits, self._levels, root, draws, self._width, self.score_temperature
-        )
-        if self.shape is None:
-            return best_first(tokens, scores, root, self.max_drafted)
-        drafted = tokens.flatten(1)[:, self._slots]
-        return DraftTree(torch.cat([root[:, None], drafted], dim=-1), self.shape)
+        heads = range(self.plan.length)
+        # [B, D, V]
+        logits = torch.stack([self._drafter.logits(self._state, head) for head in heads], dim=1)
+        return self.plan.draft(logits[:, 0], root, draws, Slots(logits))[0]
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
@@ -126,40 +71,20 @@ class MedusaProposer(Proposer):
 
 
 def make_proposer(
-    artifact: Artifact,
-    settings: TreeSettings = DEFAULT_TREE,
-    tree: str | None = None,
-    name: str | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
 ) -> MedusaProposer:
-    """Return heads from disk at work, with a tree of `settings.nodes` nodes.
+    """Return heads from disk at work.
 
-    `tree` is one of: calibrated (grown from the heads' held-out rank accuracies), best-first (in
-    each context from the heads' own probabilities, at the score temperature), or chain (each head's
-    best token in a row). None is calibrated, or best-first for imported heads, of which no
-    accuracies are known. `settings.shape` gives the tree itself. Raises `UserError`.
+    Without a `width` the tree is fixed: that of `nodes` nodes and the greatest expected acceptance
+    by the heads' held-out rank accuracies. With a `width`, and for imported heads, of which no
+    accuracies are known, it is a best-first tree in each context; `width` 1 makes a chain. Raises
+    `UserError`.
     """
-    name = name or artifact.method
-    heads = artifact.drafter
-    if settings.shape is not None:
-        return MedusaProposer(heads, [tuple(map(int, ranks)) for ranks in settings.shape], name)
-    table = artifact.calibration.get("rank_accuracy")
-    tree = tree or ("calibrated" if table else "best-first")
-    if tree == "calibrated" and not table:
-        raise UserError(
-            f"drafter {name} has no held-out accuracies to grow a tree from; give "
-            "tree=best-first, or train it on"
-        )
-    nodes = settings.nodes
-    if nodes is None:
-        nodes = artifact.calibration.get("tree_nodes", DEFAULT_NODES)
-        if tree == "chain":
-            nodes = heads.config.num_heads
-    positive("nodes", nodes)
-    if tree == "chain":
-        return MedusaProposer(heads, [(0,) * depth for depth in range(1, nodes + 1)], name)
-    if tree not in ("calibrated", "best-first"):
-        raise UserError(
-            f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}"
-        )
-    chosen = grow(table or [], nodes) if tree == "calibrated" else nodes
-    return MedusaProposer(heads, chosen, name, settings.score_temperature)
+    known, heads = artifact.calibration, artifact.drafter
+    table = known.get("rank_accuracy")
+    if table and settings.shape is None and settings.width is None:
+        size = settings.or_else(nodes=known.get("tree_nodes", DEFAULT_NODES), length=len(table))
+        best = grow(table[: positive("length", size.length)], positive("nodes", size.nodes))
+        settings = replace(settings, shape=best or [(0,)])  # heads may never have been right
+    settings = tree_of(settings.or_else(width=DEFAULT_WIDTH), known, heads.config.num_heads)
+    return MedusaProposer(heads, settings, name or heads.kind)

@@ -15,6 +15,7 @@ class PlainDecoding(Proposer):
     name = "plain"
     taps: tuple[int, ...] = ()
     max_drafted = 0
+    weight_bytes = 0
     _shape = TreeShape.chain(0)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:

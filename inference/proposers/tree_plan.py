@@ -5,29 +5,35 @@ Shapes: B rows of a batch, N tree nodes with the root, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ..proposer import Proposer
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
-from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from ..targets.causal_model import bytes_of
+from ..targets.packed import packed_bytes
+from ..tree_settings import MOST, TreeSettings, positive
 from .chains import grow_chain
 from .growth import (
     Continue,
     Slots,
-    grow,
     grow_dynamic,
     grow_fixed,
-    shape_of_ranks,
 )
+from .shapes import grow, ranks_of, shape_of_ranks
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
 # chosen before anything is known: measured on the quickstart target at T = 0.7 and 1
 # (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.
 SAMPLED_ACCEPTANCE = (0.67, 0.115, 0.045, 0.035, 0.015, 0.012, 0.01, 0.01)
+
+DEFAULT_NODES = 16
+"""Nodes of a tree of drafts that are made at once, where training has noted none."""
 
 
 class Planner(Protocol):
@@ -74,11 +80,13 @@ class TreePlan:
         """
         length, width, nodes = settings.length, settings.width, settings.nodes
         self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
+        self._ranks: tuple[int, ...] | None = None
         if self.fixed is not None:
             # The ranks fix all sizes. `nodes` is refused for chains, so a fixed one has None. Last
             # ranks are enough for the width (they count from 0): the ranks before the last are the
-            # last ones of ancestors, which are nodes of the tree themselves.
-            length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
+            # last ones of ancestors, which are nodes of the tree themselves. The root has none.
+            self._ranks = (0, *(ranks[-1] for ranks in self.fixed))
+            length, width = max(map(len, self.fixed)), max(self._ranks) + 1
             nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
         self.threshold = _checked_threshold(settings.threshold, self.width)
@@ -124,14 +132,17 @@ class TreePlan:
         if self.width == 1:
             chain = grow_chain(first, root, draws, go_on, self.shape, self.threshold)
             return chain, no_places
-        # Asked before `Slots`: a block drafter too needs a fixed shape under such a rule.
-        if self.fixed is not None or draws.sampling.compares_distributions:
-            return grow_fixed(first, root, draws, go_on, self.shape)
-        if isinstance(go_on, Slots):  # a block's drafts do not depend on each other
-            tree = go_on.tree(
-                root, draws, self.width, self.nodes, self.score_temperature, self.give_all
-            )
-            return tree, no_places
+        compares = draws.sampling.compares_distributions
+        if isinstance(go_on, Slots) and not compares:
+            if self._ranks is None:
+                tree = go_on.tree(
+                    root, draws, self.width, self.nodes, self.score_temperature, self.give_all
+                )
+                return tree, no_places
+            if self.width <= first.shape[-1]:  # or nodes are missing
+                return go_on.fill(root, draws, self.shape, self._ranks), no_places
+        if self.fixed is not None or compares:
+            return grow_fixed(first, root, draws, go_on, self.shape, self._ranks)
         return grow_dynamic(
             first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
         )
@@ -150,26 +161,25 @@ def _checked_threshold(threshold: Any, width: int) -> float:
     return float(threshold)
 
 
-def ranks_of(shape: Any) -> list[Ranks]:
-    """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
+def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> TreeSettings:
+    """Return tree settings with values for those that are None, for drafts that are made at once.
 
-    Raises `UserError` for another type, and for a node without all its better siblings.
+    They are those that the drafter was evaluated with in training. `drafts` are its levels at most.
+    Raises `UserError`.
     """
-    try:
-        nodes = {tuple(map(int, node)) for node in shape}
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}"
-        ) from error
-    ranks = sorted(nodes, key=lambda node: (len(node), node))
-    # The next better sibling of every node is enough: [2] asks for [1], and that asks for [0].
-    # Whether the parent is there is asked by `shape_of_ranks`.
-    for node in ranks:
-        if not node or min(node) < 0 or (node[-1] and (*node[:-1], node[-1] - 1) not in nodes):
-            raise UserError(f"shape: node {list(node)} needs all its better siblings in the tree")
-    if not ranks:
-        raise UserError("shape must hold at least one node")
-    return ranks
+    width, nodes = settings.width, settings.nodes
+    if settings.threshold and (nodes is not None or width not in (None, 1)):
+        raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
+    length = settings.length
+    if length is None:
+        length = min(calibration.get("length", drafts), drafts)
+    if width == 1 or (width is None and settings.threshold):
+        return replace(settings, length=length, width=1)
+    if settings.length is None and nodes is not None:
+        length = min(length, positive("nodes", nodes))  # each level needs a node
+    if nodes is None:
+        nodes = int(max(calibration.get("tree_nodes", DEFAULT_NODES), positive("length", length)))
+    return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)
 
 
 class Planned(Proposer):
@@ -178,6 +188,17 @@ class Planned(Proposer):
     plan: Planner
     longest: int = MOST
     """Levels that the drafter has at most."""
+    _drafter: Any
+
+    @property
+    def drafter(self) -> Any:
+        """The drafter itself, which says what it is."""
+        return self._drafter
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return bytes_of(self._drafter) + packed_bytes(self._drafter)
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""

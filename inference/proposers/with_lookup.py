@@ -50,6 +50,11 @@ class WithLookup(Proposer):
         self._can_skip = self._in_all = False
         self._pending: list[Accepted] = []
 
+    @property
+    def weight_bytes(self) -> int:
+        """See `Proposer.weight_bytes`."""
+        return self.trained.weight_bytes
+
     def __copy__(self) -> WithLookup:
         """Return a proposer for another batch: both parts have a state for each row."""
         twin = object.__new__(WithLookup)

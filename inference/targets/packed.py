@@ -38,8 +38,6 @@ EXTENDED_ROWS = 4  # fewest rows that oneDNN's faster products take
 TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
 LEAST_GAIN = 1.05
 REPEATS = 7
-READ_IN_PARTS = ("fc", "qkv")
-"""Layers of drafters of which single rows or columns are read (`heads`)."""
 SMALLEST = 1 << 14  # entries of a matrix that a drafter's packing is worth
 STEADY = 1.15  # median over least time, up to which a measurement is kept
 
@@ -310,14 +308,14 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows:
         setattr(owner, name, _part_of(joints, part) or PackedLinear(part, least_rows))
 
 
-def pack_drafter(drafter: nn.Module) -> None:
+def pack_drafter(drafter: Any) -> None:
     """Replace the linear layers of a drafter by packed ones where a measurement finds that faster.
 
-    Those in `READ_IN_PARTS` and small ones stay.
+    Those that it reads in parts and small ones stay.
     """
     found = []
     for owner, name, linear in linears_of(drafter):
-        if name not in READ_IN_PARTS and linear.weight.numel() >= SMALLEST:
+        if name not in drafter.read_in_parts and linear.weight.numel() >= SMALLEST:
             found.append((owner, name, linear))
     packing = best_packing([linear for *_, linear in found])
     if packing:

@@ -14,6 +14,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ...heads import pretrained
+from ...heads.artifact import drafter_class
 from ...heads.documents import AdapterFile, read_document
 from ...heads.errors import UserError, first_line
 from ...heads.files import read_json
@@ -72,8 +73,7 @@ def check_folder(folder: Path) -> None:
     """Raise `UserError` unless a folder looks like a model's, or like a LoRA adapter's."""
     drafter_file = folder / DRAFTER_FILE
     method = method_in(drafter_file) if drafter_file.is_file() else None
-    # a distilled draft model is a whole model, which may serve as a target
-    if method not in (None, "draft_model"):
+    if method is not None and not drafter_class(str(method)).whole_model:
         raise UserError(
             f"{folder} is a drafter ({method}), not a target; give it as --drafter, and its "
             "target as --target"

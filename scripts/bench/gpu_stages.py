@@ -168,6 +168,10 @@ class Replayed(Proposer):
         self.name, self.taps, self.max_drafted = inner.name, inner.taps, inner.max_drafted
         self.traceable = inner.traceable
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes
+
     def prefill(self, prompts: Prompts) -> None:
         self.inner.prefill(prompts)
 
@@ -213,7 +217,10 @@ def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Propose
         "dflash, chain",
         lambda: DFlashProposer(drafter("dflash", num_layers=layers, block_size=8 if tiny else 16)),
     )
-    yield "medusa, 26 nodes", lambda: MedusaProposer(drafter("medusa"), 8 if tiny else 25)
+    yield (
+        "medusa, 26 nodes",
+        lambda: MedusaProposer(drafter("medusa"), TreeSettings(nodes=8 if tiny else 25)),
+    )
 
 
 def eager(report: Report, device: torch.device, tiny: bool) -> None:

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from draftsmith.heads import dflash, dspark
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
 from draftsmith.train.method import method_named
+from draftsmith.train.methods.eagle import first_weights
 from draftsmith.train.objectives import TrainingModule
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 TINY = {
@@ -66,9 +68,9 @@ def random_drafter(method: str, target: Target, **settings: Any) -> Any:
         if method == "eagle":
             kept = target.vocab_size // 5
             eagle = EagleConfig(**{"draft_vocab_size": kept, **settings})
-            drafter: Any = EagleDrafter(shape_for(eagle, target.config), borrowed)
+            drafter: Any = drafter_of(shape_for(eagle, target.config), borrowed)
             drawn(drafter)
-            drafter.start_from(target.head_weight.float(), None, torch.arange(kept) * 5)
+            first_weights(drafter, target.head_weight.float(), None, torch.arange(kept) * 5)
             return drafter
         mask = target.vocab_size - 1
         if method == "dspark":

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.train.methods import eagle
 
 
 def main(checkout: str, weights: str, case: str, *options: str) -> None:
@@ -30,16 +32,19 @@ def main(checkout: str, weights: str, case: str, *options: str) -> None:
             super().__init__(parts, **settings)
 
     torch.optim.AdamW = Noted  # type: ignore[misc]
-    begin = EagleDrafter.start_from
+    # In earlier checkouts it is a method of the drafter.
+    name = "first_weights" if hasattr(eagle, "first_weights") else "start_from"
+    owner = eagle if hasattr(eagle, name) else EagleDrafter
+    begin = getattr(owner, name)
 
-    def start_from(drafter: EagleDrafter, *values: Any) -> None:
+    def first_weights(drafter: EagleDrafter, *values: Any) -> None:
         begin(drafter, *values)
         torch.manual_seed(1)
         for weight in drafter.parameters():
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
-    EagleDrafter.start_from = start_from  # type: ignore[method-assign]
+    setattr(owner, name, first_weights)
     there = runpy.run_path(str(Path(checkout, "scripts/bench/train_step.py")))
     step = there["make_step"](there["Case"](**json.loads(case)), bool(options))
     for turn, _ in enumerate(sys.stdin, 1):

@@ -32,14 +32,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from draftsmith.heads.eagle import EagleDrafter, EagleShape
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle import EagleObjective
+from draftsmith.train.methods.eagle import EagleObjective, first_weights
 from draftsmith.train.methods.eagle_loss import EagleLoss
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 256
@@ -87,8 +88,9 @@ def make_step(case: Case, recompute: bool):
         lambda ids: torch.nn.functional.embedding(ids, embedding),
         lambda last: logits[last[:, 0].long()],
     )
-    drafter = EagleDrafter(shape, embedding_and_head)
-    drafter.start_from(
+    drafter = drafter_of(shape, embedding_and_head)
+    first_weights(
+        drafter,
         torch.randn(case.vocab, HIDDEN),
         None,
         torch.randperm(case.vocab)[: case.draft_vocab].sort().values,
@@ -106,7 +108,7 @@ def make_step(case: Case, recompute: bool):
     )
     objective = EagleObjective(
         EagleLoss(steps=case.steps, recompute=recompute).resolved(3),
-        drafter.taps,
+        drafter,
         embedding_and_head.head,
     )
     denominators = objective.weights(batch)

@@ -225,7 +225,7 @@ def test_a_deterministic_draft_under_the_rejection_rule_is_a_match_and_writes_th
 ):
     target, drafters = tiny()
     prompts = [[5, 6, 7], [9, 8]]
-    for name in ("ngram", "medusa", "lookahead"):
+    for name in ("ngram", "lookahead"):
         texts = [
             [
                 g.token_ids

@@ -114,8 +114,8 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
         "rejection tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "traversal"),
         "recursive tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "rrs"),
         "rejection heads": (
-            MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]),
-            "match",
+            MedusaProposer(random_heads(target, heads=2), TreeSettings(shape=[(0,), (1,), (0, 0)])),
+            "traversal",
         ),
         "rejection lookup": (NgramLookup(length=2), "match"),
         "rejection eagle chain": (EagleProposer(four, TreeSettings(length=2, width=1)), "block"),

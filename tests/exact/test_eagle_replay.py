@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
@@ -16,7 +17,6 @@ from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.eagle import METHOD
-
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle
 from tests.trained import chat_prompts
@@ -91,7 +91,8 @@ def test_rounds_agree_where_replies_end_and_are_cut(kind: str) -> None:
 def test_a_replay_of_a_text_is_right_for_other_drafters_too() -> None:
     """Heads with a fixed tree: the same rounds as in decoding."""
     target = tiny_target(seed=5)
-    proposer = MedusaProposer(random_heads(target), [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)])
+    shape = [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]
+    proposer = MedusaProposer(random_heads(target), TreeSettings(shape=shape))
     for i in range(12):
         prompt = [4 + (i * j) % 200 for j in range(1, 5)]
         ids, hidden = text_of(target, prompt, (), 30)

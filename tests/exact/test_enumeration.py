@@ -269,6 +269,15 @@ def test_joint_distribution_is_the_targets(
     assert error_of(enumerate_plan(SHAPES[shape], drafts, models, verify), models) < 1e-9
 
 
+@pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
+def test_drafts_that_do_not_depend_on_each_other(shape: str, verify: Verifier) -> None:
+    """As those of Medusa's heads and of a block: one distribution for all nodes of a depth."""
+    models = ToyModels(4, 3, far=True)
+    models.q = {prefix: models.q[(0,) * len(prefix)] for prefix in models.q}
+    drafts = list(sampled_trees(SHAPES[shape], models.q))
+    assert error_of(enumerate_plan(SHAPES[shape], drafts, models, verify), models) < 1e-9
+
+
 SMALL = (0.0, 1e-45, 1e-39, 1.2e-38, 1e-37, 1e-30, 1e-20, 1e-13, 1e-12, 1e-10, 1e-8, 1e-7)
 
 

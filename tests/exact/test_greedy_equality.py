@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+
 from draftsmith.inference.decode import Generation, generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
@@ -14,7 +15,6 @@ from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
-
 from tests.architectures import (
     ARCHITECTURES,
     NO_EARLY_EXIT,
@@ -170,8 +170,8 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
     }
     return found | {
         "medusa": make_proposer(artifact, TreeSettings(nodes=10)),
-        "medusa best-first": make_proposer(artifact, TreeSettings(nodes=10), tree="best-first"),
-        "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), 6),
+        "medusa best-first": make_proposer(artifact, TreeSettings(nodes=10, width=10)),
+        "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), TreeSettings(nodes=6)),
     }
 
 

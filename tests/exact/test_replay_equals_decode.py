@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposers.growth import grow
 from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.shapes import grow
 from draftsmith.inference.replay import replay
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.medusa import METHOD
-
 from tests.conftest import random_heads, tiny_target
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
@@ -68,7 +69,7 @@ def test_rounds_agree_where_replies_end_and_are_cut() -> None:
     target = tiny_target(seed=5)
     heads = random_heads(target)
     calibration = {"rank_accuracy": [[0.5, 0.3, 0.2]] * 4, "tree_nodes": 20}
-    proposer = MedusaProposer(heads, grow(calibration["rank_accuracy"], 20))
+    proposer = MedusaProposer(heads, TreeSettings(shape=grow(calibration["rank_accuracy"], 20)))
     prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(40)]
     assert (
         sum(check(target, proposer, heads, calibration, prompts, limit) for limit in (1, 2, 3, 30))

@@ -109,8 +109,8 @@ def test_predicted_rounds_are_the_decoded_ones_full(
     [
         pytest.param("ngram:length=9", marks=pytest.mark.full),
         "ngram:length=20,longest=5",
-        f"{DRAFTERS / 'medusa'}:tree=best-first,nodes=12",
-        pytest.param(f"{DRAFTERS / 'medusa'}:tree=chain", marks=pytest.mark.full),
+        f"{DRAFTERS / 'medusa'}:width=10,nodes=12",
+        pytest.param(f"{DRAFTERS / 'medusa'}:width=1", marks=pytest.mark.full),
         f"{DRAFTERS / 'eagle3'}:length=1,width=8,nodes=8",
         f"{DRAFTERS / 'eagle3'}:length=9,width=2,nodes=20,score_temperature=0.6",
         f"{DRAFTERS / 'distill'}:length=9",

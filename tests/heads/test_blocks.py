@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, linear_fit, shape_for
+from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, shape_for
 from draftsmith.heads.dspark import DSparkConfig
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.heads.errors import UserError
@@ -17,9 +20,7 @@ from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.target import Target
-from safetensors.torch import load_file, save_file
-from torch.nn import functional
-
+from draftsmith.train.methods.first_weights import attend_nearby, block_weights, linear_fit, rescale
 from tests.architectures import architecture
 from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
@@ -43,7 +44,7 @@ def test_default_taps_are_those_of_the_releases_counted_from_the_embeddings() ->
 def test_what_is_saved_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     target = tiny_target(num_hidden_layers=3)
     drafter = random_block(target, kind)
-    drafter.rescale((12.0, 0.3), keep=True)
+    rescale(drafter, (12.0, 0.3), keep=True)
     Artifact(drafter, target.fingerprint()).save(tmp_path / "d")
     loaded = Artifact.load(
         tmp_path / "d", target.fingerprint(), target.embedding_and_head, pytest.fail
@@ -145,11 +146,11 @@ def test_rescaling_changes_no_bit_of_what_is_computed() -> None:
     drafter = random_block(target)
     taps = taps_of(target, drafter, torch.arange(20))
     before, weight = drafter.fuse(taps), drafter.fc.weight.clone()
-    drafter.rescale((23.0, 0.11), keep=True)
+    rescale(drafter, (23.0, 0.11), keep=True)
     assert drafter.tap_scales.tolist() == [2.0**-5, 2.0**3]
     assert torch.equal(drafter.fuse(taps), before) and not torch.equal(drafter.fc.weight, weight)
     assert torch.equal(drafter.serving_state()["fc.weight"], weight)
-    drafter.rescale((1.0, 1.0), keep=True)
+    rescale(drafter, (1.0, 1.0), keep=True)
     assert torch.equal(drafter.fc.weight, weight)
 
 
@@ -193,10 +194,12 @@ def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Tar
     for nearby in (False, True):
         torch.manual_seed(0)
         drafter = DFlashDrafter(shape, quickstart.embedding_and_head)
-        drafter.start_from(None)
-        drafter.rescale(quickstart.tap_sizes(drafter.taps), keep=False)
+        block_weights(drafter, None)
+        rescale(drafter, quickstart.tap_sizes(drafter.taps), keep=False)
         if nearby:
-            drafter.attend_nearby(tuple(t[0] for t in taps_of(quickstart, drafter, sample)), sample)
+            attend_nearby(
+                drafter, tuple(t[0] for t in taps_of(quickstart, drafter, sample)), sample
+            )
         length = len(text) - 1
         fused = drafter.fuse(taps_of(quickstart, drafter, text[:length]))
         ((keys, _),) = drafter.context(fused, drafter.rotary(torch.arange(length)[None]))

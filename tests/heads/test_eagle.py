@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, default_taps, shape_for
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.targets.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import (
+    Eagle3Drafter,
+    EagleConfig,
+    default_taps,
+    drafter_of,
+    shape_for,
+)
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.methods.eagle import first_weights
 from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
@@ -51,7 +58,7 @@ def test_an_upper_layer_is_transformers_llama_layer(rope: dict[str, Any]) -> Non
         "engines load no other, whatever the target has"
     )
     shape = shape_for(EagleConfig(taps=[0, 1], num_layers=2, activation="gelu"), target.config)
-    drafter = EagleDrafter(shape, target.embedding_and_head)
+    drafter = drafter_of(shape, target.embedding_and_head)
     theirs = LlamaDecoderLayer(target.config, 0)
     names = {
         name: tensor
@@ -253,7 +260,7 @@ def test_every_architecture_has_a_layout(kind: str) -> None:
         shape.num_heads == target.config.num_attention_heads
         and shape.num_heads % shape.num_kv_heads == 0
     )
-    drafter = EagleDrafter(shape, target.embedding_and_head)
+    drafter = drafter_of(shape, target.embedding_and_head)
     cosines, _ = drafter.rotary(torch.arange(3)[None])
     assert cosines.shape[-1] <= shape.head_dim and cosines.dtype == torch.float32
     if kind == "phi3":
@@ -264,12 +271,12 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     target = tiny_target()
     with torch.no_grad():
         target.decoder.norm.weight.uniform_(0.5, 1.5)
-    drafter = EagleDrafter(
+    drafter = Eagle3Drafter(
         shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config),
         target.embedding_and_head,
     )
     ids = torch.arange(0, 40, 2)
-    drafter.start_from(target.head_weight, target.final_norm_weight(), ids)
+    first_weights(drafter, target.head_weight, target.final_norm_weight(), ids)
     assert torch.equal(drafter.lm_head.weight, target.head_weight[ids])
     assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
     assert architecture("gemma2").final_norm_weight() is None, "its norm multiplies by 1 + w"

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.packed import PackedLinear
-
+from draftsmith.train.methods.medusa import copy_head
 from tests.conftest import tiny_target
 
 
 def test_untrained_heads_are_the_targets_own_head() -> None:
     target = tiny_target()
     heads = MedusaHeads(MedusaConfig(3, 2), target.hidden_size, target.vocab_size)
-    heads.start_from(target.head_weight)
+    copy_head(heads, target.head_weight)
     hidden = torch.randn(5, target.hidden_size)
     for logits in heads(hidden):
         torch.testing.assert_close(logits, target.head(hidden))
@@ -65,11 +66,11 @@ def test_heads_of_a_smaller_type_than_their_target(shared: bool, tmp_path: Path)
         torch.nn.init.normal_(parameter, std=0.1)
     Artifact(heads, target.fingerprint()).save(tmp_path / "d")
     plain = generate_one(target, load_proposer("none", target, pytest.fail), [5, 6], 12)
-    spec = f"{tmp_path / 'd'}:dtype=bfloat16,tree=best-first,nodes=4"
+    spec = f"{tmp_path / 'd'}:dtype=bfloat16,width=10,nodes=4"
     proposer: Any = load_proposer(spec, target, pytest.fail)
     for _ in range(2):
         assert generate_one(target, proposer, [5, 6], 12).token_ids == plain.token_ids
-        for block in proposer._heads.modules():
+        for block in proposer.drafter.modules():
             if isinstance(block, ResidualBlock) and type(block.linear) is torch.nn.Linear:
                 assert block.linear.weight.dtype == torch.bfloat16
                 block.linear = PackedLinear(block.linear)  # type: ignore[assignment]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import check_spec, parse_spec
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import resolve_dtype
-
 from tests.conftest import QUICKSTART
 
 DRAFTERS = QUICKSTART.parent / "drafters"
@@ -36,7 +36,7 @@ MODEL = QUICKSTART.parent / "draft_model"
         (f"{DRAFTERS}/eagle3:score_temperature=0", "score_temperature must be above 0"),
         (
             f"{DRAFTERS}/medusa:tree=best",
-            "tree must be calibrated, best-first or chain, not 'best'",
+            "has no setting 'tree'; there are: length, width, nodes",
         ),
         (f"{DRAFTERS}/distill:width=1,nodes=3", "nodes is about trees; give width above 1 too"),
         (f"{DRAFTERS}/distill:name=two words", "name=two words is no name for tables"),
@@ -57,7 +57,7 @@ def test_settings_are_looked_at_without_a_target(spec: str, said: str) -> None:
         "early-exit:layers=2", "early-exit:width=2,nodes=4",
         f"{DRAFTERS}/dspark:dtype=bf16,length=3,width=4,nodes=4",
         f"{DRAFTERS}/dspark:threshold=0.3", f"{DRAFTERS}/eagle3:length=2,width=1",
-        f"{DRAFTERS}/eagle3:nodes=8,lookup=3", f"{DRAFTERS}/medusa:tree=chain,nodes=2",
+        f"{DRAFTERS}/eagle3:nodes=8,lookup=3", f"{DRAFTERS}/medusa:width=1,length=2",
         f"{DRAFTERS}/distill:threshold=auto", f"{DRAFTERS}/distill:heat=0.5",
         f"{MODEL}:length=4,name=small-1.5", "missing.d",
     ],

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import DistributedType
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from torch import nn
+
+from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.config import Optim
 from draftsmith.train.parallel import check_optimizer
 from draftsmith.train.schedule import hidden_matrices, make_optimizer
-from torch import nn
-
 from tests.conftest import tiny_target
 
 OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9), momentum=0.7, muon_weight_decay=0.2)
@@ -46,7 +46,7 @@ def learn(module: nn.Module, optimizers: list[torch.optim.Optimizer], steps: ran
 def test_muon_has_the_matrices_between_states_and_nothing_else() -> None:
     target = tiny_target()
     shape = shape_for(EagleConfig(taps=[0, 1]), target.config)
-    eagle3 = EagleDrafter(shape, target.embedding_and_head)
+    eagle3 = drafter_of(shape, target.embedding_and_head)
     assert names(drafter()) == {"blocks.0.0.linear.weight", "blocks.1.0.linear.weight"}
     layer = {f"layers.0.{name}.weight" for name in ("qkv", "output", "gate_up", "down")}
     assert names(eagle3) == {"fc.weight"} | layer

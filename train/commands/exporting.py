@@ -18,13 +18,13 @@ from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.exchange.layouts import BLOCKS, ExportRequest
+from ...heads.exchange.layouts import ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
-from ...inference.drafters import parse_spec
+from ...inference.drafters import parse_spec, trained_kind
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
 from ...inference.targets.target import TargetSource
@@ -93,20 +93,14 @@ def write_export(options: Options) -> Written:
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:
-    """Return the drafts per round of the serve command: `asked`, or the default of the method.
+    """Return the drafts per round of the serve command: `asked`, or the drafter's default.
 
-    Raises `UserError` for more drafts than there are heads, or drafts of a block.
+    Raises `UserError` for more drafts than the drafter has.
     """
-    drafter = artifact.drafter
-    if artifact.method == "medusa":
-        most, unit = drafter.config.num_heads, "heads that there are"
-    elif artifact.method in BLOCKS:
-        most, unit = drafter.drafts, "drafts of a block"
-    else:
-        return asked or DRAFTS
-    if asked is not None and asked > most:
-        raise UserError(f"--drafts {asked} is more than the {most} {unit}")
-    return asked or most
+    most = artifact.drafter.most_drafts
+    if asked is not None and most is not None and asked > most:
+        raise UserError(f"--drafts {asked} is more than the {most} drafts that the drafter has")
+    return asked or most or DRAFTS
 
 
 def stored_dtype(artifact: Artifact) -> torch.dtype:
@@ -244,12 +238,13 @@ def _figure(
     low, high = known(found.tau_ci95 or (None, None))
     kind = found.kind or name
     # Later settings win: the method's default, the spec's, and those of a profile.
-    default = {"width": 1 if method == "draft_model" else None}
+    of_method = trained_kind(method)
+    default = {"width": 1 if of_method is not None and of_method.chains else None}
     named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
     chosen = default | named | (found.setting or {})
     return CardFigures(
         drafts=kind,
-        chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
+        chain=chosen["width"] == 1,
         temperature=setting.temperature,
         batch=setting.batch,
         tau=known([found.tau_incl_bonus])[0],

@@ -58,7 +58,7 @@ def run(options: Options) -> None:
         own_file, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
     if own_file is not None and own_file.export is None:
         raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
-    if own_file is not None and own_file.method == "draft_model":
+    if own_file is not None and drafter_class(own_file.method).whole_model:
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
     if own_file is None:

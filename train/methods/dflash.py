@@ -41,7 +41,6 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...heads.layers import begin_unsure
 from ...inference.rounds.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
@@ -61,6 +60,7 @@ from ..outline import (
 from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
+from .first_weights import attend_nearby, begin_unsure, block_weights, rescale
 from .mask_token import mask_token_for
 from .ranks import (
     accepted_in_chains,
@@ -285,13 +285,13 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     norm = target.final_norm_weight()
     shape = drafter.shape
     ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
-    drafter.start_from(norm.float().cpu() if norm is not None else None, ids)
+    block_weights(drafter, norm.float().cpu() if norm is not None else None, ids)
     # `keep=False`: nothing is trained yet, so what the drafter computes may change.
-    drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
+    rescale(drafter, target.tap_sizes(drafter.taps), keep=False)
     # One position is left over, because a server writes a token with every request.
     ids = batches.sample_ids(target.max_positions - 1)
     taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
-    drafter.attend_nearby(taps, torch.tensor(ids))
+    attend_nearby(drafter, taps, torch.tensor(ids))
     # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
     # enough to judge the size of logits by.
     hidden = Hidden(taps[0], taps)
@@ -317,7 +317,7 @@ def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> No
     # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
     # weights for large inputs, and a step of the optimiser changes it too much.
     if bool((drafter.tap_scales == 1).all()):
-        drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
+        rescale(drafter, target.tap_sizes(drafter.taps), keep=True)
 
 
 class DFlashMethod(Method[DFlashRun, DFlashDrafter]):

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ...heads import eagle
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter, shape_for
+from ...heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...heads.layers import begin_unsure
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target, TargetSource
@@ -39,6 +38,7 @@ from ..outline import (
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle_loss import EagleObjective
+from .first_weights import begin_unsure
 from .ranks import (
     accepted_in_chains,
     batch_of_text,
@@ -56,7 +56,7 @@ STATES = 64  # random states, like those of an untrained layer, by which its log
 
 
 class EagleMethod(Method[EagleRun, EagleDrafter]):
-    """Training of EAGLE drafters of version 1 or 3."""
+    """Training of EAGLE-1 and EAGLE-3."""
 
     run_class = EagleRun
     drafter_class = EagleDrafter
@@ -65,14 +65,14 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         shape = shape_for(run.heads, target.config)
         # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
         # last state everywhere.
-        return shape.taps, shape.version == 1
+        return shape.taps, eagle.CLASSES[shape.version].reads_last
 
     def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
         shape, loss = shape_for(run.heads, target.config), run.objective
         steps = loss.resolved(shape.version).steps or 1
-        drafter = EagleDrafter(shape, target.embedding_and_head)
+        drafter = drafter_of(shape, target.embedding_and_head)
         head = shape.hidden_size * shape.draft_vocab_size
-        frozen = shape.version == 1 or loss.freeze_head
+        frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
         if loss.weighting != "decay":  # the weights follow from logits that are made before
             each_root += FORWARD * head
@@ -95,19 +95,18 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         """
         if before is not None:
             shape = shape_before(run.heads, str(run.init_from), target, before, eagle)
-            return EagleDrafter(shape, target.embedding_and_head)
+            return drafter_of(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
-        drafter = EagleDrafter(shape, target.embedding_and_head)
+        drafter = drafter_of(shape, target.embedding_and_head)
         ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
         norm = target.final_norm_weight()
         weight = norm.float().cpu() if norm is not None else None
-        drafter.start_from(
-            target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps)
-        )
+        head = target.head_weight.float().cpu()
+        first_weights(drafter, head, weight, ids, target.tap_sizes(shape.taps))
         loss = run.objective.resolved(shape.version)
         # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
         # own scale, and needs the target's norm as it is.
-        if shape.version == 3 and not loss.feature_weight:
+        if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
             generator = torch.Generator().manual_seed(run.seed)
             states = torch.randn(STATES, shape.hidden_size, generator=generator)
             begin_unsure(drafter.norm, drafter.logits(states))
@@ -123,7 +122,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
                 "heads.hidden_size"
             )
         check_backend(config.attention, target.device)
-        if shape.version == 1 and target.dtype == torch.float16:
+        if drafter.borrows_head and target.dtype == torch.float16:
             raise UserError(
                 "EAGLE-1 learns through the target's head, and float16 loses its gradients; give "
                 "--target.dtype bfloat16 or float32"
@@ -134,12 +133,10 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
                 "objective.freeze_head keeps the target's head, and a drafter of another width "
                 "begins with a random one; leave out heads.hidden_size or freeze_head"
             )
-        if config.freeze_head:
-            drafter.freeze_head(norm=bool(config.feature_weight))
+        if config.freeze_head and isinstance(drafter, Eagle3Drafter):
+            freeze_head(drafter, norm=bool(config.feature_weight))
         weight = run.errors.accepted_weight
-        return EagleObjective(
-            config, drafter.taps, target.head, run.seed, weight, shape.version == 1
-        )
+        return EagleObjective(config, drafter, target.head, run.seed, weight)
 
     def writers(
         self, run: EagleRun, target: Target, drafter: EagleDrafter
@@ -178,6 +175,47 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         return accepted_in_chains(outcome, calibration)
 
 
+@torch.no_grad()
+def first_weights(
+    drafter: EagleDrafter,
+    head_weight: Tensor,
+    norm_weight: Tensor | None,
+    ids: Tensor | None,
+    tap_sizes: tuple[float, ...] = (),
+) -> None:
+    """Set the first weights of an untrained drafter.
+
+    `ids` `[Vd]` are the target ids of the draft vocabulary, None for all tokens. Head and norm
+    begin as the target's output matrix `[V, Ht]` and final norm `[Ht]`. `tap_sizes` are the root
+    mean squares of the taps: `fc` begins such that all taps weigh the same and the fused state has
+    size one. The residual stream grows with depth (to 27 in the quickstart target), and would drown
+    what the layer adds to it.
+    """
+    if ids is not None:
+        drafter.set_maps(ids)
+    if not isinstance(drafter, Eagle3Drafter):  # it has no head and no norm, and reads no taps
+        return
+    shape = drafter.shape
+    if head_weight.shape[1] == shape.hidden_size:
+        # One row of the target's matrix for each token of the draft vocabulary.
+        drafter.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
+        if norm_weight is not None:
+            drafter.norm.weight.copy_(norm_weight)
+    wide = shape.target_hidden_size
+    for i, size in enumerate(tap_sizes):
+        columns = drafter.fc.weight[:, i * wide : (i + 1) * wide]
+        # The fused state sums F * Ht products. With inputs of this size each has variance 1 /
+        # (F * Ht), and the sum has variance 1.
+        input_size = 1.0 if shape.norm_taps else size
+        torch.nn.init.normal_(columns, std=drafter.fc.weight.shape[1] ** -0.5 / input_size)
+
+
+def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
+    """Exclude the head from training, and the final norm too if `norm`."""
+    drafter.lm_head.weight.requires_grad_(False)
+    drafter.norm.weight.requires_grad_(not norm)
+
+
 def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:
     """Return the operations of a training step for each position, heads left out.
 
@@ -186,15 +224,15 @@ def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:
     """
     each_pass = TRAINED + FORWARD * recompute
     layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
-    if drafter.shape.version == 1:
-        # `fc` has one half for the token and one for the state, which begins as the feature.
+    if drafter.joint is drafter.fc:
+        # It has one half for the token and one for the state, which begins as the feature.
         state = fused // 2
         return ON_FEATURES * fused + TRAINED * state * (steps - 1) + each_pass * layers * steps
     # Norms of the taps are trained, so that the gradient passes on through `fc`.
     normed = drafter.shape.norm_taps or drafter.shape.norm_fused_taps
     fusing = (TRAINED if normed else ON_FEATURES) * fused
     # Half of the columns of the first layer's projection read the token.
-    token = matrix_numbers(drafter.first_projection) // 2
+    token = matrix_numbers(drafter.joint) // 2
     return fusing + TRAINED * token + each_pass * (layers - token) * steps
 
 

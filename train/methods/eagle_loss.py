@@ -47,7 +47,7 @@ NOISE_LENGTH = 512  # length of a document in which the noise has just the size 
 
 
 class EagleObjective:
-    """Objective of both versions.
+    """Objective of EAGLE drafters.
 
     By default EAGLE-1 is one step with a feature loss and noise, EAGLE-3 seven steps with neither.
     """
@@ -55,21 +55,19 @@ class EagleObjective:
     def __init__(
         self,
         config: EagleLoss,
-        taps: tuple[int, ...],
+        drafter: EagleDrafter,
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
         accepted_weight: float = 1.0,
-        all_last: bool = False,
     ) -> None:
         """`config` is resolved; `target_head` maps last states `[..., Ht]` to logits `[..., V]`.
 
-        `accepted_weight` is that of accepted drafts in texts decoded with the drafter. With
-        `all_last` rows read the last state too, as in version 1.
+        `accepted_weight` is that of accepted drafts in texts decoded with the drafter.
         """
         assert config.steps is not None, "resolve the config first"
-        self.all_last = all_last
+        self.taps, self.all_last = drafter.taps, drafter.reads_last
         self._accepted_weight = accepted_weight
-        self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
+        self.config, self._target_head, self._seed = config, target_head, seed
         self.begin(1.0)  # all steps, for callers that have no run
 
     def begin(self, progress: float) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distill.divergences import (
     log_probs,
@@ -34,7 +34,7 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.proposers.growth import grow
+from ...inference.proposers.shapes import grow
 from ...inference.rounds.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
@@ -165,6 +165,14 @@ class MedusaObjective:
         return (loss, losses, *rest) if measured else (loss,)
 
 
+@torch.no_grad()
+def copy_head(drafter: MedusaHeads, head_weight: Tensor) -> None:
+    """Copy the target's output matrix `[V, H]` into every head that owns one."""
+    for output in drafter.outputs:
+        assert isinstance(output, nn.Linear)
+        output.weight.copy_(head_weight)
+
+
 class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     """Training of Medusa heads."""
 
@@ -206,7 +214,7 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
                 )
             return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
         drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
-        drafter.start_from(target.head_weight.float() * SURENESS)
+        copy_head(drafter, target.head_weight.float() * SURENESS)
         return drafter
 
     def make_objective(

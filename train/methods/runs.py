@@ -45,6 +45,13 @@ class MedusaRun(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
+EAGLE_DEFAULTS = {
+    1: {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1},
+    3: {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0},
+}
+"""Values of those settings of `EagleLoss` that are None, by the version of EAGLE."""
+
+
 @dataclass
 class EagleLoss(Memory):
     """Settings of an EAGLE drafter's loss."""
@@ -108,10 +115,8 @@ class EagleLoss(Memory):
 
         Raises `UserError` for noise with version 3.
         """
-        defaults = {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
-        if version == 1:
-            defaults = {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
-        if version == 3 and self.noise:
+        defaults = EAGLE_DEFAULTS[version]
+        if self.noise and not defaults["noise"]:
             raise UserError(
                 "objective.noise is for version 1; the taps of version 3 differ in size too much "
                 "for one noise"
@@ -271,13 +276,3 @@ class DistillRun(RunConfig):
                 f"objective.loss {self.objective.loss} would teach the draft model its own words; "
                 "use kl with rollouts.share"
             )
-
-
-RUNS: dict[str, type[RunConfig]] = {
-    "medusa": MedusaRun,
-    "eagle": EagleRun,
-    "dflash": DFlashRun,
-    "dspark": DSparkRun,
-    "distill": DistillRun,
-}
-"""The config of each method's runs."""

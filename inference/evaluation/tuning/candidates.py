@@ -1,7 +1,7 @@
 """Candidates of `draftsmith tune`: chains and trees, and what each would accept on known texts.
 
 There are three kinds: chains; fixed shapes, which are the best of their size by the measured
-acceptance of each depth and rank (`growth.grow`, which finds the same trees as Sequoia's dynamic
+acceptance of each depth and rank (`shapes.grow`, which finds the same trees as Sequoia's dynamic
 programme, arXiv 2402.12374); and dynamic trees, which follow the drafter's confidence, cut to a
 number of nodes, at a fitted score temperature.
 """
@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
 from ....heads.errors import UserError
 from ...drafters import load_proposer
 from ...proposer import Proposer
-from ...proposers.early_exit import EarlyExit
-from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
-from ...proposers.medusa import MedusaProposer
+from ...proposers.shapes import grow
 from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup
 from ...replay import RANKS
@@ -63,8 +60,8 @@ class Candidate:
     nodes: int
     """Drafted nodes, at most."""
     draft: tuple[int, ...]
-    """Nodes that the drafter is run on to make each level after the first, which is what drafting
-    costs; empty for drafters that make all levels at once."""
+    """Nodes that are continued to make each level after the first, which is what drafting costs;
+    empty for lookups."""
     drafted: Counts | None = None
     """Drafted nodes at each root, for drafters that do not always draft `nodes` of them."""
 
@@ -98,8 +95,6 @@ def candidates(
     check_tunable(proposer, spec)
     if isinstance(proposer, Planned):
         return _planned(known, proposer, sampling, tick)
-    if isinstance(proposer, MedusaProposer):
-        return _heads(known, proposer, sampling, tick)
     return _lookups(known, spec, sampling, tick)
 
 
@@ -113,11 +108,11 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
     These are drafters that cannot be replayed along a text, and chains with a threshold, which
     choose their length themselves.
     """
-    if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
+    if isinstance(proposer, Planned):
         if proposer.plan.threshold:
             raise UserError("tune chooses a chain's length itself; leave out threshold")
         return
-    if isinstance(proposer, MedusaProposer | LookupProposer):
+    if isinstance(proposer, LookupProposer):
         return
     if isinstance(proposer, WithLookup):
         raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")
@@ -150,6 +145,8 @@ def _planned(
     ranks = _ranks(known, proposer, sampling, path)
     table = rank_table(ranks)
     ways = _chains_and_shapes(ranks, table, lengths, make)
+    if default_plan.fixed is not None and default_plan.width > 1:
+        ways.append(_fixed(ranks, default_plan.fixed, make))
     most_levels = max(LEVELS, default_plan.length if default_plan.width > 1 else 0)
     levels = min(most_levels, proposer.longest)
     pools = _Pools(known, proposer, sampling, levels, tick)
@@ -167,7 +164,9 @@ def _planned(
 
 
 def _setting_of(plan: TreePlan) -> dict[str, Any]:
-    """Return the setting that the candidate of this chain or dynamic tree has."""
+    """Return the setting that the candidate of this plan has."""
+    if plan.fixed is not None and plan.width > 1:
+        return {"shape": plan.fixed}
     setting: dict[str, Any] = {"length": plan.length, "width": plan.width}
     if plan.width > 1:
         setting["nodes"] = plan.nodes
@@ -196,12 +195,15 @@ def _chains_and_shapes(
         # `grow` leaves out nodes that were never right, so a shape may be smaller than asked for;
         # a shape of best tokens only is a chain, and those are candidates already.
         if len(shape) == count and max(node[-1] for node in shape):
-            inner = tuple(_inner(shape))
-            accepted = along(ranks, shape)
-            ways.append(
-                Candidate("fixed", {"shape": shape}, make(shape=shape), accepted, count, inner)
-            )
+            ways.append(_fixed(ranks, shape, make))
     return ways
+
+
+def _fixed(ranks: list[list[list[int]]], shape: Sequence[Ranks], make: Maker) -> Candidate:
+    """Return the fixed tree `shape` as a candidate; `ranks` as in `_chains_and_shapes`."""
+    accepted, inner = along(ranks, shape), tuple(_inner(shape))
+    setting = {"shape": list(shape)}
+    return Candidate("fixed", setting, make(**setting), accepted, len(shape), inner)
 
 
 def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) -> list[Candidate]:
@@ -279,93 +281,6 @@ class _Pools:
             proposer.replan(TreePlan(settings, give_all=True))
             self._found[width, score_temperature] = _needs(known, proposer, sampling)
         return self._found[width, score_temperature]
-
-
-def _heads(
-    known: KnownTexts, proposer: MedusaProposer, sampling: Sampling, tick: Callable[[str], None]
-) -> tuple[list[Candidate], dict[str, Any]]:
-    """Return `candidates` of Medusa heads."""
-    depths = proposer.heads
-    tick("acceptance by depth and rank")
-    ranks = _head_ranks(known, proposer, sampling)
-    table = rank_table(ranks, conditional=False)
-    ways = []
-    for length in range(1, depths + 1):
-        best_tokens = [(0,) * depth for depth in range(1, length + 1)]
-        ways.append(_static("chain", proposer, ranks, best_tokens))
-    shapes: dict[int, list[Ranks]] = {}
-    for count in BUDGETS:
-        # `grow` leaves out nodes that were never right: several budgets may give one shape.
-        if shape := grow(table, count):
-            shapes[len(shape)] = shape
-    ways += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
-    pools: dict[float, Pool] = {}
-
-    def pool_at(score_temperature: float) -> Pool:
-        if score_temperature not in pools:
-            tick(f"trees, score temperature {score_temperature:g}")
-            # The best n nodes of the largest tree are the tree of n nodes.
-            largest = max(*BUDGETS, proposer.max_drafted)
-            tree = proposer.with_tree(largest, score_temperature)
-            pools[score_temperature] = _needs(known, tree, sampling)
-        return pools[score_temperature]
-
-    score_temperature, accepted_at = fitted_score_temperature(pool_at)
-
-    def best_first(nodes: int, score_temperature: float) -> Candidate:
-        setting = {"tree": "best-first", "nodes": nodes, "score_temperature": score_temperature}
-        accepted = cut(pool_at(score_temperature), depths, nodes)
-        make = partial(proposer.with_tree, nodes, score_temperature)
-        return Candidate("dynamic", setting, make, accepted, nodes, ())
-
-    ways += [best_first(nodes, score_temperature) for nodes in BUDGETS]
-    if proposer.ranks:
-        default = _static("fixed", proposer, ranks, proposer.ranks)
-    else:
-        default = best_first(proposer.max_drafted, proposer.score_temperature)
-    return [default, *ways], {
-        "rank_acceptance": table,
-        "accepted_by_score_temperature": accepted_at,
-        "score_temperature": score_temperature,
-    }
-
-
-def _head_ranks(
-    known: KnownTexts, proposer: MedusaProposer, sampling: Sampling
-) -> list[list[list[int]]]:
-    """Return the ranks of the true next tokens, each among its own head's, for each text and root.
-
-    It is `BEST` where the token is not among the first `BEST`.
-    """
-    depths = proposer.heads
-    # A head's tokens do not depend on the parent, so a comb shows all of them at once: a spine of
-    # best tokens, with the `BEST` first ranks of every head as children. Nodes stand in the order
-    # of their depth, then rank.
-    comb = []
-    for depth in range(depths):
-        spine = (0,) * depth
-        comb += [(*spine, rank) for rank in range(BEST)]
-    ranks: list[list[list[int]]] = [[] for _ in known.texts]
-    for rows, tree, true_tokens in replay_roots(known, proposer.with_tree(comb), sampling):
-        tokens = tree.tokens[:, 1:].view(len(rows), depths, BEST)
-        hit = tokens == true_tokens[:, :depths, None]
-        # `argmax` of a row without a hit is 0, which would be the best rank.
-        rank_of_true = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
-        for row, values in zip(rows, rank_of_true.tolist(), strict=True):
-            ranks[row].append(values)
-    return ranks
-
-
-def _static(
-    kind: str,
-    proposer: MedusaProposer,
-    ranks: Sequence[Sequence[Sequence[int]]],
-    shape: Sequence[Ranks],
-) -> Candidate:
-    """Return Medusa heads with the chain or fixed shape `shape` as a candidate."""
-    setting = {"shape": list(shape)} if kind == "fixed" else {"tree": "chain", "nodes": len(shape)}
-    accepted = along(ranks, shape)
-    return Candidate(kind, setting, lambda: proposer.with_tree(shape), accepted, len(shape), ())
 
 
 def _lookups(
@@ -475,11 +390,11 @@ def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> C
 
 
 def rank_table(
-    ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = True
+    ranks: Iterable[Iterable[Sequence[int]]],
 ) -> list[list[float]]:
     """Return the share of roots at which the draft of each depth and rank is right, `[D][RANKS]`.
 
-    With `conditional`, a depth counts only the roots at which all tokens before it were among the
+    A depth counts only the roots at which all tokens before it were among the
     `BEST` ranks. The shares of a depth never rise with the rank, because a tree offers better
     siblings first.
     """
@@ -487,7 +402,7 @@ def rank_table(
     reached = roots
     table = []
     for depth in range(len(roots[0]) if roots else 0):
-        if conditional and depth:
+        if depth:
             # The roots that reached the depth above, less those whose token there was not among
             # the `BEST`.
             reached = [root for root in reached if root[depth - 1] < BEST]

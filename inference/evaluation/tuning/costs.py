@@ -47,6 +47,8 @@ class Filler(Proposer):
 
     name = "filler"
 
+    weight_bytes = 0
+
     def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
         self.taps, self.max_drafted = taps, max(sizes)
         # Every node has three children: a tree of ordinary width and depth.

@@ -52,7 +52,7 @@ class Search:
 
     def ranked(self, batch: int) -> list[Candidate]:
         """Return all but the default, those of most predicted tokens per second first."""
-        # a default of Medusa heads may stand among the others a second time
+        # a default of fixed shape may be among the others a second time
         others = [way for way in self.ways if way.setting != self.default.setting]
         return sorted(others, key=lambda way: -self.predict(way, batch)["tokens_s"])
 

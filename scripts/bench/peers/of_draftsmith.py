@@ -6,14 +6,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from draftsmith.heads.eagle import EagleDrafter, EagleShape
+from peer_data import Data, Document
+from transformers import AutoModelForCausalLM
+
+from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle import EagleObjective
+from draftsmith.train.methods.eagle import EagleObjective, first_weights
 from draftsmith.train.methods.eagle_loss import EagleLoss
-from peer_data import Data, Document
-from transformers import AutoModelForCausalLM
 
 DEFAULT_STEPS = 7
 LOG_EVERY = 10
@@ -45,12 +46,14 @@ class Learner:
             max_positions=config.max_position_embeddings, norm_eps=config.rms_norm_eps,
             activation="silu", rope={"rope_type": "default", "rope_theta": 10000.0},
         )  # fmt: skip
-        drafter = EagleDrafter(sizes, both)
-        drafter.start_from(head, target.model.norm.weight.detach(), torch.arange(shape.draft_vocab))
+        drafter = drafter_of(sizes, both)
+        first_weights(
+            drafter, head, target.model.norm.weight.detach(), torch.arange(shape.draft_vocab)
+        )
         self.model = drafter.to(device)
         self.steps = shape.steps or DEFAULT_STEPS
         settings = EagleLoss(steps=self.steps, **options).resolved(3)
-        self._objective = EagleObjective(settings, drafter.taps, both.head)
+        self._objective = EagleObjective(settings, drafter, both.head)
         self._turn = 0
 
     def begin(self, lr: float, steps: int) -> None:

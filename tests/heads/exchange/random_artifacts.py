@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.heads.exchange.foreign import TargetSide
 from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.targets.target import Target
-
 from tests.blocks import random_block
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import KINDS, random_eagle
@@ -41,7 +41,7 @@ def eagle(kind: str = "eagle3", **shape: Any) -> Artifact:
     drafter = random_eagle(TARGET, kind, **more)
     if shape:
         torch.manual_seed(3)
-        drafter = EagleDrafter(replace(drafter.shape, **shape), TARGET.embedding_and_head)
+        drafter = drafter_of(replace(drafter.shape, **shape), TARGET.embedding_and_head)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         drafter.eval().requires_grad_(False)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
@@ -16,7 +17,6 @@ from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-
 from tests.blocks import proposer_of, random_block
 from tests.conftest import QUICKSTART
 from tests.trained import chat_prompts
@@ -31,7 +31,7 @@ DRAFT_MODEL = str(HERE / "draft_model")
     [
         ("vllm", EAGLE3, {"length": 3, "width": 1}),
         ("vllm:drafts=5", EAGLE1, {"length": 5, "width": 1}),
-        ("vllm:drafts=2", MEDUSA, {"tree": "chain", "nodes": 2}),
+        ("vllm:drafts=2", MEDUSA, {"length": 2, "width": 1}),
         ("vllm", "ngram", {"length": 3}),
         ("sglang", EAGLE3, {"length": 5, "width": 4, "nodes": 7}),
         ("sglang:steps=3,topk=2,tokens=6", EAGLE1, {"length": 3, "width": 2, "nodes": 5}),

@@ -15,12 +15,12 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.proposers.chains import grow_chain
 from draftsmith.inference.proposers.growth import (
     Level,
+    Slots,
     best_first,
-    grow,
     grow_dynamic,
     grow_fixed,
-    shape_of_ranks,
 )
+from draftsmith.inference.proposers.shapes import grow, shape_of_ranks
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
@@ -171,6 +171,20 @@ def draws(sampling: Sampling = Sampling()) -> Draws:  # noqa: B008
     return Draws(
         sampling, torch.tensor([3]), torch.zeros(1, 32, dtype=torch.long), torch.tensor([5])
     )
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_nodes_of_a_fixed_shape_have_the_tokens_of_their_ranks(at_once: bool) -> None:
+    """Of the node (1, 2), the third-best token after the second-best; siblings may be left out."""
+    shape, ranks = shape_of_ranks([(1,), (1, 0), (1, 2)]), (0, 1, 0, 2)
+    root = torch.tensor([9])
+    logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0], [5.0, 1.0, 4.0, 2.0]]])  # of depths 1 and 2
+    slots = Slots(logits)
+    if at_once:
+        tree = slots.fill(root, draws(), shape, ranks)
+    else:
+        tree, _ = grow_fixed(logits[:, 0], root, draws(), slots, shape, ranks)
+    assert tree.tokens.tolist() == [[9, 3, 0, 3]]
 
 
 def expansion_by_hand(

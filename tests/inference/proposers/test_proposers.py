@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.drafters import load_proposer, parse_spec, weight_bytes
+from draftsmith.inference.drafters import load_proposer, parse_spec
 from draftsmith.inference.evaluation.tuning.profile import key_of
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
@@ -367,9 +367,9 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
 
 def test_specs() -> None:
     assert parse_spec("ngram") == ("ngram", {})
-    assert parse_spec("runs/a:nodes=8,tree=best-first") == (
+    assert parse_spec("runs/a:nodes=8,threshold=auto") == (
         "runs/a",
-        {"nodes": 8, "tree": "best-first"},
+        {"nodes": 8, "threshold": "auto"},
     )
     assert parse_spec("C:/models/x=1/y") == ("C:/models/x=1/y", {})
     with pytest.raises(UserError, match="'8' is not key=value"):
@@ -425,4 +425,4 @@ def test_a_tree_from_a_profile_keeps_its_lookup(quickstart: Target) -> None:
     assert proposer.name == "eagle3:lookup=4:tuned" and proposer.trained.plan.nodes == 6
     assert key_of(spec) == key_of(str(DRAFTERS / "eagle3"))
     alone = load_proposer(DRAFTERS / "eagle3", quickstart, pytest.fail)
-    assert weight_bytes(proposer, quickstart) == weight_bytes(alone, quickstart) > 0
+    assert proposer.weight_bytes == alone.weight_bytes > 0

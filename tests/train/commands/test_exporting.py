@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.inference.api import load
@@ -26,8 +28,6 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
-from safetensors.torch import load_file, save_file
-
 from tests.blocks import random_block
 from tests.conftest import PYTHON, QUICKSTART, ROOT, random_heads
 from tests.eagles import random_eagle
@@ -595,7 +595,7 @@ def test_an_imported_head_decodes_as_it_did(
 ) -> None:
     """Round by round; of Medusa a tree that needs no accuracies, which nobody publishes."""
     drafter = imported(as_others_write_it(name, tmp_path / "public"), tmp_path / "drafter", **more)
-    settings = ":tree=best-first,nodes=8" if name == "medusa" else ":width=4,nodes=12,length=4"
+    settings = ":width=10,nodes=8" if name == "medusa" else ":width=4,nodes=12,length=4"
     prompts = chat_prompts(quickstart, "test", 2)
     ours, theirs = (
         load(quickstart, f"{folder}{settings}").generate(prompts, 40)
@@ -607,9 +607,6 @@ def test_an_imported_head_decodes_as_it_did(
         ]
         assert sum(r.accepted for r in one.rounds) > 0
     assert load(quickstart, drafter).generate(prompts[1], 8).rounds, "without settings too"
-    if name == "medusa":
-        with pytest.raises(UserError, match="no held-out accuracies.*tree=best-first"):
-            load(quickstart, f"{drafter}:tree=calibrated")
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
@@ -624,7 +621,7 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
         config: dict[str, Any] = {"medusa_num_heads": 4}
     else:
         drafter = random_eagle(target, "eagle3")
-        drafter = EagleDrafter(
+        drafter = drafter_of(
             replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True),
             target.embedding_and_head,
         )
@@ -659,7 +656,7 @@ def test_a_block_is_drafted_whole_there_and_back(
         {"command": ["x"]},
     )
     before.save(tmp_path / "drafter")
-    with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts of a block"):
+    with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts that"):
         exporting.run(
             exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Request, Round
 from draftsmith.train.data.batches import ANY, Batches, Turns, collate
@@ -28,8 +29,8 @@ from draftsmith.train.data.templates import Encoded
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.runs import EagleLoss
-
 from tests.conftest import tiny_target
+from tests.eagles import random_eagle
 from tests.train.methods.test_draft_model import draft_model_of
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
@@ -198,7 +199,8 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     aim = DistillObjective(DistillLoss(), runner_of(draft_model), TARGET, accepted_weight=0.5)
     assert aim.row_weights(batch)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 0]
     # EAGLE's row t drafts from the root at t + 1, at step k the token x[t+2+k].
-    eagle = EagleObjective(EagleLoss(steps=3).resolved(3), (0, 1), TARGET.head, accepted_weight=0.5)
+    config = EagleLoss(steps=3).resolved(3)
+    eagle = EagleObjective(config, random_eagle(TARGET), TARGET.head, accepted_weight=0.5)
     found = eagle.row_weights(batch)[0]
     assert (
         found[2].tolist() == [0.5, 0.5, 1]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
-
+from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective, copy_head
 from tests.conftest import tiny_target
 
 TARGET = tiny_target()
@@ -75,7 +75,7 @@ def loss_and_gradient(
 ) -> tuple[float, torch.Tensor, dict]:
     torch.manual_seed(1)
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
-    heads.start_from(TARGET.head_weight)
+    copy_head(heads, TARGET.head_weight)
     objective = MedusaObjective(MedusaLoss(loss=loss, rows_per_chunk=2), 3, TARGET.head)  # type: ignore[arg-type]
     last = last.detach().requires_grad_()
     value, sums = objective.forward(heads, Features(batch, last), objective.weights(batch))
@@ -100,7 +100,7 @@ def test_loss_is_the_sum_that_the_index_table_says() -> None:
     batch = batch_of((9, [(4, 9)]), (6, [(3, 6)]))
     last = features_of(batch)
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
-    heads.start_from(TARGET.head_weight)
+    copy_head(heads, TARGET.head_weight)
     for kind in ("kl", "ce"):
         expected, raw = 0.0, [0.8**i for i in range(3)]
         for i in range(3):
@@ -140,7 +140,7 @@ def test_packed_documents_lose_what_they_lose_apart() -> None:
     packed = batch_of(one, two)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
-    heads.start_from(TARGET.head_weight)
+    copy_head(heads, TARGET.head_weight)
     source, weights = LiveTarget(TARGET), objective.weights(packed)
     whole = float(objective.forward(heads, source.features(packed), weights)[0].detach())
     parts = 0.0

@@ -11,16 +11,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.distill.divergences import log_probs
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import (
-    METHOD,
-    EagleObjective,
-)
+from draftsmith.train.methods.eagle import METHOD, EagleObjective, first_weights, freeze_head
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
@@ -32,7 +30,6 @@ from draftsmith.train.objectives import (
     static_decay,
     survival_weights,
 )
-
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
 from tests.train.methods.test_alignment import batch_of, cut
@@ -44,7 +41,7 @@ STEPS = 3
 def objective(drafter: EagleDrafter, **options: Any) -> EagleObjective:
     options = {"steps": STEPS, "rows_per_chunk": 2, **options}
     return EagleObjective(
-        EagleLoss(**options).resolved(drafter.shape.version), drafter.taps, TARGET.head
+        EagleLoss(**options).resolved(drafter.shape.version), drafter, TARGET.head
     )
 
 
@@ -271,14 +268,14 @@ def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default(
     """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever
     the drafter learns there."""
     shape = shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), TARGET.config)
-    drafter = EagleDrafter(shape, TARGET.embedding_and_head).double()
+    drafter = drafter_of(shape, TARGET.embedding_and_head).double()
     batch = batch_of((120, [(2, 120)]))
     features = features_of(batch, drafter)
     best = TARGET.head(features.last[0]).argmax(-1)
     inside = (
         torch.cat([best[4:40].unique(), torch.arange(300)]).unique(sorted=False)[:20].sort().values
     )
-    drafter.start_from(TARGET.head_weight, None, inside)
+    first_weights(drafter, TARGET.head_weight, None, inside)
     aim = objective(drafter)
     _, sums = aim.forward(drafter, features, aim.weights(batch))
     teachers = best[2:119]  # of labels 3 .. 119
@@ -530,7 +527,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
 def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm() -> None:
     """And a frozen head stays as it is."""
     drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
-    drafter.freeze_head(norm=True)
+    freeze_head(drafter, norm=True)
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
     aim = objective(drafter, steps=1, token_weight=0.0, feature_weight=1.0)
@@ -554,7 +551,7 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
     for frozen in (False, True):
         drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
         if frozen:
-            drafter.freeze_head(norm=False)
+            freeze_head(drafter, norm=False)
         features = features_of(batch, drafter)
         aim = objective(drafter)
         aim.forward(drafter, features, aim.weights(batch))[0].backward()
@@ -566,7 +563,7 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
 
 def test_a_head_that_begins_random_is_not_frozen() -> None:
     shape = shape_for(EagleConfig(taps=[0, 1], hidden_size=16), TARGET.config)
-    drafter = EagleDrafter(shape, TARGET.embedding_and_head)
+    drafter = drafter_of(shape, TARGET.embedding_and_head)
     run = cast(Any, SimpleNamespace(objective=EagleLoss(freeze_head=True), init_from=None))
     with pytest.raises(UserError, match="leave out heads.hidden_size or freeze_head"):
         METHOD.make_objective(run, TARGET, drafter)

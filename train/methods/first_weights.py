@@ -1,0 +1,155 @@
+"""First weights of untrained block drafters, and the size of an untrained drafter's logits.
+
+Shapes: n sampled positions, F taps, H hidden size, E size of an attention head, V vocabulary, Vd
+draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...heads.dflash import DFlashDrafter
+from ...heads.dspark import DSparkDrafter
+from ...heads.layers import RMSNorm
+
+# Length of the direction that queries and keys share at first (`attend_nearby`); random weights
+# alone give them a length of about 3 in another direction each, for heads of size 32.
+NEARBY = 5.0
+RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
+INIT_STD = 0.02  # of the matrices that DSpark has and DFlash has not
+
+
+@torch.no_grad()
+def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
+    """Scale an untrained drafter's final norm down until its logits are small.
+
+    `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
+    deviation over the vocabulary is at most `spread`. The reason: the target's norm belongs to
+    states that the target made. Behind it the first states of a drafter make logits as large as the
+    target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the first hundred
+    steps had to unlearn that.
+    """
+    deviation = logits.float().std(-1).square().mean().sqrt()
+    # Only down: small logits are no harm to an untrained drafter.
+    norm.weight.mul_((spread / deviation).clamp(max=1.0).to(norm.weight))
+
+
+@torch.no_grad()
+def block_weights(
+    drafter: DFlashDrafter, norm_weight: Tensor | None, ids: Tensor | None = None
+) -> None:
+    """Set the final norm to the target's `[H]`, and `fc` to weigh all taps the same.
+
+    They do so once `rescale` has been called, which brings them to similar sizes. `ids` `[Vd]` are
+    the target ids of the draft vocabulary, None for all tokens.
+    """
+    if ids is not None:
+        drafter.set_maps(ids)
+    if norm_weight is not None:
+        drafter.norm.weight.copy_(norm_weight)
+    nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
+    if isinstance(drafter, DSparkDrafter):
+        for module in (drafter.transition_in, drafter.transition_out, drafter.confidence_head):
+            nn.init.normal_(module.weight, std=INIT_STD)
+        # A logit near 0: every draft begins with a confidence of about one half.
+        nn.init.zeros_(drafter.confidence_head.bias)
+
+
+@torch.no_grad()
+def rescale(drafter: DFlashDrafter, tap_sizes: tuple[float, ...], keep: bool) -> None:
+    """Divide the taps by powers of two near their sizes `tap_sizes`, root mean squares.
+
+    With it `fc` learns at the pace of the other matrices: raw taps have sizes of 10 to 100, the
+    weights of `fc` would be as much smaller, and a step of AdamW would change them by as much
+    as they are. With `keep` the weights are changed too, so that the drafter computes the same
+    as before, bit for bit (a factor that is a power of two rounds nothing).
+    """
+    # Example: a tap of size 27, near 2^5, is multiplied by 1/32.
+    powers = [2.0 ** -round(math.log2(size)) for size in tap_sizes]
+    scales = torch.tensor(powers, device=drafter.tap_scales.device)
+    if keep:
+        # `fc` reads taps times scale: what the scale gains, the weight has to lose.
+        drafter.fc.weight.div_(drafter.columns(scales / drafter.tap_scales))
+    drafter.tap_scales.copy_(scales)
+
+
+@torch.no_grad()
+def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor) -> None:
+    """Let queries and keys begin so that attention finds the rows that a draft depends on.
+
+    `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A
+    third of the key-value heads (at least one, if there are several) begins with the anchor's
+    token, the others with the newest positions of the context.
+
+    With random weights attention starts out even over hundreds of rows. Here all queries of a
+    head begin with one direction, and each key with the same direction times how much its row
+    is wanted, a linear function of the row that is fitted to the sample. Rotary positions then
+    tell which of the wanted rows is nearest: the direction for the context lies in the half of
+    the head that rotates fast, so that its product fades with distance, the one for the anchor
+    in the slow half. With this start the first draft for the quickstart target is right 20% of
+    the time after 200 steps, without it 9% (EXPERIMENTS.md).
+    """
+    query_fit, anchor_fit, context_fit = _fit_rows(drafter, taps, ids)
+    size, numbers = drafter.shape.head_dim, torch.arange(drafter.shape.head_dim)
+    # Number i of a head is paired with i + rotary.size / 2, and frequencies fall with i: the
+    # first quarter of the rotated part turns fast, the second quarter slowly.
+    fast = numbers < drafter.rotary.size // 4
+    slow = ~fast & (numbers < drafter.rotary.size // 2)
+    for layer in drafter.decoder_layers:
+        # One matrix `[E, H]` for each attention head and key-value head, as views: adding to
+        # them changes the layer. Values begin at random.
+        queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
+            [layer.heads, layer.kv_heads, layer.kv_heads]
+        )
+        for head, key in enumerate(keys):  # `key` is a view `[E, H]` of the layer's weights
+            to_anchor = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
+            half = slow if to_anchor else fast
+            direction = functional.normalize(half.to(query_fit), dim=0) * NEARBY
+            key += torch.outer(direction, anchor_fit if to_anchor else context_fit)
+            # All attention heads that share this key-value head get the same queries.
+            shared = queries.unflatten(0, (layer.kv_heads, -1))[head]
+            shared += torch.outer(direction, query_fit)
+
+
+def _fit_rows(
+    drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three linear functions `[H]` of a normed row, fitted to a sample of rows.
+
+    `taps` `[n, H]` each and `ids` `[n]` are the sample. The first function is near 1 for the
+    rows of a block, which have queries, and near 0 for the context. The second is near 1 for
+    anchors' tokens, the third for the context, and each near -1 for all other rows.
+    """
+    context = functional.rms_norm(
+        drafter.fuse(tuple(tap[None] for tap in taps))[0].float(), drafter.norm.weight.shape
+    )
+    embedded = functional.rms_norm(
+        drafter.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), drafter.norm.weight.shape
+    )
+    # Every slot but the first holds the mask token: one is repeated, so that it weighs as much
+    # as the other two kinds of rows.
+    tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
+    rows = torch.cat([context, tokens, masks])
+
+    def fit(context_value: float, token_value: float, mask_value: float) -> Tensor:
+        values = torch.tensor([context_value, token_value, mask_value], device=rows.device)
+        return linear_fit(rows, values.repeat_interleave(len(ids)))
+
+    return fit(0.0, 1.0, 1.0), fit(-1.0, 1.0, -1.0), fit(1.0, -1.0, -1.0)
+
+
+def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
+    """Return `w` `[H]` such that `rows @ w` is near `wanted` `[n]`, for `rows` `[n, H]`.
+
+    This is ridge regression in its dual form, w = X^T (X X^T + c I)^-1 y, where c is `RIDGE` times
+    the mean squared length of a row.
+    """
+    # The dual form solves a system of n rows instead of H columns.
+    products = rows @ rows.T
+    return rows.T @ torch.linalg.solve(
+        products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.exchange.layouts import BLOCKS
+from draftsmith.heads.exchange.kinds import BLOCKS
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.settings import TargetConfig
 

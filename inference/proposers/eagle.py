@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter, EagleShape
+from ...heads.eagle import EagleDrafter
 from ...heads.vocabulary import to_target
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
@@ -63,9 +63,9 @@ class EagleProposer(Planned):
         self._counts: list[int] = []
 
     @property
-    def drafter_shape(self) -> EagleShape:
-        """Sizes of the drafter, by which it is judged whether an engine can serve it."""
-        return self._drafter.shape
+    def drafter(self) -> EagleDrafter:
+        """The drafter itself."""
+        return self._drafter
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export, load_alone
-from draftsmith.heads.exchange.exports import kind_of
-from draftsmith.heads.exchange.layouts import ExportRequest
+from draftsmith.heads.exchange.kinds import kind_of
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...heads.artifact import OWN_FILE, Artifact
+from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.exchange.card import CardFigures
-from ...heads.exchange.exporter import export, load_alone, with_vocabulary
+from ...heads.exchange.engines.engine import ExportRequest
+from ...heads.exchange.exporter import WrittenExport, export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.exchange.layouts import BLOCKS, ExportRequest
+from ...heads.exchange.kinds import BLOCKS
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
@@ -32,17 +32,6 @@ from ..data.templates import encode
 from ..inputs import embedding_and_head_in
 from ..methods.vocabulary import special_ids
 from ..options import ExportOptions as Options
-
-
-@dataclass
-class Written:
-    """Export that was written and checked."""
-
-    serve: str
-    """Command that serves it."""
-    notes: tuple[str, ...]
-    replaced: bool
-    """True if an earlier export was in its place."""
 
 
 def run(options: Options) -> None:
@@ -63,7 +52,7 @@ def run(options: Options) -> None:
         print(f"\npushed: {upload(options.out, options.push)}")
 
 
-def write_export(options: Options) -> Written:
+def write_export(options: Options) -> WrittenExport:
     """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
     check_output_folder(options.out, "--out", replaced=True)
     artifact, head = load_alone(options.drafter), None
@@ -87,9 +76,7 @@ def write_export(options: Options) -> Written:
     card_figures = []
     for path in options.report:
         card_figures += read_card_figures(path, options.drafter, artifact.method)
-    replaces_export = Path(options.out, OWN_FILE).is_file()
-    recipe = export(artifact, request, options.license, card_figures, head)
-    return Written(recipe.serve(request, artifact.drafter), recipe.notes, replaces_export)
+    return export(artifact, request, options.license, card_figures, head)
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:

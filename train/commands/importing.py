@@ -20,6 +20,7 @@ from ...heads.artifact import (
     drafter_class,
 )
 from ...heads.documents import OwnFile, read_document
+from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.exchange.foreign import Answers, Public, TargetSide
 from ...heads.exchange.hub import fetched
@@ -58,7 +59,7 @@ def run(options: Options) -> None:
         own_file, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
     if own_file is not None and own_file.export is None:
         raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
-    if own_file is not None and own_file.method == "draft_model":
+    if own_file is not None and drafter_class(own_file.method) is DraftModel:
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
     if own_file is None:
@@ -98,7 +99,7 @@ def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Publi
     Such a checkpoint does not say which target it is for; it is taken to be `target`, and its
     provenance notes all that was taken for granted. Raises `UserError`.
     """
-    public = read_public(folder, side_of(target), answers)
+    public = read_public(folder, target_side(target), answers)
     files = StoredTensors(folder).files
     facts = {
         **provenance(),
@@ -141,7 +142,7 @@ def exported(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
     check_files(folder, own, lambda message: print(f"warning: {message}"))
-    public = read_public(folder, side_of(target), Answers(ours=True))
+    public = read_public(folder, target_side(target), Answers(ours=True))
     if public.drafter.method != own.method:
         raise UserError(
             f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
@@ -161,7 +162,7 @@ def exported(
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 
-def side_of(target: StoredTarget) -> TargetSide:
+def target_side(target: StoredTarget) -> TargetSide:
     """Return the sizes and matrices of `target` that a checkpoint is read with."""
     return TargetSide(
         target.num_layers,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
-from draftsmith.heads.exchange.exports import EngineName
+from draftsmith.heads.exchange.engines import EngineName
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.foreign import TargetSide
-from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.targets.target import Target
 
 from tests.blocks import random_block

@@ -20,7 +20,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.exports import EngineName
+from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target

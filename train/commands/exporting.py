@@ -27,9 +27,9 @@ from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ...inference.targets.target import TargetSource
 from ..data.templates import encode
-from ..inputs import embedding_and_head_in
 from ..methods.vocabulary import special_ids
 from ..options import ExportOptions as Options
 
@@ -59,7 +59,8 @@ def write_export(options: Options) -> WrittenExport:
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")
     if options.target is not None:
-        target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
+        cpu = torch.device("cpu")
+        target = embedding_and_head_in(options.target, cpu, "auto", StoredTarget)
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)

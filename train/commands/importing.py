@@ -27,8 +27,7 @@ from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
-from ...inference.targets.stored import StoredTarget
-from ..inputs import embedding_and_head_in
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..options import ImportOptions as Options
 from ..provenance import provenance
 
@@ -61,7 +60,7 @@ def run(options: Options) -> None:
         raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
     if own_file is not None and drafter_class(own_file.method) is DraftModel:
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
-    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
+    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:

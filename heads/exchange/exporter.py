@@ -24,7 +24,7 @@ from ..layout import dtype_name, place
 from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
 from .engines import ENGINES
-from .engines.engine import ExportRequest, Files, Layout, NativeFiles
+from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
 from .exports import recipe_for
 from .kinds import facts_of, kind_of, titles
 from .selfcheck import check_export, check_name, stand_in_for
@@ -93,7 +93,7 @@ def export(
 
 
 def files_for(
-    layout: Layout, artifact: Artifact, request: ExportRequest, head: Tensor | None = None
+    layout: FileLayout, artifact: Artifact, request: ExportRequest, head: Tensor | None = None
 ) -> Files:
     """Return `config.json` and the tensors of the artifact's drafter in `layout`.
 

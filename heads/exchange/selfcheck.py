@@ -30,7 +30,7 @@ from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
 from ..medusa import MedusaHeads
 from .engines import ENGINES
-from .engines.engine import Layout
+from .engines.engine import FileLayout
 from .foreign import Answers, TargetSide
 from .kinds import kind_of
 from .public import read_public
@@ -56,7 +56,11 @@ def check_name(out: str, kind: str) -> None:
 
 
 def check_export(
-    folder: Path, artifact: Artifact, layout: Layout, dtype: torch.dtype, head: Tensor | None = None
+    folder: Path,
+    artifact: Artifact,
+    layout: FileLayout,
+    dtype: torch.dtype,
+    head: Tensor | None = None,
 ) -> None:
     """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
 
@@ -99,7 +103,7 @@ def load_draft_model(folder: Path, artifact: Artifact, dtype: torch.dtype) -> Dr
     return DraftModel.load(folder, dtype, embedding_and_head)
 
 
-def load_back(folder: Path, artifact: Artifact, layout: Layout, head: Tensor | None) -> Any:
+def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
     """Return the drafter that is built from the files in `folder` alone.
 
     Raises `UserError` if they are recognised as another layout, leave anything open, or give other
@@ -268,7 +272,7 @@ def _(drafter: DSparkDrafter) -> Tensor:
     return torch.cat([drafter.base_logits(state), drafter.transition(tokens), confidence], dim=-1)
 
 
-def _check_taps(config: JsonObject, drafter: Any, layout: Layout) -> None:
+def _check_taps(config: JsonObject, drafter: Any, layout: FileLayout) -> None:
     """Raise `UserError` unless each key that names taps has them in its readers' unit."""
     taps = list(drafter.taps)
     for path, offset in layout.taps.get(kind_of(drafter), {}).items():

@@ -74,7 +74,7 @@ NATIVE_TAPS: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Form of the files that an engine reads."""
 
     name: str
@@ -103,7 +103,7 @@ def _with_output_biases(files: NativeFiles) -> Files:
     return files.config, tensors
 
 
-NATIVE = Layout("native", _with_output_biases)
+NATIVE = FileLayout("native", _with_output_biases)
 """draftsmith's own layout, which most engines read."""
 
 
@@ -122,11 +122,11 @@ class Recipe:
     limits: tuple[Remark, ...] = ()
     """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
     otherwise, counts as one that it cannot serve."""
-    layout: Layout = NATIVE
-    other_layout: Callable[[DrafterFacts], Layout | None] = lambda facts: None
+    layout: FileLayout = NATIVE
+    other_layout: Callable[[DrafterFacts], FileLayout | None] = lambda _facts: None
     """Function that returns the layout of drafters that are an exception; None for the others."""
 
-    def layout_for(self, facts: DrafterFacts) -> Layout:
+    def layout_for(self, facts: DrafterFacts) -> FileLayout:
         """Return the layout of a drafter's files."""
         return self.other_layout(facts) or self.layout
 
@@ -142,7 +142,7 @@ Shape = Callable[[Any, Settings], Settings]
 drafts as in the engine. Raises `UserError` for settings that do not fit it."""
 
 
-def _matched(kind: str, settings: Settings) -> Literal["match"]:
+def _matched(_kind: str, _settings: Settings) -> Literal["match"]:
     return "match"
 
 
@@ -182,10 +182,10 @@ class ServingEngine:
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None
     """None if `--server` does not measure it."""
-    guess: Callable[[str, str], str | None] = lambda path, kind: None
+    guess: Callable[[str, str], str | None] = lambda _path, _kind: None
     """Function of a folder's path and a drafter's kind: the method for which the engine would take
     the folder where none is given, if it is a wrong one."""
-    add_files: Callable[[Path], None] = lambda folder: None
+    add_files: Callable[[Path], None] = lambda _folder: None
     """Writes further files into the folder of an export."""
 
     def obstacle(self, facts: DrafterFacts) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import limits
-from .engine import ExportRequest, Layout, Recipe, ServingEngine
+from .engine import ExportRequest, FileLayout, Recipe, ServingEngine
 
 FOLDER = "custom_generate"
 CODE = '''"""Decoding with the drafter of this folder, by draftsmith.
@@ -87,7 +87,7 @@ ASSISTED = (
     "`assistant_model` is transformers' own assisted generation; `custom_generate=FOLDER` decodes "
     "by draftsmith, batches too."
 )
-OWN = Layout("native", lambda native: (native.config, native.tensors))
+OWN = FileLayout("native", lambda native: (native.config, native.tensors))
 """The files as draftsmith reads them, without what only engines of others need."""
 
 

@@ -17,8 +17,8 @@ from .engine import (
     NATIVE,
     DrafterFacts,
     ExportRequest,
+    FileLayout,
     Files,
-    Layout,
     Like,
     NativeFiles,
     Recipe,
@@ -80,13 +80,13 @@ def _taps_as_they_are(native: NativeFiles) -> Files:
     return config, tensors
 
 
-EAGLE1_LAYOUT = Layout("sglang-eagle1", _eagle1)
-UNSHIFTED = Layout(
+EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
+UNSHIFTED = FileLayout(
     "native", _taps_as_they_are, taps={"eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": 0}}
 )
 
 
-def _eagle3_layout(facts: DrafterFacts) -> Layout | None:
+def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
     """Return the layout by which SGLang reads the drafter's taps, where it is not the native one.
 
     It adds 1 to each number inside `eagle_config`, which makes taps of layers counted from 0. For

@@ -10,8 +10,8 @@ from .engine import (
     EAGLE_TAPS,
     NATIVE,
     ExportRequest,
+    FileLayout,
     Files,
-    Layout,
     NativeFiles,
     Recipe,
     ServingEngine,
@@ -122,8 +122,8 @@ def _layer_keys(config: JsonObject) -> JsonObject:
 
 
 BLOCK_TAPS = {"aux_hidden_state_layer_ids": 0}
-EAGLE3_LAYOUT = Layout("speculators", _eagle3, "speculators", {"eagle3": {EAGLE_TAPS: 0}})
-BLOCK_LAYOUT = Layout(
+EAGLE3_LAYOUT = FileLayout("speculators", _eagle3, "speculators", {"eagle3": {EAGLE_TAPS: 0}})
+BLOCK_LAYOUT = FileLayout(
     "speculators", _block, "speculators", {"dflash": BLOCK_TAPS, "dspark": BLOCK_TAPS}
 )
 

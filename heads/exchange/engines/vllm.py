@@ -16,8 +16,8 @@ from . import limits
 from .engine import (
     DrafterFacts,
     ExportRequest,
+    FileLayout,
     Files,
-    Layout,
     Like,
     NativeFiles,
     Recipe,
@@ -53,10 +53,10 @@ def _with_head(files: NativeFiles) -> Files:
     return files.config, files.tensors | {"lm_heads.0.weight": matrix.contiguous().clone()}
 
 
-MEDUSA_WITH_HEAD = Layout("vllm-medusa", _with_head)
+MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head)
 
 
-def _medusa_layout(facts: DrafterFacts) -> Layout | None:
+def _medusa_layout(facts: DrafterFacts) -> FileLayout | None:
     return MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
 
 

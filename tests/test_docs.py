@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
 from draftsmith.train.command_line.parse import check_known, field_types, positional
 from draftsmith.train.command_line.spelling import spelled
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import method_named
-
 from tests.conftest import PYTHON, ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])

@@ -23,14 +23,14 @@ from typing import Any
 
 import httpx
 import pytest
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.heads.exchange.engines import vllm
-from draftsmith.inference.evaluation.server.counters import Counters, read_counters
-from draftsmith.inference.settings import TargetConfig
 from transformers import AutoTokenizer
 
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import vllm
+from draftsmith.inference.conversations.prompts import read_prompts
+from draftsmith.inference.evaluation.evaluate import Options, run
+from draftsmith.inference.evaluation.server.counters import Counters, read_counters
+from draftsmith.inference.settings import TargetConfig
 from tests.conftest import QUICKSTART
 
 pytestmark = [

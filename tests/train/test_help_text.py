@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
 from draftsmith.train.command_line.help_text import (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.train.command_line.parse import field_types, parse
 from draftsmith.train.command_line.spelling import in_form, options_of, spelled

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, limits
 from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine
@@ -14,7 +15,6 @@ from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import also_read_by, recipe_for
 from draftsmith.heads.exchange.kinds import TITLES
 from draftsmith.inference.evaluation import engines
-
 from tests.heads.exchange.random_artifacts import eagle, heads, order
 
 TOY = ServingEngine(

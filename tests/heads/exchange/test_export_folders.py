@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, EngineName
 from draftsmith.heads.exchange.exporter import export
-
 from tests.heads.exchange.random_artifacts import (
     block,
     eagle,

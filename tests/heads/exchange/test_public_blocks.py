@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export, files_for
 from draftsmith.heads.exchange.exports import also_read_by, recipe_for
 from draftsmith.heads.exchange.foreign import Answers
-from safetensors.torch import load_file
-
 from tests.heads.exchange.random_artifacts import TAPS, TARGET, block, order
 from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 

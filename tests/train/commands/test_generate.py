@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder, Reply
 from draftsmith.inference.conversations.lines import words_or_conversations
@@ -30,7 +31,6 @@ from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
 from draftsmith.train.options import GenerateOptions
-
 from tests.conftest import QUICKSTART
 from tests.train.test_bad_input import expect, quick
 

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import draftsmith
 import numpy as np
 import pytest
+
+import draftsmith
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train.command_line.from_python import options_from
 from draftsmith.train.command_line.parse import parse
@@ -18,7 +19,6 @@ from draftsmith.train.commands import python as functions
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.method import method_named
 from draftsmith.train.options import ExportOptions, ExtractOptions
-
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import questions

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.sources import rows_of as read_rows
@@ -22,7 +23,6 @@ from draftsmith.train.commands.tasks import mend, questions
 from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
 from draftsmith.train.options import ReplySampling, ServerOptions
-
 from tests.conftest import tiny_target
 from tests.train.data.test_tables import write
 

@@ -93,16 +93,23 @@ class EngineLayout(ABC):
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         """Write `config.json` and the tensors; floating tensors are cast to `dtype`."""
-        # safetensors refuses tensors that share memory, as the views of one matrix do.
-        tensors = {}
-        for name, tensor in self.serving_state().items():
-            stored = tensor.detach().to("cpu", stored_as(tensor, dtype))
-            tensors[name] = stored.contiguous().clone()
         write_json(
             directory / "config.json",
             self.serving_config(target_name, dtype_name(dtype)),
         )
+        tensors = self.stored_state(dtype)
         save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
+
+    def stored_state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return copies of the tensors under their names on disk, floating ones as `dtype`.
+
+        safetensors refuses tensors that share memory, as the views of one matrix do.
+        """
+        tensors = {}
+        for name, tensor in self.serving_state().items():
+            stored = tensor.detach().to("cpu", stored_as(tensor, dtype))
+            tensors[name] = stored.contiguous().clone()
+        return tensors
 
     @classmethod
     def load(

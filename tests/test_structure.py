@@ -20,6 +20,7 @@ from tests.conftest import ROOT
 ROOTS = ("heads", "inference", "distill", "train")
 LAYERS = (  # packages of one line may import each other and all lines above
     ("heads",),
+    ("heads.exchange.engines",),
     ("heads.exchange",),
     ("inference", "inference.conversations", "inference.rounds", "inference.targets"),
     ("inference.proposers",),

@@ -6,12 +6,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
@@ -20,13 +17,13 @@ from ..heads.pretrained import clear_errors, make_causal_lm, read_config, read_t
 from ..inference.targets.stored import (
     HeldOutText,
     StoredTarget,
+    embedding_and_head_in,
     load_stored,
     load_texts,
     manifest_of,
-    model_of_embedding_and_head,
+    tensors_in,
 )
-from ..inference.targets.target import TargetSource, load_target, resolve_device, resolve_dtype
-from ..inference.targets.target_files import check_there
+from ..inference.targets.target import TargetSource, load_target, resolve_device
 from .config import Data, RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
@@ -171,9 +168,8 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     """
     options = run.features
     assert options.server is not None, "the run reads features from a server"
-    target = embedding_and_head_in(
-        run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
-    )
+    device = resolve_device(str(accelerator.device))
+    target = embedding_and_head_in(run.target.path, device, run.target.dtype, ServedTarget)
     target.client = Client(
         options.server,
         options.server_model,
@@ -182,55 +178,6 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
         hidden_size=target.hidden_size,
     )
     return target
-
-
-def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
-    """Load embedding, final norm and head of the model in a folder, or of that name on the hub.
-
-    `dtype` "auto" takes the stored one on a GPU. Raises `UserError` for a model without safetensors
-    files.
-    """
-    check_there(path)
-    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
-    names, read = tensors_in(folder)
-    if not names:
-        raise UserError(
-            f"{folder} holds no safetensors files to take the embedding and the head from"
-        )
-    wanted_dtype = resolve_dtype(dtype, device)
-    stored_dtype = next(
-        tensor.dtype
-        for tensor in map(read, names)
-        if tensor is not None and tensor.is_floating_point()
-    )
-    model = model_of_embedding_and_head(
-        folder,
-        device,
-        wanted_dtype if isinstance(wanted_dtype, torch.dtype) else stored_dtype,
-        read,
-    )
-    tokenizer = read_tokenizer(folder)
-    digest = hash_of([name for name, _ in model.named_parameters()], read)
-    return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
-
-
-def tensors_in(folder: Path) -> tuple[list[str], Callable[[str], torch.Tensor | None]]:
-    """Return the names of the tensors in a folder's safetensors files, and what reads one by name.
-
-    It gives None for a name that no file has. Files are mapped: only what is looked at is read.
-    """
-    file_with: dict[str, Any] = {}  # the opened file of each tensor
-    for file in sorted(folder.glob("*.safetensors")):
-        opened: Any = safe_open(file, framework="pt")
-        file_with |= dict.fromkeys(opened.keys(), opened)
-
-    def read(name: str) -> torch.Tensor | None:
-        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
-        if name not in file_with:
-            name = name.replace("model.language_model.", "language_model.model.", 1)
-        return file_with[name].get_tensor(name) if name in file_with else None
-
-    return list(file_with), read
 
 
 def stored_inputs(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ..heads.errors import UserError
-from ..heads.exchange.engine_names import EngineName
+from ..heads.exchange.engines import EngineName
 from ..inference.evaluation.gains import GPUS
 from ..inference.settings import COLDEST, BadRows, Sampling, TargetConfig, check_url
 from .method import MethodName

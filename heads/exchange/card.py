@@ -11,18 +11,12 @@ import torch
 from ..artifact import Artifact
 from ..files import JsonObject
 from ..layout import dtype_name
-from .exports import CHAINS_ONLY, TITLES, Recipe, kind_of
-from .layouts import ExportRequest
+from .engines import ENGINES
+from .engines.engine import ExportRequest
+from .exports import also_read_by
+from .kinds import PAPERS, TITLES
 
-NAMES = TITLES | {"draft_model": "Draft model"}
-PAPERS = {
-    "eagle1": "arXiv 2401.15077",
-    "eagle3": "arXiv 2503.01840",
-    "dflash": "arXiv 2602.06036",
-    "dspark": "arXiv 2607.05147",
-    "medusa": "arXiv 2401.10774",
-    "draft_model": "arXiv 2302.01318",
-}
+HEADINGS = TITLES | {"draft_model": "Draft model"}
 
 
 @dataclass(frozen=True)
@@ -49,24 +43,26 @@ class CardFigures:
 
 def card(
     artifact: Artifact,
-    order: ExportRequest,
-    recipe: Recipe,
+    request: ExportRequest,
+    serve: str,
+    notes: Sequence[str],
     licence: str | None,
     measured: Sequence[CardFigures],
 ) -> str:
     """Return the text of the card, with the header that the Hugging Face hub reads.
 
-    `licence` is the hub's name of one; None leaves it out, since nobody has said which it is.
+    `serve` is the serve command, `notes` are remarks on the drafter in this engine. `licence` is
+    the hub's name of one; None leaves it out, since nobody has said which it is.
     `measured` are the table's rows, possibly none.
     """
-    kind = kind_of(artifact.drafter)
+    kind = artifact.drafter.kind
     stored = max(weight.dtype.itemsize for weight in artifact.drafter.parameters())
     header = ["---"]
     if licence is not None:
         header.append(f"license: {licence}")
     # The hub links `base_model` to a repository, so a local folder is not named there.
-    if order.target.count("/") == 1 and not Path(order.target).exists():
-        header.append(f"base_model: {order.target}")
+    if request.target.count("/") == 1 and not Path(request.target).exists():
+        header.append(f"base_model: {request.target}")
     header += [
         "library_name: draftsmith",
         "pipeline_tag: text-generation",
@@ -77,21 +73,20 @@ def card(
     ]
     sections = [
         "\n".join(header),
-        f"# {NAMES[kind]} for {order.target}",
+        f"# {HEADINGS[kind]} for {request.target}",
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
         "the text stays the target's own.",
-        f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
-        _others(recipe, order),
-        f"## Measured\n\n{_table(order, measured, stored)}",
-        f"## What it is\n\n{_facts(artifact, order)}",
-        f"## Limits\n\n{_limits(artifact, recipe)}",
+        f"## Serve with {request.engine}\n\n```\n{serve}\n```",
+        _others(also_read_by(request.engine, artifact)),
+        f"## Measured\n\n{_table(request, measured, stored)}",
+        f"## What it is\n\n{_facts(artifact, request)}",
+        f"## Limits\n\n{_limits(artifact, notes)}",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _others(recipe: Recipe, order: ExportRequest) -> str:
+def _others(engines: Sequence[str]) -> str:
     """Return the sentence that names the other engines that read these files; empty without any."""
-    engines = [engine for engine in recipe.also if engine != order.engine]
     if not engines:
         return ""
     return (
@@ -100,13 +95,13 @@ def _others(recipe: Recipe, order: ExportRequest) -> str:
     )
 
 
-def _table(order: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
+def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
     Figures of trees are left out, and counted, where the engine drafts chains. `stored` is
     the size in bytes of a weight of the drafter that is exported.
     """
-    shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
+    shown = [row for row in measured if row.chain or not ENGINES[request.engine].chains_only]
     left_out = len(measured) - len(shown)
     lines = []
     if not measured:
@@ -132,25 +127,25 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], stored: int) -
         unrounded = []
         for row in shown:
             bytes_measured = min(stored, getattr(torch, row.dtype).itemsize)
-            if bytes_measured > order.dtype.itemsize and row.drafts not in unrounded:
+            if bytes_measured > request.dtype.itemsize and row.drafts not in unrounded:
                 unrounded.append(row.drafts)
         if unrounded:
             names = ", ".join(unrounded)
-            lines.append(f"Measured before rounding to {dtype_name(order.dtype)}: {names}.")
+            lines.append(f"Measured before rounding to {dtype_name(request.dtype)}: {names}.")
         # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
         lines.append(
-            f"{left_out} measurement(s) with trees are left out: {order.engine} drafts chains."
+            f"{left_out} measurement(s) with trees are left out: {request.engine} drafts chains."
         )
     if not shown and measured:
         lines.append(
-            f"Measure what it will see: `draftsmith evaluate --like vllm:drafts={order.drafts}`."
+            f"Measure what it will see: `draftsmith evaluate --like vllm:drafts={request.drafts}`."
         )
     return "\n".join(lines)
 
 
-def _facts(artifact: Artifact, order: ExportRequest) -> str:
+def _facts(artifact: Artifact, request: ExportRequest) -> str:
     """Return the table of facts about the drafter, in Markdown.
 
     Imported drafters and those of older versions lack parts of the provenance: their rows are left
@@ -158,12 +153,12 @@ def _facts(artifact: Artifact, order: ExportRequest) -> str:
     """
     target, drafter, provenance = artifact.fingerprint, artifact.drafter, artifact.provenance
     size = sum(parameter.numel() for parameter in drafter.parameters())
-    kind = kind_of(drafter)
+    kind = drafter.kind
     sizes = f"{target.num_layers} layers of width {target.hidden_size}"
     hashes = f"tokenizer {target.tokenizer_hash}, template {target.template_hash}"
     rows = [
-        ("method", f"{NAMES[kind]} ({PAPERS[kind]})"),
-        ("parameters", f"{size:,}, stored as {dtype_name(order.dtype)}"),
+        ("method", f"{HEADINGS[kind]} ({PAPERS[kind]})"),
+        ("parameters", f"{size:,}, stored as {dtype_name(request.dtype)}"),
         ("target", f"`{target.name}`, {sizes}, vocabulary {target.vocab_size:,}"),
         ("target's weights", f"hash {target.weights_hash}; {hashes}"),
     ]
@@ -194,13 +189,13 @@ def _data_facts(provenance: JsonObject) -> list[tuple[str, str]]:
     return rows
 
 
-def _limits(artifact: Artifact, recipe: Recipe) -> str:
+def _limits(artifact: Artifact, notes: Sequence[str]) -> str:
     """Return the list of limits, in Markdown: two that every drafter has, then the engine's."""
     name = artifact.fingerprint.name
     lines = [
         f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no "
         "engine says so.",
         "Acceptance depends on the text: measure on your own prompts.",
-        *recipe.notes,
+        *notes,
     ]
     return "\n".join(f"- {line}" for line in lines)

@@ -6,7 +6,7 @@ The export also needs to load an artifact without its target, and to cut its dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,77 +14,109 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..artifact import OWN_FILE, Artifact, not_a_drafter
+from ..artifact import OWN_FILE, Artifact, drafter_class, not_a_drafter
 from ..documents import OwnFile, read_document
+from ..draft_model import DraftModel
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
-from ..layout import place
+from ..layout import dtype_name, place
 from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
-from .custom_generate import write_custom_generate
-from .exports import TITLES, Recipe, kind_of, recipe_for
-from .layouts import ExportRequest, files_for
-from .selfcheck import check_export, check_name, side_of
+from .engines import ENGINES
+from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
+from .exports import recipe_for
+from .kinds import facts_of, titles
+from .selfcheck import check_export, check_name, stand_in_for
 
 CARD = "README.md"
 
 
+@dataclass(frozen=True)
+class WrittenExport:
+    """Export that was written and checked."""
+
+    serve: str
+    """Command that serves it."""
+    notes: list[str]
+    """Remarks on this drafter in this engine."""
+    replaced: bool
+    """True if an earlier export was in its place."""
+
+
 def export(
     artifact: Artifact,
-    order: ExportRequest,
+    request: ExportRequest,
     licence: str | None = None,
     measured: Sequence[CardFigures] = (),
     head: Tensor | None = None,
-) -> Recipe:
-    """Write the export that `order` asks for, whole or not at all, and return its recipe.
+) -> WrittenExport:
+    """Write the export that is requested, whole or not at all.
 
     `licence` and `measured` are for the model card. `head` `[V, H]` is the target's output matrix,
     which one layout stores. Raises `UserError` for a drafter that the engine cannot express, for a
     folder that holds something else, and for an export that fails its check.
     """
-    recipe = recipe_for(order.engine, artifact)
-    check_name(order.out, artifact)
-    check_free(order.out)
+    recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
+    check_name(request.out, facts.kind)
+    replaced = check_free(request.out)
     check_vocabulary(artifact)
-    check_numbers(artifact, order.dtype)
-    drafter = artifact.drafter
-    with whole_directory(order.out) as folder:
-        if artifact.method == "draft_model":
-            drafter.save(folder, order.target, order.dtype)
+    check_numbers(artifact, request.dtype)
+    layout, drafter = recipe.layout_for(facts), artifact.drafter
+    written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
+    with whole_directory(request.out) as folder:
+        if isinstance(drafter, DraftModel):
+            drafter.save(folder, request.target, request.dtype)
         else:
-            config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint, head)
+            config, tensors = files_for(layout, artifact, request, head)
             write_json(folder / "config.json", config)
             save_file(tensors, folder / drafter.weights_file, metadata={"format": "pt"})
         # While the files still lie aside: a failed check leaves nothing where a user looks.
-        check_export(folder, artifact, order, recipe, head)
-        if order.engine == "hf":
-            write_custom_generate(folder)
-        document = artifact.own_facts(order.dtype)
+        check_export(folder, artifact, layout, request.dtype, head)
+        ENGINES[request.engine].add_files(folder)
+        document = artifact.own_facts(request.dtype)
         # The checksums are taken before the card is written, so the card may be edited later.
         document["export"] = {
-            "engine": order.engine,
-            "layout": recipe.layout,
-            "serve": recipe.serve(order, drafter),
+            "engine": request.engine,
+            "layout": layout.name,
+            "serve": written.serve,
             "measured": [vars(row) for row in measured],
             "sha256": {
                 path.name: checksum(path) for path in sorted(folder.iterdir()) if path.is_file()
             },
         }
         write_json(folder / OWN_FILE, document)
-        (folder / CARD).write_text(card(artifact, order, recipe, licence, measured))
-    return recipe
+        (folder / CARD).write_text(
+            card(artifact, request, written.serve, written.notes, licence, measured)
+        )
+    return written
 
 
-def check_free(out: str | Path) -> None:
-    """Raise `UserError` unless the folder `out` is absent, empty, or an earlier export."""
+def files_for(
+    layout: FileLayout, artifact: Artifact, request: ExportRequest, head: Tensor | None = None
+) -> Files:
+    """Return `config.json` and the tensors of the artifact's drafter in `layout`.
+
+    `head` `[V, H]` is the target's output matrix. Raises `UserError` if it is needed and not given.
+    """
+    drafter = artifact.drafter
+    config = drafter.serving_config(request.target, dtype_name(request.dtype))
+    tensors = drafter.stored_state(request.dtype)
+    return layout.write(NativeFiles(config, tensors, facts_of(artifact), request.drafts, head))
+
+
+def check_free(out: str | Path) -> bool:
+    """Return true if the folder `out` is an earlier export, false if it is absent or empty.
+
+    Raises `UserError` for anything else.
+    """
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
         raise UserError(
             f"{out} is a file, a link or the folder that you are in; name a new folder with --out"
         )
     if not path.is_dir() or not any(path.iterdir()):
-        return
+        return False
     # The folder is going to be replaced, and a trained drafter must not be lost that way. Only
     # exports, which can be made again, have the key `export`.
     document = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
@@ -93,6 +125,7 @@ def check_free(out: str | Path) -> None:
         if document is None:
             what = "something else than an export"
         raise UserError(f"{out} holds {what}; name another --out, or remove it")
+    return True
 
 
 def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
@@ -115,7 +148,7 @@ def check_vocabulary(artifact: Artifact) -> None:
 
     Engines compare these two sizes, and not the tokenizers.
     """
-    if artifact.method != "draft_model":
+    if not isinstance(artifact.drafter, DraftModel):
         return
     draft_size = artifact.drafter.model.config.get_text_config().vocab_size
     target_size = artifact.fingerprint.vocab_size
@@ -142,8 +175,8 @@ def load_alone(directory: str | Path) -> Artifact:
         raise not_a_drafter(directory)
     document, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
     trained_for = document.target
-    embedding_and_head = side_of(trained_for).embedding_and_head
-    if document.method == "draft_model":
+    embedding_and_head = stand_in_for(trained_for).embedding_and_head
+    if drafter_class(document.method) is DraftModel:
         # `DraftModel.load` compares the tokenizer beside it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.
         embedding_and_head = replace(
@@ -168,11 +201,7 @@ def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
     return tokenizer
 
 
-HEADS_BY_TOKEN = {
-    "eagle3": "lm_head.weight",
-    "dflash": None,
-    "dspark": "transition_out.weight",
-}
+HEADS_BY_TOKEN = {"eagle3": "lm_head.weight", "dflash": None, "dspark": "transition_out.weight"}
 """Kinds that can have a draft vocabulary, and which of their tensors has a row for each token."""
 
 
@@ -183,11 +212,10 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
     `counts` `[V]` says how often the target wrote each token; the share that `ids` cover is noted.
     Raises `UserError` if its kind has none, or it cannot draft some of these tokens already.
     """
-    drafter, kind = artifact.drafter, kind_of(artifact.drafter)
+    drafter, kind = artifact.drafter, artifact.drafter.kind
     if kind not in HEADS_BY_TOKEN:
-        *first, last = (TITLES[name] for name in HEADS_BY_TOKEN)
         raise UserError(
-            f"only {', '.join(first)} and {last} have a vocabulary to make smaller, not {kind}"
+            f"only {titles(HEADS_BY_TOKEN, 'and')} have a vocabulary to make smaller, not {kind}"
         )
     current_ids = drafter.draft_vocab_ids
     # A full vocabulary: every token's row is at its own id.

@@ -74,9 +74,11 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
             stored_names[plain_name(stored_name, stored)] = stored_name
     # The names alone decide who wrote the files, so that only the drafter's tensors are read.
     read = recognise(config, list(stored_names), folder)
+    # Medusa v1.0 stores the target's tensors in the same file.
+    left_out = ("model.", "lm_head.") if any(map(MEDUSA.match, stored_names)) else ()
     tensors = {}
     for name, stored_name in stored_names.items():
-        if wanted(name, read):
+        if not name.startswith(left_out):
             tensors[name] = stored[stored_name]
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
@@ -136,11 +138,6 @@ def plain_name(name: str, stored: Container[str]) -> str:
         if f"{wrapper}fc.weight" in stored:
             name = name.removeprefix(wrapper)
     return TAP_NORMS.get(name, name)
-
-
-def wanted(name: str, read: Callable[[Checkpoint], Public]) -> bool:
-    """Return true for the drafter's own tensors: Medusa v1.0 stores the target's beside them."""
-    return read is not medusa or not name.startswith(("model.", "lm_head."))
 
 
 def medusa(found: Checkpoint) -> Public:

@@ -8,8 +8,9 @@ notices. An export is therefore checked before it is renamed to the place where 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..artifact import Artifact
+from ..dflash import DFlashDrafter
 from ..draft_model import DraftModel
+from ..dspark import DSparkDrafter
+from ..eagle import EagleDrafter
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject, read_json
 from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
-from .exports import Recipe, kind_of, vllm_guess
+from ..medusa import MedusaHeads
+from .engines import ENGINES
+from .engines.engine import FileLayout
 from .foreign import Answers, TargetSide
-from .layouts import BLOCKS, ExportRequest, sglang_taps
 from .public import read_public
 
 BORROWED = (
@@ -36,36 +41,42 @@ BORROWED = (
 LENGTH = 12  # positions of the forward pass that is compared
 
 
-def check_name(out: str, artifact: Artifact) -> None:
-    """Raise `UserError` if vLLM would guess another method than the drafter's from the name."""
-    kind = kind_of(artifact.drafter)
-    if (guess := vllm_guess(out, kind)) is not None:
-        raise UserError(
-            f"a folder called {Path(out).name} would be taken for method {guess!r} by vLLM where "
-            f"none is given; call it {kind.replace('_', '-')}-something"
-        )
+def check_name(out: str, kind: str) -> None:
+    """Raise `UserError` if an engine would guess another method than the drafter's from the name.
+
+    `kind` is the drafter's.
+    """
+    for engine in ENGINES.values():
+        if (guess := engine.guess(out, kind)) is not None:
+            raise UserError(
+                f"a folder called {Path(out).name} would be taken for method {guess!r} by "
+                f"{engine.title} where none is given; call it {kind.replace('_', '-')}-something"
+            )
 
 
 def check_export(
     folder: Path,
     artifact: Artifact,
-    order: ExportRequest,
-    recipe: Recipe,
+    layout: FileLayout,
+    dtype: torch.dtype,
     head: Tensor | None = None,
 ) -> None:
     """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
 
-    `head` `[V, H]` is the target's output matrix, which one layout stores.
+    `layout` and `dtype` are those of the files. `head` `[V, H]` is the target's output matrix,
+    which one layout stores.
     """
-    config = read_json(folder / "config.json")
-    # transformers writes the config of a draft model, with nulls that its readers understand.
-    if artifact.method != "draft_model":
+    if isinstance(artifact.drafter, DraftModel):
+        # transformers writes its config, with nulls that its readers understand.
+        loaded: Any = load_draft_model(folder, artifact, dtype)
+    else:
+        config = read_json(folder / "config.json")
         null = next(nulls(config), None)
         if null is not None:
             _fail(f"config.json has no value for {null}")
-    _check_taps(config, artifact, order)
-    loaded = load_back(folder, artifact, order, recipe, head)
-    _check_equal(loaded, artifact.drafter, order.dtype)
+        _check_taps(config, artifact.drafter, layout)
+        loaded = load_back(folder, artifact, layout, head)
+    _check_equal(loaded, artifact.drafter, dtype)
 
 
 def nulls(config: object, path: str = "") -> Iterator[str]:
@@ -79,25 +90,30 @@ def nulls(config: object, path: str = "") -> Iterator[str]:
         yield from nulls(value, f"{path}{key}.")
 
 
-def load_back(
-    folder: Path, artifact: Artifact, order: ExportRequest, recipe: Recipe, head: Tensor | None
-) -> Any:
+def load_draft_model(folder: Path, artifact: Artifact, dtype: torch.dtype) -> DraftModel:
+    """Return the draft model in `folder`, with the tokenizer of the artifact's."""
+
+    def embed(ids: Tensor) -> Tensor:
+        raise AssertionError("a draft model has its own embedding")
+
+    embedding_and_head = EmbeddingAndHead(
+        embed, lambda last: last, artifact.fingerprint.vocab_size, artifact.drafter.tokenizer
+    )
+    return DraftModel.load(folder, dtype, embedding_and_head)
+
+
+def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
     """Return the drafter that is built from the files in `folder` alone.
 
     Raises `UserError` if they are recognised as another layout, leave anything open, or give other
     sizes or flags than the drafter of `artifact` has.
     """
-    trained_for = artifact.fingerprint
-    if artifact.method == "draft_model":
-        embedding_and_head = EmbeddingAndHead(
-            embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer
-        )
-        return DraftModel.load(folder, order.dtype, embedding_and_head)
-    loaded = read_public(folder, replace(side_of(trained_for), head=head), Answers(ours=True))
-    kind = kind_of(artifact.drafter)
+    target = replace(stand_in_for(artifact.fingerprint), head=head)
+    loaded = read_public(folder, target, Answers(ours=True))
+    kind = artifact.drafter.kind
     # The reader's name of the layout begins with this; native layouts are called after the kind.
-    family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind)
-    if not loaded.layout.startswith(family) or kind_of(loaded.drafter) != kind:
+    family = layout.read_as or kind
+    if not loaded.layout.startswith(family) or loaded.drafter.kind != kind:
         _fail(f"it is taken for {loaded.layout}, not for {family}")
     if loaded.notes:
         _fail(loaded.notes[0])
@@ -109,7 +125,7 @@ def load_back(
     return loaded.drafter
 
 
-def side_of(target: Fingerprint) -> TargetSide:
+def stand_in_for(target: Fingerprint) -> TargetSide:
     """Return a target's sizes with a stand-in for its embedding and its head.
 
     They replace a target that is not loaded: any functions show if two drafters compute the same.
@@ -127,17 +143,9 @@ def side_of(target: Fingerprint) -> TargetSide:
         hidden_size,
         target.vocab_size,
         EmbeddingAndHead(
-            stand_in,
-            lambda last: last,
-            target.vocab_size,
-            part=lambda ids: lambda last: last,
+            stand_in, lambda last: last, target.vocab_size, part=lambda ids: lambda last: last
         ),
     )
-
-
-def embed(ids: Tensor) -> Tensor:
-    """Raise `AssertionError`: the stand-in for an embedding that a draft model must not use."""
-    raise AssertionError("a draft model has its own embedding")
 
 
 @torch.no_grad()
@@ -168,29 +176,42 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
         _fail("the drafter and what reads back compute different logits")
 
 
+@singledispatch
 def outputs(drafter: Any) -> Tensor:
     """Return the drafter's logits of `LENGTH` positions with random inputs, the same in every call.
 
-    Those of EAGLE are computed after a second step on its own states, so that the recycled state is
-    compared too. For a block drafter see `block_outputs`.
+    There is a function for each class of drafters.
     """
-    # A generator of its own, so that the caller's random state is not changed.
-    generator = torch.Generator().manual_seed(0)
+    raise NotImplementedError(f"no forward pass of {type(drafter).__name__} is compared")
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
 
-    if drafter.method == "medusa":
-        return drafter(normal(1, LENGTH, drafter.hidden_size))
-    vocab = drafter.vocab_size if drafter.method == "draft_model" else drafter.shape.vocab_size
-    ids = torch.randint(0, vocab, (1, LENGTH), generator=generator)
-    if drafter.method == "draft_model":
-        return drafter.model(ids).logits
-    if drafter.method in BLOCKS:
-        return block_outputs(drafter, normal, ids)
-    feature_size, positions = drafter.shape.target_hidden_size, torch.arange(LENGTH)[None]
-    taps = tuple(normal(1, LENGTH, feature_size) for _ in drafter.taps)
-    state = drafter.fuse(taps, normal(1, LENGTH, feature_size))
+def _seeded() -> torch.Generator:
+    """Return a generator of its own, so that the caller's random state is not changed."""
+    return torch.Generator().manual_seed(0)
+
+
+@outputs.register
+def _(drafter: MedusaHeads) -> Tensor:
+    return drafter(torch.randn(1, LENGTH, drafter.hidden_size, generator=_seeded()))
+
+
+@outputs.register
+def _(drafter: DraftModel) -> Tensor:
+    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=_seeded())
+    return drafter.model(ids).logits
+
+
+@outputs.register
+def _(drafter: EagleDrafter) -> Tensor:
+    """The logits are those of a second step on its own states, so the recycled state is compared
+    too."""
+    generator, shape = _seeded(), drafter.shape
+    ids = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=generator)
+    *taps, last = (
+        torch.randn(1, LENGTH, shape.target_hidden_size, generator=generator)
+        for _ in range(len(drafter.taps) + 1)
+    )
+    state, positions = drafter.fuse(tuple(taps), last), torch.arange(LENGTH)[None]
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
@@ -208,19 +229,16 @@ def outputs(drafter: Any) -> Tensor:
     return drafter.logits(output)
 
 
-def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> Tensor:
-    """Return what a block drafter computes for the block at the last of `ids` `[1, S]`.
-
-    The logits of the slots; for DSpark they are joined, on the last axis, with what the transition
-    adds for arbitrary tokens and with the logit of the confidence. `normal` makes random features
-    of a given shape.
-    """
-    shape, anchor, context_size = drafter.shape, ids[:, -1:], ids.shape[1] - 1
+def _block_state(drafter: DFlashDrafter) -> Tensor:
+    """Return the layers' output `[1, slots, H]` for a block after `LENGTH - 1` positions."""
+    generator, shape, context_size = _seeded(), drafter.shape, LENGTH - 1
+    ids = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=generator)
     # The context ends before the anchor, on which the target was not run yet.
-    taps = tuple(normal(1, context_size, shape.hidden_size) for _ in drafter.taps)
+    taps = tuple(
+        torch.randn(1, context_size, shape.hidden_size, generator=generator) for _ in drafter.taps
+    )
     context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(context_size)[None]))
-    positions = torch.arange(context_size, context_size + shape.block_size)[None]
-    rotary = drafter.rotary(positions)
+    rotary = drafter.rotary(torch.arange(context_size, context_size + shape.block_size)[None])
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         context_keys, context_values = context[layer]
@@ -231,48 +249,36 @@ def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> T
         attended = functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
         return attended.transpose(1, 2).flatten(2)
 
-    state = drafter.embed(anchor)
+    state = drafter.embed(ids[:, -1:])
     for layer in range(shape.num_layers):
         state = drafter.layer(layer, state, rotary, attend)
-    if drafter.method == "dflash":
-        return drafter.base_logits(state)
+    return state
+
+
+@outputs.register
+def _(drafter: DFlashDrafter) -> Tensor:
+    return drafter.base_logits(_block_state(drafter))
+
+
+@outputs.register
+def _(drafter: DSparkDrafter) -> Tensor:
+    """The logits are joined, on the last axis, with what the transition adds for arbitrary tokens
+    and with the logit of the confidence."""
+    state = _block_state(drafter)
     # The token before each draft: any will do.
-    tokens = torch.arange(shape.block_size)[None] % shape.vocab_size
+    tokens = torch.arange(drafter.shape.block_size)[None] % drafter.shape.vocab_size
     confidence = drafter.confidence(drafter.state(state, tokens))[..., None]
     return torch.cat([drafter.base_logits(state), drafter.transition(tokens), confidence], dim=-1)
 
 
-def _check_taps(config: JsonObject, artifact: Artifact, order: ExportRequest) -> None:
+def _check_taps(config: JsonObject, drafter: Any, layout: FileLayout) -> None:
     """Raise `UserError` unless each key that names taps has them in its readers' unit."""
-    kind = kind_of(artifact.drafter)
-    if kind in BLOCKS:
-        return _check_block_taps(config, list(artifact.drafter.taps), kind)
-    if kind != "eagle3":
-        return
-    taps, key = list(artifact.drafter.taps), "eagle_aux_hidden_state_layer_ids"
-    if config.get(key) != taps:
-        _fail(f"config.json has taps {config.get(key)}, the drafter {taps}")
-    # SGLang reads the nested taps of some families in another unit.
-    family = artifact.fingerprint.model_type if order.engine == "sglang" else ""
-    if "eagle_config" in config and config["eagle_config"].get(key) != sglang_taps(taps, family):
-        _fail(f"eagle_config has taps {config['eagle_config'].get(key)}, the drafter {taps}")
-
-
-def _check_block_taps(config: JsonObject, taps: list[int], kind: str) -> None:
-    """Raise `UserError` unless the config of a block drafter names these taps.
-
-    The speculators layout holds indices of hidden states. The native one holds layers from 0: where
-    DFlash's readers look, and for DSpark also at the top, where its readers look.
-    """
-    layers = [tap - 1 for tap in taps]
-    spellings = [("aux_hidden_state_layer_ids", config, taps)]
-    if "transformer_layer_config" not in config:
-        spellings = [("target_layer_ids", config.get("dflash_config", {}), layers)]
-        if kind == "dspark":
-            spellings.append(("target_layer_ids", config, layers))
-    for key, table, expected in spellings:
-        if table.get(key) != expected:
-            _fail(f"config.json has {key} {table.get(key)} for the drafter's taps {taps}")
+    taps = list(drafter.taps)
+    for path, offset in layout.taps.get(drafter.kind, {}).items():
+        *outer, key = path.split(".")
+        table = reduce(lambda found, name: found.get(name, {}), outer, config)
+        if table.get(key) != [tap + offset for tap in taps]:
+            _fail(f"config.json has {path} {table.get(key)} for the drafter's taps {taps}")
 
 
 def _fail(reason: str) -> None:

@@ -16,7 +16,7 @@ from ..drafters import check_spec
 from ..settings import TargetConfig, check_url
 from ..targets.target import Target
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
-from .engines import Engine
+from .engines import ImitatedEngine
 from .measure import Setting
 from .options import EvaluateOptions as Options
 from .options import TuneOptions
@@ -43,7 +43,7 @@ def check(options: Options) -> list[Setting]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"--features replays greedy texts one by one; leave out {names}")
     for engine in options.like:
-        Engine(engine)  # raises for an engine or a setting that is not known
+        ImitatedEngine(engine)  # raises for an engine or a setting that is not known
     if (options.like or options.profile) and not options.drafter:
         raise UserError("--like and --profile are about drafters; name one with --drafter")
     if options.profile is not None:

@@ -1,7 +1,7 @@
 """Drafters as a serving engine would use them: its shape, drafts and rule in draftsmith's loop.
 
-Which engine takes which drafter, and with what defaults, is as of vLLM 0.32, SGLang 0.5 and
-llama.cpp of late 2026. Engines change, so every number can be given as a setting.
+Which drafters an engine takes, and with what defaults, is in its file in `heads/exchange/engines`.
+Engines change, so every number can be given as a setting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...heads.errors import UserError
-from ...heads.exchange.exports import block_obstacle, eagle_obstacle
+from ...heads.exchange.engines import ENGINES
+from ...heads.exchange.engines.engine import DrafterFacts
 from ..decode import Generation, Request, generate
 from ..drafters import Given, load_proposer, parse_spec, without_tree
 from ..proposer import Proposer
@@ -24,20 +25,10 @@ from ..settings import Rule, Sampling
 from ..targets.target import Target
 from ..tree_settings import positive
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "vllm": {"drafts": 3, "draws": "greedy", "verify": "standard"},
-    "sglang": {"steps": None, "topk": None, "tokens": None},
-    "llamacpp": {"drafts": 3},
-}
-"""Settings of each engine and their defaults.
-
-vLLM: num_speculative_tokens (for which vLLM itself has no default), draft_sample_method and
-rejection_sample_method. SGLang: speculative-num-steps, -eagle-topk and -num-draft-tokens; None is
-SGLang's own default, which depends on the drafter. llama.cpp: its draft n-max.
-"""
+IMITATED = {name: engine.like for name, engine in ENGINES.items() if engine.like is not None}
 
 
-class Engine:
+class ImitatedEngine:
     """An engine's way to speculate."""
 
     def __init__(self, spec: str) -> None:
@@ -47,39 +38,25 @@ class Engine:
         """
         self.name, given = parse_spec(spec)
         self.label = spec
-        if self.name not in ENGINES:
-            raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(ENGINES)}")
-        if unknown := sorted(given.keys() - ENGINES[self.name].keys()):
+        if self.name not in IMITATED:
+            raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(IMITATED)}")
+        self._like = IMITATED[self.name]
+        self.settings = self._like.settings | given
+        if unknown := sorted(given.keys() - self._like.settings.keys()):
             raise UserError(
                 f"{self.name} has no setting {unknown[0]!r} here; there are: "
-                f"{', '.join(ENGINES[self.name])}"
+                f"{', '.join(self._like.settings)}"
             )
-        self.settings = ENGINES[self.name] | given
-        for key in ("drafts", "steps", "topk"):
-            if self.settings.get(key) is not None:
-                positive(key, self.settings[key])
-        if self.settings.get("tokens") is not None:
-            positive("tokens", self.settings["tokens"], 2)  # the root and at least one draft
-        if self.settings.get("draws", "greedy") not in ("greedy", "probabilistic"):
-            raise UserError(
-                f"vllm's draws are greedy or probabilistic, not {self.settings['draws']!r}"
-            )
-        if self.settings.get("verify", "standard") not in ("standard", "block"):
-            raise UserError(f"vllm's verify is standard or block, not {self.settings['verify']!r}")
+        for key, value in self.settings.items():
+            choices = self._like.choices.get(key)
+            if choices is None and value is not None:
+                positive(key, value, self._like.least.get(key, 1))
+            if choices is not None and value not in choices:
+                raise UserError(f"{self.name}: {key} is {' or '.join(choices)}, not {value!r}")
 
-    def rule(self, kind: type) -> Rule:
-        """Return the acceptance rule at T > 0 for proposers of the class `kind`.
-
-        A greedy draft has a one-hot distribution, and every lossless rule accepts its token with
-        the target's probability of it, as acceptance by match does. Drawn drafts are judged by
-        vLLM's block verification or by its standard rejection, which for a chain is recursive
-        rejection with one child a node (docs/verification.md#rejection-rules).
-        """
-        if self.settings.get("draws") == "probabilistic" and issubclass(
-            kind, EagleProposer | DFlashProposer | DraftModelProposer
-        ):
-            return "rejection" if self.settings["verify"] == "block" else "recursive"
-        return "match"
+    def rule(self, proposer: Proposer) -> Rule:
+        """Return the acceptance rule at T > 0."""
+        return self._like.rule(kind_drafted_by(proposer), self.settings)
 
     def shape(self, proposer: Proposer, family: str = "llama") -> dict[str, Any]:
         """Return the settings with which `load_proposer` makes `proposer` draft as in the engine.
@@ -87,84 +64,32 @@ class Engine:
         `family` is the target's model type. Raises `UserError` for a drafter that the engine cannot
         serve, and for one that is not imitated here.
         """
-        if isinstance(proposer, EagleProposer):
-            reason = eagle_obstacle(self.name, proposer.drafter.shape, family)
-            if self.name == "llamacpp" and proposer.drafter.kind == "eagle1":
-                reason = "it knows EAGLE-3 only"
-            if reason is not None:
-                raise UserError(f"{self.name} cannot serve this drafter: {reason}")
-        if isinstance(proposer, DFlashProposer):
-            if (reason := block_obstacle(self.name, proposer.drafter, family)) is not None:
-                raise UserError(f"{self.name} cannot serve this drafter: {reason}")
-            return self._block(proposer)
-        if self.name == "sglang":
-            return self._sglang(proposer)
-        drafts = self.settings["drafts"]
-        if isinstance(proposer, EagleProposer | DraftModelProposer):
-            return {"length": drafts, "width": 1}
-        if isinstance(proposer, NgramLookup):
-            return {"length": drafts}
-        # vLLM 0.33 took Medusa out
-        if isinstance(proposer, MedusaProposer) and self.name == "vllm":
-            return {"length": min(drafts, proposer.longest), "width": 1}
-        raise UserError(
-            f"{self.name} takes no such drafter, or drafts with one of its own that is not "
-            "imitated here"
-        )
-
-    def _block(self, proposer: DFlashProposer) -> dict[str, Any]:
-        """Return the settings of a block drafter: a chain, and a block of just as many slots.
-
-        SGLang drafts the whole block if `tokens` is not given. Raises `UserError` for SGLang's
-        settings that do not apply to blocks.
-        """
-        requested = self.settings.get("drafts", proposer.longest)
-        if self.name == "sglang":
-            for key in ("steps", "topk"):
-                if self.settings[key] is not None:
-                    raise UserError(
-                        f"sglang drafts a block in one step, as a chain; leave out {key}, tokens "
-                        "says how many"
-                    )
-            if (tokens := self.settings["tokens"]) is not None:
-                requested = tokens - 1  # SGLang's tokens count the root
-        drafts = min(requested, proposer.longest)
-        # Slots of a block see each other. An engine that drafts less runs a shorter block, and the
-        # drafts of a shorter block are other ones than the first of a longer.
-        return {"length": drafts, "width": 1, "slots": drafts + proposer.first_slot}
-
-    def _sglang(self, proposer: Proposer) -> dict[str, Any]:
-        """Return SGLang's settings of an EAGLE drafter or draft model; a chain where topk is 1.
-
-        Elsewhere it is a tree of `tokens` nodes, the root counted. Raises `UserError` for other
-        drafters and for too few tokens.
-        """
-        if not isinstance(proposer, EagleProposer | DraftModelProposer):
+        kind = kind_drafted_by(proposer)
+        if kind not in self._like.shapes:
             raise UserError(
-                "sglang takes no such drafter, or drafts with one of its own that is not imitated "
-                "here"
+                f"{self.name} takes no such drafter, or drafts with one of its own that is not "
+                "imitated here"
             )
-        steps, topk, tokens = (5, 4, 8) if isinstance(proposer, EagleProposer) else (3, 1, 4)
-        steps = self.settings["steps"] or steps
-        topk = self.settings["topk"] or topk
-        if topk == 1:
-            return {"length": steps, "width": 1}
-        tokens = self.settings["tokens"] or max(tokens, steps + 1)
-        if tokens <= steps:
-            raise UserError(
-                f"sglang: tokens count the root too; {steps} steps need at least {steps + 1}, not "
-                f"{tokens}"
-            )
-        # the root has topk children; on each later level topk nodes have topk children each
-        candidates = topk + (steps - 1) * topk**2
-        return {"length": steps, "width": topk, "nodes": min(tokens - 1, candidates)}
+        if isinstance(proposer, EagleProposer | DFlashProposer):
+            facts = DrafterFacts(kind, proposer.drafter, family)
+            if (reason := ENGINES[self.name].obstacle(facts)) is not None:
+                raise UserError(f"{self.name} cannot serve this drafter: {reason}")
+        return self._like.shapes[kind](proposer, self.settings)
+
+
+def kind_drafted_by(proposer: Proposer) -> str:
+    """Return the kind of a proposer's drafter; `ngram`, or empty for what no engine has."""
+    if isinstance(proposer, EagleProposer | DFlashProposer):
+        return proposer.drafter.kind
+    kinds = {DraftModelProposer: "draft_model", MedusaProposer: "medusa", NgramLookup: "ngram"}
+    return kinds.get(type(proposer), "")
 
 
 class AsIn:
     """A drafter as a way to decode: with an engine's shape and rule, in draftsmith's loop."""
 
     def __init__(
-        self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]
+        self, engine: ImitatedEngine, spec: str, target: Target, warn: Callable[[str], None]
     ) -> None:
         """Load the drafter of `spec`. Raises `UserError` for one that the engine does not take."""
         # Loaded twice: the engine's settings follow from what the drafter is. The first time it
@@ -174,7 +99,7 @@ class AsIn:
         self.given = Given(without_tree(spec), f" as in {engine.label}")
         self.name = proposer.name + self.given.suffix
         self.setting = engine.shape(proposer, target.config.model_type)
-        self._rule = engine.rule(type(proposer))
+        self._rule = engine.rule(proposer)
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
 

@@ -42,7 +42,7 @@ from .assisted import Assisted
 from .batch_model import model_batches
 from .checks import check, numbers, prompts_of
 from .console_tables import show
-from .engines import AsIn, Engine
+from .engines import AsIn, ImitatedEngine
 from .figures import SAMPLES, figures_of_setting, gain
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_in_turns
@@ -325,7 +325,7 @@ def tuned_and_served(
                 "with --drafter"
             )
     engines: list[Way] = []
-    for engine in map(Engine, options.like):
+    for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
                 engines.append(AsIn(engine, spec, target, lambda message: None))

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import torch
+from huggingface_hub import snapshot_download
 from msgspec import Meta, Struct
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -27,16 +28,18 @@ from transformers import GenerationConfig
 from ...heads.documents import Document, FileFacts, Tap, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, differs
-from ...heads.fingerprint import Fingerprint
+from ...heads.fingerprint import Fingerprint, hash_of
 from ...heads.pretrained import make_causal_lm, read_config, read_tokenizer
 from .causal_model import Hidden
 from .model_head import ModelHead
-from .target import TargetSource, resolve_device
+from .target import TargetSource, resolve_device, resolve_dtype
+from .target_files import check_there
 
 MANIFEST = "manifest.json"
 EMBEDDING_AND_HEAD_FILE = "ends.safetensors"
 TEXTS_FILE = "held_out.safetensors"
 SAMPLE_FILE = "sample.safetensors"
+S = TypeVar("S", bound="StoredTarget")
 
 
 class StoreLayout(Struct):
@@ -234,6 +237,55 @@ def model_of_embedding_and_head(
             f"{folder} lacks the embedding or the head, or has them in a form that is not read here"
         )
     return model
+
+
+def embedding_and_head_in(path: str, device: torch.device, dtype: str, kind: type[S]) -> S:
+    """Load embedding, final norm and head of the model in a folder, or of that name on the hub.
+
+    `kind` is the class of what is returned. `dtype` "auto" takes the stored one on a GPU. Raises
+    `UserError` for a model without safetensors files.
+    """
+    check_there(path)
+    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
+    names, read = tensors_in(folder)
+    if not names:
+        raise UserError(
+            f"{folder} holds no safetensors files to take the embedding and the head from"
+        )
+    wanted_dtype = resolve_dtype(dtype, device)
+    stored_dtype = next(
+        tensor.dtype
+        for tensor in map(read, names)
+        if tensor is not None and tensor.is_floating_point()
+    )
+    model = model_of_embedding_and_head(
+        folder,
+        device,
+        wanted_dtype if isinstance(wanted_dtype, torch.dtype) else stored_dtype,
+        read,
+    )
+    tokenizer = read_tokenizer(folder)
+    digest = hash_of([name for name, _ in model.named_parameters()], read)
+    return kind(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
+
+
+def tensors_in(folder: Path) -> tuple[list[str], Callable[[str], Tensor | None]]:
+    """Return the names of the tensors in a folder's safetensors files, and what reads one by name.
+
+    It gives None for a name that no file has. Files are mapped: only what is looked at is read.
+    """
+    file_with: dict[str, Any] = {}  # the opened file of each tensor
+    for file in sorted(folder.glob("*.safetensors")):
+        opened: Any = safe_open(file, framework="pt")
+        file_with |= dict.fromkeys(opened.keys(), opened)
+
+    def read(name: str) -> Tensor | None:
+        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
+        if name not in file_with:
+            name = name.replace("model.language_model.", "language_model.model.", 1)
+        return file_with[name].get_tensor(name) if name in file_with else None
+
+    return list(file_with), read
 
 
 def verify_noted(store: Path, manifest: Manifest, name: str) -> None:

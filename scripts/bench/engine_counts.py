@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export, load_alone
-from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, generate_one
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.engines import Engine
+from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
@@ -149,7 +149,7 @@ class Watch:
 
 def imitation(options: argparse.Namespace, target: Target) -> Proposer:
     """Return our drafter as the engine drafts with it."""
-    like = Engine(f"{options.engine}:drafts={options.drafts}")
+    like = ImitatedEngine(f"{options.engine}:drafts={options.drafts}")
     proposer = load_proposer(options.drafter, target, print)
     return load_proposer(options.drafter, target, print, like.shape(proposer))
 
@@ -194,8 +194,7 @@ def exported(
     order = ExportRequest(
         options.engine, str(out), str(Path(options.target).resolve()), options.drafts, dtype
     )
-    recipe = export(artifact, order, head=head)
-    return recipe.serve(order, artifact.drafter)
+    return export(artifact, order, head=head).serve
 
 
 def served_by_llamacpp(

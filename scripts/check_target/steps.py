@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from runner import TRAIN, Command, Step
 
-from draftsmith.heads.exchange.exports import RECIPES
+from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.heads.files import checksum
 from draftsmith.train.outline import config_at
 
@@ -29,7 +29,7 @@ KINDS = {
     "dspark": "dspark",
     "distill": "draft_model",
 }
-"""What `RECIPES` calls the drafters of each training command."""
+"""What engines' recipes call the drafters of each training command."""
 ROW = 96  # tokens of a packed row
 # elements of an output matrix of which Medusa gets no copies here: each needs 16 bytes an element
 BIG_HEAD = 50_000_000
@@ -452,7 +452,7 @@ def exports(plan: Plan) -> list[Step]:
     """Every engine that takes the method; our own export read back, and decoding with it."""
     found = []
     for method in plan.methods:
-        engines = [engine for engine, kinds in RECIPES.items() if KINDS[method] in kinds][
+        engines = [name for name, engine in ENGINES.items() if KINDS[method] in engine.recipes][
             : 1 if plan.quick else None
         ]
         commands = [

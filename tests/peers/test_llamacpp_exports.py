@@ -24,13 +24,13 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange import exports as layouts
+from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.heads.exchange.engines.engine import ExportRequest, ServingEngine
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.engines import Engine
+from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target
@@ -150,8 +150,8 @@ def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tupl
     folder = out if artifact is not None else DRAFT_MODEL
     order = ExportRequest("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
     if artifact is None:
-        return folder, layouts.RECIPES["llamacpp"]["draft_model"].serve(order, None)
-    return folder, export(artifact, order).serve(order, artifact.drafter)
+        return folder, ENGINES["llamacpp"].recipes["draft_model"].serve(order, None)
+    return folder, export(artifact, order).serve
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +309,8 @@ def alike(quickstart: Target, prompts: list[list[int]], plain: Counts) -> list[i
 def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) -> list[int]:
     """Prompts in which our drafter's two likeliest tokens are once so near to each other that
     rounding may choose."""
-    setting = Engine(f"llamacpp:drafts={drafts}").shape(load_proposer(folder, target, pytest.fail))
+    engine = ImitatedEngine(f"llamacpp:drafts={drafts}")
+    setting = engine.shape(load_proposer(folder, target, pytest.fail))
     proposer: Any = load_proposer(folder, target, pytest.fail, setting)
     found = []
 
@@ -395,8 +396,7 @@ def test_what_export_refuses_llamacpp_cannot_load(
     with pytest.raises(UserError, match=f"llamacpp cannot serve this drafter.*{why}"):
         exported(artifact, tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
-    for obstacle in ("eagle_obstacle", "block_obstacle"):
-        monkeypatch.setattr(layouts, obstacle, lambda *given: None)
+    monkeypatch.setattr(ServingEngine, "obstacle", lambda *given: None)
     _, commands = exported(artifact, tmp_path / "drafter")
     done = follow(commands, tmp_path, prompts[:1], target_gguf)
     assert done.returncode != 0 and theirs in done.stderr, done.stderr[-3000:]
@@ -439,7 +439,7 @@ def test_llama3_rope_of_a_block_is_not_refused_by_llamacpp_but_ignored(
     artifact = changed_block(quickstart, "dflash", rope=LLAMA3)
     with pytest.raises(UserError, match="of type llama3, which the engine drops"):
         exported(artifact, tmp_path / "drafter", drafts_of(artifact))
-    monkeypatch.setattr(layouts, "block_obstacle", lambda *given: None)
+    monkeypatch.setattr(ServingEngine, "obstacle", lambda *given: None)
     _, commands = exported(artifact, tmp_path / "drafter", drafts_of(artifact))
     theirs = result_of(
         tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts_of(artifact)
@@ -459,7 +459,7 @@ def test_norm_output_is_not_refused_by_llamacpp_but_ignored(
     artifact = changed(quickstart, lambda drafter: None, norm_output=True)
     with pytest.raises(UserError, match="recycled state"):
         exported(artifact, tmp_path / "drafter")
-    monkeypatch.setattr(layouts, "eagle_obstacle", lambda *given: None)
+    monkeypatch.setattr(ServingEngine, "obstacle", lambda *given: None)
     _, commands = exported(artifact, tmp_path / "drafter")
     theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf))
     assert theirs["tokens"] == plain["tokens"]

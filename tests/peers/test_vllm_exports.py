@@ -21,9 +21,8 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export, load_alone
-from draftsmith.heads.exchange.exports import kind_of
-from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
@@ -132,7 +131,7 @@ def exports(
         export(artifact, order, head=target.head_weight)
         artifact.save(folder / f"ours-{number}")
         speculation = {
-            "method": METHODS[kind_of(artifact.drafter)],
+            "method": METHODS[artifact.drafter.kind],
             "model": str(out),
             "num_speculative_tokens": order.drafts,
         }
@@ -281,7 +280,7 @@ def test_a_drafter_of_yours(target: Target, table: list[str], tmp_path: Path) ->
         "vllm", {"mine": (os.environ["DRAFTER"], order.drafts)}, file, tmp_path
     )["mine"]
     speculation = {
-        "method": METHODS[kind_of(artifact.drafter)],
+        "method": METHODS[artifact.drafter.kind],
         "model": order.out,
         "num_speculative_tokens": order.drafts,
     }

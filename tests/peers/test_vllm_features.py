@@ -21,13 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.targets.stored import HeldOutPrompt
+from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_head_in
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import PADDING, collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.data.served import Client, ServedFeatures, served_texts
+from draftsmith.train.data.served import Client, ServedFeatures, ServedTarget, served_texts
 from draftsmith.train.evaluation import write_text
-from draftsmith.train.inputs import embedding_and_head_in
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
@@ -91,7 +90,7 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
     """Packed rows, fp32: relative error below 1e-5 (taps reach 150). Nothing is left behind."""
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
     assert target.fingerprint() == live.fingerprint()
     target.client = Client(url, "target", LAYERS, 4)
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +119,7 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     features, one request each."""
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
     target.client = Client(url, "target", LAYERS, 4)
     asked: list[int] = []
     post = target.client._http.post
@@ -205,7 +204,7 @@ def test_what_a_server_cannot_give_is_said(server: tuple[str, Path], tmp_path: P
     options = ["--features.server", url, "--features.server-layers", "[2,4,5,8]"]
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, *options)
     assert done.returncode != 0 and "this run needs layers [1] of the server too" in done.stderr
-    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
     target.client = Client(url, "target", [2, 8], 1)
     with pytest.raises(UserError, match="gives states of 4 layers, features.server_layers names 2"):
         list(target.client.ask([[5, 6, 7]]))

@@ -26,9 +26,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import vllm
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.inference.evaluation.server.counters import read_counters
+from draftsmith.inference.evaluation.server.counters import Counters, read_counters
 from draftsmith.inference.settings import TargetConfig
 from tests.conftest import QUICKSTART
 
@@ -199,11 +200,15 @@ def test_n_grams(ngram: Serving, prompts: Path) -> None:
         assert s["drafts"] < s["rounds"] and s["tau_emitted"] < s["tau_incl_bonus"]
 
 
+def counters_at(url: str) -> Counters:
+    return read_counters(httpx.get(f"{url}/metrics").text, vllm.COUNTERS)
+
+
 def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
     """By hand, one request after the other: accepted drafts are what chunks hold beyond one token,
     and what an end cut off."""
     url = ngram[0]
-    before = read_counters(httpx.get(f"{url}/metrics").text)
+    before = counters_at(url)
     sizes: list[list[int]] = []
     for prompt in read_prompts(prompts, AutoTokenizer.from_pretrained(QUICKSTART), "x"):
         body = {
@@ -223,7 +228,7 @@ def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
                 ):
                     sizes[-1].append(len(ids))
     time.sleep(0.5)
-    found = read_counters(httpx.get(f"{url}/metrics").text).since(before)
+    found = counters_at(url).since(before)
     assert (
         found.generated == sum(map(sum, sizes))
         and found.drafts

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...heads.artifact import OWN_FILE, Artifact
+from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.exchange.card import CardFigures
-from ...heads.exchange.exporter import export, load_alone, with_vocabulary
+from ...heads.exchange.engines.engine import ExportRequest
+from ...heads.exchange.exporter import WrittenExport, export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.exchange.layouts import ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
@@ -27,22 +26,11 @@ from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec, trained_kind
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ...inference.targets.target import TargetSource
 from ..data.templates import encode
-from ..inputs import embedding_and_head_in
 from ..methods.vocabulary import special_ids
 from ..options import ExportOptions as Options
-
-
-@dataclass
-class Written:
-    """Export that was written and checked."""
-
-    serve: str
-    """Command that serves it."""
-    notes: tuple[str, ...]
-    replaced: bool
-    """True if an earlier export was in its place."""
 
 
 def run(options: Options) -> None:
@@ -63,14 +51,15 @@ def run(options: Options) -> None:
         print(f"\npushed: {upload(options.out, options.push)}")
 
 
-def write_export(options: Options) -> Written:
+def write_export(options: Options) -> WrittenExport:
     """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
     check_output_folder(options.out, "--out", replaced=True)
     artifact, head = load_alone(options.drafter), None
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")
     if options.target is not None:
-        target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
+        cpu = torch.device("cpu")
+        target = embedding_and_head_in(options.target, cpu, "auto", StoredTarget)
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -87,9 +76,7 @@ def write_export(options: Options) -> Written:
     card_figures = []
     for path in options.report:
         card_figures += read_card_figures(path, options.drafter, artifact.method)
-    replaces_export = Path(options.out, OWN_FILE).is_file()
-    recipe = export(artifact, request, options.license, card_figures, head)
-    return Written(recipe.serve(request, artifact.drafter), recipe.notes, replaces_export)
+    return export(artifact, request, options.license, card_figures, head)
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:

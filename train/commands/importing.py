@@ -26,8 +26,7 @@ from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
-from ...inference.targets.stored import StoredTarget
-from ..inputs import embedding_and_head_in
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..options import ImportOptions as Options
 from ..provenance import provenance
 
@@ -60,7 +59,7 @@ def run(options: Options) -> None:
         raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
     if own_file is not None and drafter_class(own_file.method).whole_model:
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
-    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
+    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
@@ -98,7 +97,7 @@ def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Publi
     Such a checkpoint does not say which target it is for; it is taken to be `target`, and its
     provenance notes all that was taken for granted. Raises `UserError`.
     """
-    public = read_public(folder, side_of(target), answers)
+    public = read_public(folder, target_side(target), answers)
     files = StoredTensors(folder).files
     facts = {
         **provenance(),
@@ -141,7 +140,7 @@ def exported(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
     check_files(folder, own)
-    public = read_public(folder, side_of(target), Answers(ours=True))
+    public = read_public(folder, target_side(target), Answers(ours=True))
     if public.drafter.method != own.method:
         raise UserError(
             f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
@@ -161,7 +160,7 @@ def exported(
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 
-def side_of(target: StoredTarget) -> TargetSide:
+def target_side(target: StoredTarget) -> TargetSide:
     """Return the sizes and matrices of `target` that a checkpoint is read with."""
     return TargetSide(
         target.num_layers,

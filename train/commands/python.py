@@ -119,8 +119,8 @@ def evaluate(
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
     """Write a drafter as a serving engine loads it, and return the command that serves it.
 
-    `to` is the engine: vllm, speculators, sglang, trtllm, llamacpp, tgi or hf. `options` are those
-    of the command, such as `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
+    `to` is the engine's name, such as vllm. `options` are those of the command, such as
+    `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
     """
     from ..command_line.from_python import options_from
     from ..options import ExportOptions

@@ -12,18 +12,19 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+from msgspec import Meta, Struct
 
 from ....heads.documents import DocumentError, convert
 from ....heads.errors import UserError
+from ....heads.exchange.engines.servers import CounterNames, ServerFacts, ServerProtocol
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...settings import Sampling, check_url
-from .answers import LlamacppProps, ModelEntry, ModelList
 from .counters import Counters, read_counters
-from .protocols import PROTOCOLS, EngineServer, ServerReply
+from .protocols import MEASURED, PROTOCOLS, EngineServer, ServerReply
 
 WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives
 ANSWER_S = 30.0  # limit for any other answer: models, version, counters
@@ -31,6 +32,22 @@ SILENCE_S = 600.0  # limit between two chunks
 SETTLE_S = 3.0  # limit for counters: engines add them up a moment after the last chunk has left
 # A text in which tokenizers differ: code, digits, letters outside ASCII.
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
+
+
+class ModelEntry(Struct):
+    """A model of `/v1/models`, or an adapter of one."""
+
+    id: str
+    max_model_len: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens that a prompt and its reply may have together."""
+    parent: str | None = None
+    """The base model of an adapter."""
+
+
+class ModelList(Struct):
+    """Answer of `/v1/models`; fields that are not listed are ignored."""
+
+    data: list[ModelEntry]
 
 
 @dataclass
@@ -73,8 +90,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     """Ask a server for its engine, version and model, and return them.
 
     `target` is the target's name; `model` is the server's name of it, needed if it serves several.
-    Raises `UserError` for a server that does not answer or is none of vLLM, SGLang and
-    llama.cpp, and for a model that it does not serve.
+    Raises `UserError` for a server that does not answer or is of another engine, and for a model
+    that it does not serve.
     """
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
@@ -83,57 +100,34 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     except DocumentError as error:
         problem = "" if listed is None else f" that can be read ({error})"
         raise UserError(
-            f"{url} has no /v1/models{problem}; give --server the root of a vLLM, "
-            "SGLang or llama.cpp"
+            f"{url} has no /v1/models{problem}; give --server the root of a {MEASURED}"
         ) from error
     name = _model(models, target, model, url)
-    common = {"model": name, "context": models[name].max_model_len, "url": url}
-    # SGLang has one path or the other, depending on its version. Another engine may have such a
-    # path too, so SGLang's own keys decide.
-    info = await _get(client, "/server_info") or await _get(client, "/get_server_info")
-    if isinstance(info, dict) and ("internal_states" in info or "speculative_algorithm" in info):
-        speculates = None
-        if "speculative_algorithm" in info:
-            speculates = bool(info["speculative_algorithm"])
-        version = str(info.get("version", ""))
-        return EngineServer(engine="sglang", version=version, speculates=speculates, **common)
-    llamacpp = _llamacpp_of(await _get(client, "/props"), await _get(client, "/slots"))
-    if llamacpp is not None:
-        # It closes a connection behind a stream without saying so; the next request would fail.
-        client.headers["Connection"] = "close"
-        await counters_of(client, "start llama-server with --metrics")
-        return EngineServer(**common | llamacpp)
-    # vLLM is recognised by its counter of tokens, without which it could not be measured.
-    if (await counters_of(client)).generated is None:
-        raise UserError(
-            f"{url} is no SGLang and no llama.cpp, and counts no tokens in /metrics as a vLLM "
-            "does; start the vLLM without --disable-log-stats, and name the engine itself, not a "
-            "gateway before it"
-        )
-    answer = await _get(client, "/version")
-    version = str(answer.get("version", "")) if isinstance(answer, dict) else ""
-    return EngineServer(engine="vllm", version=version, speculates=None, **common)
+    engine, facts = await _recognised(client)
+    protocol = PROTOCOLS[engine]
+    client.headers.update(protocol.headers)
+    if isinstance(protocol.counts, CounterNames):
+        counters = await counters_of(client, protocol)
+        if counters.generated is None and protocol.no_tokens is not None:
+            raise UserError(f"{url} is none of {MEASURED}, or {protocol.no_tokens}")
+    return EngineServer(
+        url=url,
+        engine=engine,
+        version=facts.version,
+        model=name,
+        context=facts.context or models[name].max_model_len,
+        speculates=facts.speculates,
+    )
 
 
-def _llamacpp_of(props: Any, slots: Any) -> dict[str, Any] | None:
-    """Return facts of a llama.cpp by the names of `EngineServer`; `None` for another engine.
-
-    `props` and `slots` are the answers to these two paths; `None` where there are none.
-    """
-    try:
-        found = convert(props, LlamacppProps)
-    except DocumentError:
-        return None
-    # A server may be started without /slots.
-    speculates = None
-    if isinstance(slots, list):
-        speculates = any(isinstance(slot, dict) and slot.get("speculative") for slot in slots)
-    return {
-        "engine": "llamacpp",
-        "version": found.build_info,
-        "context": found.default_generation_settings.n_ctx,
-        "speculates": speculates,
-    }
+async def _recognised(client: httpx.AsyncClient) -> tuple[str, ServerFacts]:
+    """Return the name of a server's engine, and what its own answers say."""
+    # In reverse, because the first engine, vLLM, has no answer of its own and takes every server.
+    for engine, protocol in reversed(PROTOCOLS.items()):
+        facts = protocol.recognise([await _get(client, path) for path in protocol.paths])
+        if facts is not None:
+            return engine, facts
+    raise AssertionError("vLLM takes every server")
 
 
 def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
@@ -185,23 +179,24 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
         )
 
 
-GATEWAY = "give --server the engine itself, not a gateway before it"
+async def counters_of(client: httpx.AsyncClient, protocol: ServerProtocol) -> Counters:
+    """Return the counters of an engine that has some, as they are now.
 
-
-async def counters_of(client: httpx.AsyncClient, remedy: str = GATEWAY) -> Counters:
-    """Return the counters of vLLM or llama.cpp as they are now.
-
-    Raises `UserError`, which ends with `remedy`, if there are none.
+    Raises `UserError` if there are none.
     """
+    assert isinstance(protocol.counts, CounterNames)
     response = await _request(client, "/metrics")
     if response.status_code != 200:
         raise UserError(
-            f"{client.base_url} has no /metrics (status {response.status_code}); {remedy}"
+            f"{client.base_url} has no /metrics (status {response.status_code}); "
+            f"{protocol.no_metrics}"
         )
-    return read_counters(response.text)
+    return read_counters(response.text, protocol.counts)
 
 
-async def settled(client: httpx.AsyncClient, before: Counters, tokens: int) -> Counters:
+async def settled(
+    client: httpx.AsyncClient, protocol: ServerProtocol, before: Counters, tokens: int
+) -> Counters:
     """Return the counters once they hold `tokens` more than `before` and nothing runs.
 
     After `SETTLE_S` seconds they are returned as they are: requests of other clients may never end.
@@ -209,7 +204,7 @@ async def settled(client: httpx.AsyncClient, before: Counters, tokens: int) -> C
     """
     deadline = time.perf_counter() + SETTLE_S
     while True:
-        now = await counters_of(client)
+        now = await counters_of(client, protocol)
         complete = now.generated is None or now.generated - (before.generated or 0) >= tokens
         if (complete and not now.running) or time.perf_counter() > deadline:
             return now
@@ -327,8 +322,8 @@ async def ask(
     if server.context is not None:
         # An engine may refuse a limit that leads past the end of its context.
         room = min(room, server.context - len(prompt.token_ids))
-    protocol = PROTOCOLS[server.engine]
-    path, body = protocol.request(server, prompt, sampling, room)
+    protocol = server.protocol
+    path, body = protocol.request(server.model, prompt.token_ids, sampling, room)
     reply = ServerReply(prompt, turn, time.perf_counter())
     try:
         async with (
@@ -339,7 +334,7 @@ async def ask(
                 text = (await response.aread()).decode(errors="replace")
                 raise _refusal(server, prompt, response.status_code, text)
             async for event in _events(response, server):
-                protocol.read(reply, event, time.perf_counter())
+                protocol.read(reply, convert(event, protocol.chunk), time.perf_counter())
     except TimeoutError as error:
         raise UserError(
             f"server {server.url} has not finished its reply to prompt {prompt.id} after "

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ....heads.exchange.engines.servers import CounterNames, ReplyCounts, ServerProtocol
 from ....heads.files import JsonObject
 
 # A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
@@ -27,18 +28,9 @@ from ....heads.files import JsonObject
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
 # A server may say anything: a position of at most three digits bounds the list of positions.
 POSITION = re.compile(r'(?:^|,)position="(\d{1,3})"')
-SPECULATION = re.compile(r"^(vllm|llamacpp):spec_decode_num_")
-DEFINITIONS = {
-    "vllm": "1 + accepted / drafts of its counters: without steps that had no draft, with drafts "
-    "accepted behind a reply's end",
-    "llamacpp": "1 + accepted / drafts of its counters: without steps that had no draft",
-    "sglang": "1 + accepted / spec_verify_ct of the measured replies; its own spec_accept_length "
-    "has the prefill's token in the numerator",
-    "sglang, tokens": "(completion_tokens - 1 for the prefill's) / spec_verify_ct of the measured "
-    "replies",
-    "none": "1: the server does not speculate",
-    "unknown": "not known: the server's replies say nothing of its speculation",
-}
+NO_SPECULATION = "1: the server does not speculate"
+SPECULATION = "spec_decode_num_"
+UNKNOWN = "not known: the server's replies say nothing of its speculation"
 
 
 @dataclass
@@ -82,8 +74,8 @@ class Counters:
         )
 
 
-def read_counters(text: str) -> Counters:
-    """Return the counters of vLLM or llama.cpp from Prometheus text; the rest is passed over."""
+def read_counters(text: str, names: CounterNames) -> Counters:
+    """Return the counters of an engine from Prometheus text; the rest is passed over."""
     sums: dict[str, int] = {}
     positions: dict[int, int] = {}
     for line in text.splitlines():
@@ -95,33 +87,22 @@ def read_counters(text: str) -> Counters:
             continue
         if not math.isfinite(value):
             continue
-        # Libraries for Prometheus add `_total` to a counter's name, depending on their version.
-        name = SPECULATION.sub("", sample["name"].removesuffix("_total"))
+        name = sample["name"].removesuffix("_total").removeprefix(names.prefix)
         # The engines of one server differ in a label only; their counts are added up.
         sums[name] = sums.get(name, 0) + int(value)
-        if name == "accepted_tokens_per_pos" and (
+        if name == f"{SPECULATION}accepted_tokens_per_pos" and (
             position := POSITION.search(sample["labels"] or "")
         ):
             positions[int(position[1])] = positions.get(int(position[1]), 0) + int(value)
-    if "llamacpp:tokens_predicted" in sums:
-        generated = sums["llamacpp:tokens_predicted"]
-        running = [sums.get(f"llamacpp:requests_{kind}", 0) for kind in ("processing", "deferred")]
-        cached = sums.get("llamacpp:prompt_tokens_cached", 0)
-        queries = cached + sums.get("llamacpp:prompt_tokens", 0)
-    else:
-        generated = sums.get("vllm:generation_tokens")
-        running = [sums.get(f"vllm:num_requests_{kind}", 0) for kind in ("running", "waiting")]
-        cached = sums.get("vllm:prefix_cache_hits", 0)
-        queries = sums.get("vllm:prefix_cache_queries", 0)
     return Counters(
-        sums.get("drafts"),
-        sums.get("draft_tokens", 0),
-        sums.get("accepted_tokens", 0),
+        sums.get(f"{SPECULATION}drafts"),
+        sums.get(f"{SPECULATION}draft_tokens", 0),
+        sums.get(f"{SPECULATION}accepted_tokens", 0),
         [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)],
-        generated,
-        sum(running),
-        cached,
-        queries,
+        sums.get(names.generated),
+        sum(sums.get(name, 0) for name in names.running),
+        sums.get(names.cached, 0),
+        sum(sums.get(name, 0) for name in names.queried),
     )
 
 
@@ -129,10 +110,11 @@ def read_counters(text: str) -> Counters:
 class Speculation:
     """Figures of an engine's drafts during the measured requests; `None` for what is not known."""
 
-    counted: str
-    """The way in which tau is counted: a key of `DEFINITIONS`."""
+    speculates: bool | None
+    definition: str
+    """Definition of the engine's tau."""
     tau: float | None
-    """The engine's tau, as `counted` says."""
+    """The engine's tau."""
     drafts: int | None = None
     drafted: int | None = None
     """Drafted tokens, roots excluded."""
@@ -149,34 +131,46 @@ class Speculation:
 
 
 def of_counters(
-    engine: str, delta: Counters, tokens: int, replies: int, chunks: int, ran_before: int
+    protocol: ServerProtocol,
+    delta: Counters,
+    tokens: int,
+    replies: int,
+    chunks: int,
+    ran_before: int,
 ) -> Speculation:
-    """Return the figures that the counters of vLLM or llama.cpp give for the measured requests.
+    """Return the figures that an engine's counters give for the measured requests.
 
     `delta` is what was counted while `replies` came, which have `tokens` in all and arrived in
     `chunks`; `ran_before` are the requests under way before the first of them.
 
-    Neither counts steps. There were at least as many as drafts; of vLLM, as chunks behind the first
-    of each reply (a slow reader gets two steps in one chunk), where llama.cpp sends a chunk for
-    each token; and as tokens that neither a prefill nor an accepted draft gave. The largest of
-    these is taken.
+    None counts steps. There were at least as many as drafts; where a step sends a chunk, as chunks
+    after the first of each reply (a slow reader gets two steps in one chunk); and as tokens that
+    neither a prefill nor an accepted draft gave. The largest of these is taken.
     """
+    assert isinstance(protocol.counts, CounterNames)
     if delta.drafts is None:
-        speculation = Speculation("none", 1.0, rounds=tokens - replies, tau_emitted=1.0)
+        speculation = no_speculation(tokens - replies)
     else:
         tau = 1 + delta.accepted / delta.drafts if delta.drafts else 1.0
         survival = [count / delta.drafts for count in delta.by_position] if delta.drafts else []
         rounds = max(delta.drafts, tokens - replies - delta.accepted)
-        if engine == "vllm":
+        if protocol.counts.chunk_of_step:
             rounds = max(rounds, chunks - replies)
         speculation = Speculation(
-            engine, tau, delta.drafts, delta.drafted, delta.accepted, survival, rounds
+            True,
+            protocol.definition,
+            tau,
+            delta.drafts,
+            delta.drafted,
+            delta.accepted,
+            survival,
+            rounds,
         )
         if rounds:
             speculation.tau_emitted = (tokens - replies) / rounds
     speculation.warnings = _shared(delta, tokens, replies, ran_before)
     # The counters hold steps of other clients, while `tokens` are those of the measured requests.
-    if speculation.warnings and speculation.counted == engine:
+    if speculation.warnings and speculation.speculates:
         speculation.rounds = speculation.tau_emitted = None
     if delta.prefix_hits > 0.1 * delta.prefix_queries > 0:
         share = delta.prefix_hits / delta.prefix_queries
@@ -213,56 +207,58 @@ def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list
     return []
 
 
-# Names of the same count in SGLang's versions, newest first.
-ACCEPTED_NAMES = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
-DRAFTED_NAMES = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
-HISTOGRAM_NAMES = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+def no_speculation(steps: int) -> Speculation:
+    """Return the figures of a server that writes a token in each of its `steps`."""
+    return Speculation(False, NO_SPECULATION, 1.0, rounds=steps, tau_emitted=1.0)
 
 
-def of_sglang(metas: Iterable[JsonObject], tokens: int, speculates: bool | None) -> Speculation:
-    """Return the figures that the `meta_info` of SGLang's replies give.
+def of_replies(
+    protocol: ServerProtocol, metas: Sequence[JsonObject], tokens: int, speculates: bool | None
+) -> Speculation:
+    """Return the figures that the counts `metas`, which came with the replies, give.
 
     `tokens` are those of all replies; `speculates` is the server's own answer, `None` if it gave
     none. A reply of one token has no verification, and then no count of speculation.
     """
-    metas = list(metas)
-    verified = [meta for meta in metas if meta.get("spec_verify_ct")]
-    rounds = sum(meta["spec_verify_ct"] for meta in verified)
+    names = protocol.counts
+    assert isinstance(names, ReplyCounts)
+    verified = [meta for meta in metas if meta.get(names.rounds)]
+    rounds = sum(meta[names.rounds] for meta in verified)
     if not rounds:
         if speculates:
             why = (
-                "the server speculates, but its replies have no spec_verify_ct; use a newer SGLang"
+                f"the server speculates, but its replies have no {names.rounds}; use a newer "
+                "version"
             )
-            return Speculation("unknown", None, warnings=[why])
-        return Speculation("none", 1.0, rounds=tokens - len(metas), tau_emitted=1.0)
+            return Speculation(None, UNKNOWN, None, warnings=[why])
+        return no_speculation(tokens - len(metas))
     # One token of each reply is the prefill's and belongs to no round.
     tau_emitted = (tokens - len(metas)) / rounds
-    accepted, drafted = (_sum(verified, names) for names in (ACCEPTED_NAMES, DRAFTED_NAMES))
-    if accepted is None:
-        return Speculation(
-            "sglang, tokens",
-            tau_emitted,
-            rounds,
-            drafted,
-            None,
-            rounds=rounds,
-            tau_emitted=tau_emitted,
-        )
-    survival = _survival(verified, rounds)
-    return Speculation(
-        "sglang", 1 + accepted / rounds, rounds, drafted, accepted, survival, rounds, tau_emitted
+    found = Speculation(
+        True,
+        names.definition,
+        tau_emitted,
+        rounds,
+        _sum(verified, names.drafted),
+        rounds=rounds,
+        tau_emitted=tau_emitted,
     )
+    accepted = _sum(verified, names.accepted)
+    if accepted is not None:
+        found.definition, found.tau = protocol.definition, 1 + accepted / rounds
+        found.accepted = accepted
+        found.survival = _survival(verified, names.histograms, rounds)
+    return found
 
 
-def _survival(metas: list[JsonObject], rounds: int) -> list[float]:
+def _survival(metas: list[JsonObject], names: tuple[str, ...], rounds: int) -> list[float]:
     """Return the share of `rounds` that accepted at least d drafts, d = 1, 2, ..
 
-    Element i of a reply's histogram counts its rounds that accepted i drafts. The result is empty
-    where a reply has no histogram.
+    `names` are those of histograms. The result is empty where a reply has none.
     """
     histograms = []
     for meta in metas:
-        present = [meta[name] for name in HISTOGRAM_NAMES if meta.get(name)]
+        present = [meta[name] for name in names if meta.get(name)]
         if not present:
             return []
         histograms.append(present[0])

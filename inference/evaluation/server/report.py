@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from ....heads.errors import UserError
+from ....heads.exchange.engines.servers import CounterNames
 from ....heads.pretrained import clear_errors, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn, read_prompts
@@ -49,7 +50,7 @@ from .client import (
     load,
     settled,
 )
-from .counters import DEFINITIONS, Speculation, of_counters, of_sglang
+from .counters import Speculation, of_counters, of_replies
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 # Share of the time from which the client counts as too slow. Only runs of a second or more are
@@ -203,14 +204,18 @@ async def _one(
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
         return next_turn(prompt, reply, reader.tokenizer, reader.name, reader.eos_ids, room)
 
-    # SGLang sends its counts with each reply. The others' are read before and after the run, and
-    # the warm-up has to be in the first reading.
-    before = await counters_of(client) if server.engine != "sglang" else None
+    # Counts that do not come with the replies are read before and after the run, and the warm-up
+    # has to be in the first reading.
+    protocol, before = server.protocol, None
+    if isinstance(protocol.counts, CounterNames):
+        before = await counters_of(client, protocol)
     # The warm-up ends after its first turn, whatever comes next in that conversation.
     length = min(WARM_UP, options.max_new_tokens)
     warm = await load(client, server, prompts[:1], 1, sampling, length, lambda prompt, reply: None)
     if before is not None:
-        before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
+        before = await settled(
+            client, protocol, before, sum(reply.tokens for reply in warm.replies)
+        )
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
@@ -220,13 +225,14 @@ async def _one(
         )
     tokens = sum(reply.tokens for reply in run.replies)
     if before is None:
-        return run, of_sglang([reply.meta for reply in run.replies], tokens, server.speculates)
-    delta = (await settled(client, before, tokens)).since(before)
-    if server.engine == "llamacpp" and server.speculates is False:
-        delta.drafts = None  # it counts its drafts, none, without speculation too
+        metas = [reply.meta for reply in run.replies]
+        return run, of_replies(protocol, metas, tokens, server.speculates)
+    delta = (await settled(client, protocol, before, tokens)).since(before)
+    if server.speculates is False:
+        delta.drafts = None  # llama.cpp counts its drafts, none, without speculation too
     chunks = sum(len(reply.arrivals) for reply in run.replies)
     replies = len(run.replies)
-    return run, of_counters(server.engine, delta, tokens, replies, chunks, before.running)
+    return run, of_counters(protocol, delta, tokens, replies, chunks, before.running)
 
 
 def figures_of_load(
@@ -244,7 +250,7 @@ def figures_of_load(
         concurrency=at_once,
         in_flight_peak=run.peak,
         tau_incl_bonus=speculation.tau,
-        tau_definition=DEFINITIONS[speculation.counted],
+        tau_definition=speculation.definition,
         tau_emitted=speculation.tau_emitted,
         survival=speculation.survival,
         accept_rate=_ratio(speculation.accepted, speculation.drafted),
@@ -261,7 +267,7 @@ def figures_of_load(
         drafted=speculation.drafted,
         accepted=speculation.accepted,
         rounds=speculation.rounds,
-        speculates=None if speculation.counted == "unknown" else speculation.counted != "none",
+        speculates=speculation.speculates,
         client_busy=run.busy,
         warnings=speculation.warnings + _slow_client(run),
         per_request=[

@@ -10,9 +10,9 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
-from draftsmith.heads.exchange.exports import EngineName
+from draftsmith.heads.exchange.engines import EngineName
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.foreign import TargetSide
-from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.targets.target import Target
 from tests.blocks import random_block
 from tests.conftest import random_heads, tiny_target

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from draftsmith.heads.exchange.card import CardFigures, _table
+from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.layouts import ExportRequest
 from tests.heads.exchange.random_artifacts import heads, order
 
 

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import ENGINES, EngineName
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import (
-    ENGINES,
-    RECIPES,
-    EngineName,
-    vllm_guess,
-)
 from tests.heads.exchange.random_artifacts import (
     block,
     eagle,
@@ -39,7 +34,7 @@ from tests.heads.exchange.random_artifacts import (
 def test_folder_names_from_which_vllm_takes_another_method(
     name: str, kind: str, guess: str | None
 ) -> None:
-    assert vllm_guess(f"/some/eagle-like/{name}", kind) == guess
+    assert ENGINES["vllm"].guess(f"/some/eagle-like/{name}", kind) == guess
 
 
 def test_such_a_name_is_refused(tmp_path: Path) -> None:
@@ -61,7 +56,7 @@ def test_nothing_but_a_drafter_is_replaced(tmp_path: Path) -> None:
 def test_every_engine_has_its_command(tmp_path: Path) -> None:
     """The printed command stands in the folder's README and in draftsmith.json too."""
     for engine in ENGINES:
-        for kind in RECIPES[engine]:
+        for kind in ENGINES[engine].recipes:
             artifact = {
                 "eagle1": lambda: eagle("eagle1"),
                 "eagle3": eagle,
@@ -71,8 +66,7 @@ def test_every_engine_has_its_command(tmp_path: Path) -> None:
             if artifact is None:
                 continue
             out = tmp_path / f"{engine}-{kind.replace('_', '-')}"
-            recipe = export(artifact, order(engine, out), "apache-2.0")
-            command = recipe.serve(order(engine, out), artifact.drafter)
+            command = export(artifact, order(engine, out), "apache-2.0").serve
             page = (out / "README.md").read_text()
             assert (
                 command in page
@@ -88,8 +82,7 @@ def test_commands_are_safe_to_paste(engine: EngineName, tmp_path: Path) -> None:
     """Whatever the folder is called, a shell sees it as one word (TensorRT-LLM's stands in
     YAML)."""
     out = tmp_path / "it's my head"
-    artifact = eagle()
-    command = export(artifact, order(engine, out)).serve(order(engine, out), artifact.drafter)
+    command = export(eagle(), order(engine, out)).serve
     if engine == "trtllm":
         assert json.dumps(str(out)) in command
         return

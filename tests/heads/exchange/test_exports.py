@@ -17,14 +17,10 @@ from safetensors.torch import load_file
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
-from draftsmith.heads.exchange.exporter import export, load_alone, with_vocabulary
-from draftsmith.heads.exchange.exports import (
-    EngineName,
-    kind_of,
-    recipe_for,
-)
+from draftsmith.heads.exchange.engines import EngineName
+from draftsmith.heads.exchange.exporter import export, files_for, load_alone, with_vocabulary
+from draftsmith.heads.exchange.exports import also_read_by, recipe_for
 from draftsmith.heads.exchange.foreign import Answers
-from draftsmith.heads.exchange.layouts import files_for, sglang_taps
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
 from tests.conftest import QUICKSTART, ROOT, tiny_target
@@ -168,9 +164,8 @@ def test_scaled_embeddings_are_not_for_eagle1() -> None:
     drafter.fingerprint = replace(drafter.fingerprint, model_type="gemma3_text")
     with pytest.raises(UserError, match="scales embeddings"):
         recipe_for("vllm", drafter)
-    assert (
-        recipe_for("vllm", replace(eagle("eagle3"), fingerprint=drafter.fingerprint)).layout
-        == "native"
+    assert "vllm" in also_read_by(
+        "trtllm", replace(eagle("eagle3"), fingerprint=drafter.fingerprint)
     )
 
 
@@ -188,11 +183,18 @@ def test_both_spellings_of_the_taps_by_eye(tmp_path: Path) -> None:
     }
 
 
-def test_families_that_sglang_counts_in_its_own_way() -> None:
+def test_families_that_sglang_counts_in_its_own_way(tmp_path: Path) -> None:
     """DeepSeek: shifted where the first id is 1, taken as it is elsewhere."""
-    assert sglang_taps([2, 4, 5], "deepseek_v3") == [1, 3, 4]
-    assert sglang_taps([3, 4, 5], "deepseek_v3") == [3, 4, 5]
-    assert sglang_taps([3, 4, 5], "llama") == [2, 3, 4]
+    for taps, family, inside in (
+        ((2, 4, 5), "deepseek_v3", [1, 3, 4]),
+        ((3, 4, 5), "deepseek_v3", [3, 4, 5]),
+        ((3, 4, 5), "llama", [2, 3, 4]),
+    ):
+        drafter = eagle(taps=taps)
+        drafter.fingerprint = replace(drafter.fingerprint, model_type=family)
+        export(drafter, order("sglang", tmp_path / "drafter"))
+        config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == inside
     drafter = eagle(taps=(1, 4, 5))
     with pytest.raises(UserError, match="reads a first tap of 1 as 2"):
         recipe_for(
@@ -325,7 +327,7 @@ def test_configs_hold_what_loaders_trip_over(tmp_path: Path) -> None:
 
 def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
     artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
-    assert kind_of(artifact.drafter) == "draft_model"
+    assert artifact.drafter.kind == "draft_model"
     export(artifact, order("vllm", tmp_path / "draft", torch.float32))
     again = load_alone(tmp_path / "draft")
     assert all(
@@ -369,9 +371,9 @@ def test_what_only_sglang_does(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="taken for one and fc is left out"):
         recipe_for("sglang", eagle(taps=(4,)))
     deep = eagle(taps=(3, 4, 5))
-    assert "sglang" in recipe_for("vllm", deep).also
+    assert "sglang" in also_read_by("vllm", deep)
     deep.fingerprint = replace(deep.fingerprint, model_type="deepseek_v3")
-    assert "sglang" not in recipe_for("vllm", deep).also
+    assert "sglang" not in also_read_by("vllm", deep) and not also_read_by("sglang", deep)
     partial = eagle(
         rope={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     )

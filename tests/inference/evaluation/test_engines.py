@@ -11,7 +11,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.engines import AsIn, Engine
+from draftsmith.inference.evaluation.engines import AsIn, ImitatedEngine
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
@@ -43,14 +43,14 @@ DRAFT_MODEL = str(HERE / "draft_model")
 def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
     """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as
     steps."""
-    assert AsIn(Engine(engine), drafter, quickstart, print).setting == setting
+    assert AsIn(ImitatedEngine(engine), drafter, quickstart, print).setting == setting
 
 
 @pytest.mark.parametrize(
     ("engine", "drafter", "why"),
     [
         ("llamacpp", EAGLE3, "EAGLE-3.1. are not known there"),
-        ("llamacpp", EAGLE1, "it knows EAGLE-3 only"),
+        ("llamacpp", EAGLE1, "takes no such drafter"),
         ("sglang", MEDUSA, "takes no such drafter"),
         ("vllm", "early-exit", "takes no such drafter"),
         ("vllm", f"{EAGLE3}:lookup=4", "takes no such drafter"),
@@ -61,7 +61,7 @@ def test_what_an_engine_does_not_take_is_said(
     quickstart: Target, engine: str, drafter: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        AsIn(Engine(engine), drafter, quickstart, print)
+        AsIn(ImitatedEngine(engine), drafter, quickstart, print)
 
 
 def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
@@ -77,7 +77,7 @@ def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -
         "vllm:draws=probabilistic,verify=block",
         "sglang",
     ):
-        way = AsIn(Engine(spec), EAGLE3, quickstart, print)
+        way = AsIn(ImitatedEngine(spec), EAGLE3, quickstart, print)
         found = way.generate(requests, 24, probs)
         rounds = [r for g in found for r in g.rounds]
         (rules[spec],) = {r.rule for r in rounds}
@@ -141,7 +141,7 @@ def test_blocks_are_as_long_as_their_drafts(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, setting: dict[str, object]
 ) -> None:
     """The anchor's slot drafts in DSpark only; SGLang's draft tokens count it for both."""
-    assert AsIn(Engine(engine), blocks[kind], quickstart, print).setting == setting
+    assert AsIn(ImitatedEngine(engine), blocks[kind], quickstart, print).setting == setting
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_is_no_block_there(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        AsIn(Engine(engine), blocks[kind], quickstart, print)
+        AsIn(ImitatedEngine(engine), blocks[kind], quickstart, print)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -210,14 +210,14 @@ def drafts_of(proposer: Any, target: Target, requests: list[Request]) -> list[li
 def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str, str]) -> None:
     """As standard rejection of one child a node, or of whole chains; greedy ones elsewhere."""
     for kind in ("dflash", "dspark"):
-        proposer = type(load_proposer(blocks[kind], quickstart, print))
+        proposer = load_proposer(blocks[kind], quickstart, print)
         rules = [
-            Engine(spec).rule(proposer)
+            ImitatedEngine(spec).rule(proposer)
             for spec in ("vllm", "vllm:draws=probabilistic", "sglang", "llamacpp")
         ]
         assert rules == ["match", "recursive", "match", "match"]
-        assert Engine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
-        way = AsIn(Engine("vllm:draws=probabilistic"), blocks[kind], quickstart, print)
+        assert ImitatedEngine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
+        way = AsIn(ImitatedEngine("vllm:draws=probabilistic"), blocks[kind], quickstart, print)
         (found,) = way.generate([Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
         assert {r.rule for r in found.rounds} == {"rrs"} and max(
             r.drafted or 0 for r in found.rounds
@@ -245,4 +245,4 @@ def test_wrong_settings_are_said_before_anything_loads(
 
 def test_an_impossible_tree_is_said(quickstart: Target) -> None:
     with pytest.raises(UserError, match="5 steps need at least 6, not 4"):
-        AsIn(Engine("sglang:tokens=4"), EAGLE3, quickstart, print)
+        AsIn(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart, print)

@@ -20,18 +20,19 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import vllm
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.results import read_measured
 from draftsmith.inference.evaluation.server.client import Load, ServerReply
 from draftsmith.inference.evaluation.server.counters import (
-    DEFINITIONS,
     Counters,
     Speculation,
     of_counters,
-    of_sglang,
+    of_replies,
     read_counters,
 )
+from draftsmith.inference.evaluation.server.protocols import PROTOCOLS
 from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
@@ -473,18 +474,16 @@ def test_sglang_says_it_in_every_reply(
 
 def test_sglangs_older_and_newer_fields() -> None:
     old = [{"completion_tokens": 10, "spec_verify_ct": 4}, {"completion_tokens": 1}]
-    found = of_sglang(old, 11, True)
+    found = of_replies(PROTOCOLS["sglang"], old, 11, True)
     assert (
         found.tau == pytest.approx(9 / 4)
         and found.accepted is None
-        and "prefill" in DEFINITIONS[found.counted]
+        and "prefill" in found.definition
     )
     new = [{"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}]
-    assert (
-        of_sglang(new, 10, True).tau == pytest.approx(9 / 4)
-        and of_sglang(new, 10, True).drafted == 12
-    )
-    silent = of_sglang([{"completion_tokens": 10}], 10, True)
+    found = of_replies(PROTOCOLS["sglang"], new, 10, True)
+    assert found.tau == pytest.approx(9 / 4) and found.drafted == 12
+    silent = of_replies(PROTOCOLS["sglang"], [{"completion_tokens": 10}], 10, True)
     assert silent.tau is None and "no spec_verify_ct" in silent.warnings[0]
 
 
@@ -499,21 +498,27 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="2"} 1.0
 vllm:generation_tokens 12
 vllm:e2e_request_latency_seconds_bucket{le="+Inf"} NaN
 """
-    found = read_counters(text)
+    found = read_counters(text, vllm.COUNTERS)
     assert (found.drafts, found.by_position, found.generated) == (7, [3, 0, 1], 12)
-    assert read_counters("no numbers here\n") == Counters()
-    assert found.since(read_counters("vllm:generation_tokens_total 2.0")).generated == 10
+    assert read_counters("no numbers here\n", vllm.COUNTERS) == Counters()
+    before = read_counters("vllm:generation_tokens_total 2.0", vllm.COUNTERS)
+    assert found.since(before).generated == 10
 
 
 def test_other_traffic_is_seen_without_a_count_of_tokens() -> None:
     """Two replies of 5 tokens can end within their last drafts of 3: 8 + 2 * 3 tokens may be
     counted, not 15."""
     fits = Counters(drafts=4, accepted=10, by_position=[4, 3, 3])
-    assert of_counters("vllm", fits, 10, 2, 6, 0).warnings == []
+    assert of_counters(PROTOCOLS["vllm"], fits, 10, 2, 6, 0).warnings == []
     assert (
         "stand for 15 tokens"
         in of_counters(
-            "vllm", Counters(drafts=5, accepted=10, by_position=[4, 3, 3]), 10, 2, 6, 0
+            PROTOCOLS["vllm"],
+            Counters(drafts=5, accepted=10, by_position=[4, 3, 3]),
+            10,
+            2,
+            6,
+            0,
         ).warnings[0]
     )
 
@@ -549,7 +554,7 @@ def test_replies_are_held_against_plain_decoding(
 
 def test_a_client_that_is_too_slow_says_so() -> None:
     reply = ServerReply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
-    nothing = Speculation("none", 1.0)
+    nothing = Speculation(False, "", 1.0)
     assert figures_of_load(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing).warnings == []
     s = figures_of_load(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
     assert "this client was busy 90% of the time" in s.warnings[0] and s.client_busy == 0.9

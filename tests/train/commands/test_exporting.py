@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.exports import EngineName
+from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target

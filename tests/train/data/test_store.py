@@ -26,6 +26,8 @@ from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.stored import (
     EMBEDDING_AND_HEAD_FILE,
+    StoredTarget,
+    embedding_and_head_in,
     load_stored,
     load_texts,
     model_of_embedding_and_head,
@@ -34,7 +36,7 @@ from draftsmith.inference.targets.stored import (
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands.extract import apart, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
-from draftsmith.train.inputs import check_named_target, embedding_and_head_in
+from draftsmith.train.inputs import check_named_target
 from tests.architectures import architecture
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.test_faults import command_of, curve, disturb, flip
@@ -174,7 +176,9 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
     ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
     for embedding_and_head in (
         stored,
-        embedding_and_head_in(str(tmp_path / "whole"), torch.device("cpu"), "float32"),
+        embedding_and_head_in(
+            str(tmp_path / "whole"), torch.device("cpu"), "float32", StoredTarget
+        ),
     ):
         assert torch.equal(embedding_and_head.embed(ids), target.embed(ids)) and torch.equal(
             embedding_and_head.head(states), target.head(states)

@@ -1,0 +1,198 @@
+"""`ServingEngine`: what draftsmith knows of one engine, and the parts that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from ...files import JsonObject
+    from .servers import ServerProtocol
+
+Files = tuple["JsonObject", "dict[str, Tensor]"]
+"""`config.json` and the tensors stored with it."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Request for one export, as the user made it."""
+
+    engine: str
+    out: str
+    """Folder of the export, by the name that the serve command uses."""
+    target: str
+    """Name of the target in the serve command."""
+    drafts: int
+    """Drafts of a round in the serve command."""
+    dtype: torch.dtype
+    """Type in which floating tensors are stored."""
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """A drafter as engines see it."""
+
+    kind: str
+    """eagle1, eagle3, dflash, dspark, medusa or draft_model."""
+    drafter: Any
+    family: str
+    """The target's model type."""
+
+    @property
+    def shape(self) -> Any:
+        """The drafter's sizes and flags."""
+        return self.drafter.shape
+
+
+@dataclass(frozen=True)
+class NativeFiles:
+    """Files in draftsmith's own layout, of which an engine's are made."""
+
+    config: JsonObject
+    tensors: dict[str, Tensor]
+    """Copies, which may be changed."""
+    facts: DrafterFacts
+    drafts: int
+    """Drafts of a round."""
+    head: Tensor | None
+    """The target's output matrix `[V, H]`, where the target was named."""
+
+
+EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
+NATIVE_TAPS: dict[str, dict[str, int]] = {
+    "eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": -1},
+    "dflash": {"dflash_config.target_layer_ids": -1},
+    # Readers of DSpark look at the top, those of DFlash inside.
+    "dspark": {"dflash_config.target_layer_ids": -1, "target_layer_ids": -1},
+}
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Form of the files that an engine reads."""
+
+    name: str
+    """Name in draftsmith.json."""
+    write: Callable[[NativeFiles], Files]
+    """Raises `UserError` for files that lack something."""
+    read_as: str | None = None
+    """Beginning of the importer's name of it; None: the drafter's kind."""
+    taps: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NATIVE_TAPS)
+    """Keys of `config.json` that name the taps, by kind of drafter, with what is added to a tap
+    there: 0 for indices of hidden states, -1 for layers from 0."""
+
+
+def _with_output_biases(files: NativeFiles) -> Files:
+    """Return the files, with zeros for the bias of an output projection.
+
+    Where queries, keys and values have biases, engines give the output projection one too. If the
+    file had none, it would hold random numbers.
+    """
+    tensors = files.tensors
+    # The names are listed first, because the loop adds to the table.
+    for name in [name for name in tensors if name.endswith("q_proj.bias")]:
+        output = name.replace("q_proj", "o_proj")
+        weight = tensors[output.replace("bias", "weight")]
+        tensors[output] = weight.new_zeros(len(weight))
+    return files.config, tensors
+
+
+NATIVE = FileLayout("native", _with_output_biases)
+"""draftsmith's own layout, which most engines read."""
+
+
+Remark = Callable[[DrafterFacts], str | None]
+"""Function that returns a sentence about a drafter; None where it does not hold."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one kind of drafter is served by one engine."""
+
+    serve: Callable[[ExportRequest, Any], str]
+    """Function of a request and the drafter that returns the serve command."""
+    notes: tuple[str | Remark, ...] = ()
+    """Remarks for the user."""
+    limits: tuple[Remark, ...] = ()
+    """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
+    otherwise, counts as one that it cannot serve."""
+    layout: FileLayout = NATIVE
+    other_layout: Callable[[DrafterFacts], FileLayout | None] = lambda _facts: None
+    """Function that returns the layout of drafters that are an exception; None for the others."""
+
+    def layout_for(self, facts: DrafterFacts) -> FileLayout:
+        """Return the layout of a drafter's files."""
+        return self.other_layout(facts) or self.layout
+
+    def notes_for(self, facts: DrafterFacts) -> list[str]:
+        """Return the remarks that hold for a drafter."""
+        said = (note if isinstance(note, str) else note(facts) for note in self.notes)
+        return [note for note in said if note is not None]
+
+
+Settings = dict[str, Any]
+Shape = Callable[[Any, Settings], Settings]
+"""Function of a proposer and an engine's settings that returns the settings with which the proposer
+drafts as in the engine. Raises `UserError` for settings that do not fit it."""
+
+
+def _matched(_kind: str, _settings: Settings) -> Literal["match"]:
+    return "match"
+
+
+@dataclass(frozen=True)
+class Like:
+    """Speculation of an engine, for `draftsmith evaluate --like`."""
+
+    settings: Settings
+    """Names of the settings with their defaults."""
+    shapes: Mapping[str, Shape]
+    """What is drafted, by kinds of drafters; `ngram` is the lookup of n-grams."""
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of the settings that are words; the others are whole numbers."""
+    least: Mapping[str, int] = field(default_factory=dict)
+    """Smallest values of whole numbers; 1 where none is given."""
+    rule: Callable[[str, Settings], Literal["match", "rejection", "recursive"]] = _matched
+    """Acceptance rule at T > 0, by kind of drafter. A greedy draft has a one-hot distribution, and
+    every lossless rule accepts its token with the target's probability of it, as acceptance by
+    match does."""
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """Everything that draftsmith knows of one engine."""
+
+    name: str
+    """Name in options."""
+    title: str
+    """Name in sentences."""
+    recipes: Mapping[str, Recipe]
+    """How drafters are exported, by kind."""
+    place: int = 100
+    """Place in lists of engines."""
+    chains_only: bool = True
+    """True if its drafts are a chain, false if they may be a tree."""
+    like: Like | None = None
+    """None if `--like` does not imitate it."""
+    server: ServerProtocol | None = None
+    """None if `--server` does not measure it."""
+    guess: Callable[[str, str], str | None] = lambda _path, _kind: None
+    """Function of a folder's path and a drafter's kind: the method for which the engine would take
+    the folder where none is given, if it is a wrong one."""
+    add_files: Callable[[Path], None] = lambda _folder: None
+    """Writes further files into the folder of an export."""
+
+    def obstacle(self, facts: DrafterFacts) -> str | None:
+        """Return the reason why the engine cannot serve a drafter of a kind that it takes, if any.
+
+        None is returned for kinds without a recipe too.
+        """
+        recipe = self.recipes.get(facts.kind)
+        reasons = (limit(facts) for limit in (recipe.limits if recipe is not None else ()))
+        return next((reason for reason in reasons if reason is not None), None)

@@ -1,0 +1,111 @@
+"""transformers: `generate` with a drafter, by draftsmith itself, or with a draft model.
+
+This file is not called after the package, which it would hide from a script in this folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import limits
+from .engine import ExportRequest, FileLayout, Recipe, ServingEngine
+
+FOLDER = "custom_generate"
+CODE = '''"""Decoding with the drafter of this folder, by draftsmith.
+
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
+
+transformers runs this file, and no other code of the folder, because trust_remote_code allows it:
+read it first. Everything else is done by the package draftsmith, which has to be installed. The
+text is that of plain generate; in lower precision than float32 near-ties may be decided otherwise.
+"""
+
+import sys
+
+
+def generate(model, *, drafter=None, **arguments):
+    """Return what model.generate(**arguments) returns, in fewer passes of the model.
+
+    drafter is the drafter's folder or hub repository, if custom_generate does not name it.
+    """
+    try:
+        from draftsmith.inference.serving.transformers_generate import generate_with
+    except ImportError as error:
+        raise ImportError(
+            "this drafter decodes with draftsmith, which is not installed: pip install draftsmith"
+        ) from error
+    if drafter is None:
+        # transformers runs a copy of this file elsewhere and does not hand the folder's name on,
+        # but the function that calls this one holds it.
+        drafter = sys._getframe(1).f_locals.get("custom_generate")
+    if drafter is None:
+        raise ValueError("give the drafter's folder too: drafter=FOLDER")
+    return generate_with(model, str(drafter), **arguments)
+'''
+
+
+def _add_code(folder: Path) -> None:
+    """Write the file that transformers runs into the folder of an export."""
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "generate.py").write_text(CODE)
+
+
+def _script(request: ExportRequest, lines: str, how: str) -> str:
+    """Return a shell command with a script that decodes a prompt by transformers' `generate`."""
+    return (
+        "python - <<'END'\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({request.target!r})\n"
+        f"target = AutoModelForCausalLM.from_pretrained({request.target!r})\n"
+        f"{lines}"
+        'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
+        f"print(tokenizer.decode(target.generate(**prompt, {how})[0]))\n"
+        "END"
+    )
+
+
+def _serve(request: ExportRequest, _: Any) -> str:
+    """Return the script with the drafter's own `custom_generate/generate.py`."""
+    return _script(request, "", f"custom_generate={request.out!r}, trust_remote_code=True")
+
+
+def _serve_assisted(request: ExportRequest, _: Any) -> str:
+    """Return the script with transformers' own assisted generation."""
+    lines = (
+        f"draft = AutoModelForCausalLM.from_pretrained({request.out!r})\n"
+        f"draft.generation_config.num_assistant_tokens = {request.drafts}\n"
+    )
+    return _script(request, lines, "assistant_model=draft")
+
+
+TRUST = (
+    "`trust_remote_code=True` lets transformers run `custom_generate/generate.py` of this folder, "
+    "which calls draftsmith and nothing else; draftsmith has to be installed."
+)
+ASSISTED = (
+    "`assistant_model` is transformers' own assisted generation; `custom_generate=FOLDER` decodes "
+    "by draftsmith, batches too."
+)
+OWN = FileLayout("native", lambda native: (native.config, native.tensors))
+"""The files as draftsmith reads them, without what only engines of others need."""
+
+
+EAGLE = Recipe(_serve, (TRUST, limits.drafted_share), layout=OWN)
+BLOCK = Recipe(_serve, (TRUST,), layout=OWN)
+
+ENGINE = ServingEngine(
+    name="hf",
+    title="transformers",
+    place=6,
+    chains_only=False,
+    add_files=_add_code,
+    recipes={
+        "eagle3": EAGLE,
+        "eagle1": EAGLE,
+        "dflash": BLOCK,
+        "dspark": BLOCK,
+        "medusa": Recipe(_serve, (TRUST, limits.shared_head), layout=OWN),
+        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST)),
+    },
+)

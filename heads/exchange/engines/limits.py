@@ -1,0 +1,130 @@
+"""What several engines cannot express, and remarks that several make: parts of their recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .engine import DrafterFacts, Remark
+
+
+def remark(holds: Callable[[DrafterFacts], object], text: str) -> Remark:
+    """Return the function that says `text` of drafters of which `holds` is true.
+
+    In braces the text may name values of the drafter's `shape`, and the target's `family`.
+    """
+
+    def said(facts: DrafterFacts) -> str | None:
+        return text.format(shape=facts.shape, family=facts.family) if holds(facts) else None
+
+    return said
+
+
+CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
+FEWER = (
+    "With fewer drafts engines run a shorter block, so each draft may be another one than in the "
+    "whole block."
+)
+READ_ONLY = "Written after the engine's source; it has not been run."
+
+# Families that scale their embeddings after the lookup, while engines share the matrix alone.
+SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
+# Families that scale or cap their logits: engines do so to DSpark's transition bias too, while
+# draftsmith adds it afterwards.
+CHANGED_LOGITS = ("gemma2", "gemma3n", "gemma4", "cohere", "granite", "minicpm")
+
+ACTIVATION = remark(
+    lambda facts: facts.shape.activation != "silu",
+    "its layers have activation {shape.activation}, engines have silu; train with "
+    "heads.activation silu",
+)
+ODD_WIDTH = remark(
+    lambda facts: facts.shape.hidden_size % facts.shape.num_heads,
+    "its width {shape.hidden_size} is no multiple of its {shape.num_heads} heads, which a Llama's "
+    "config has to be",
+)
+FC_BIAS = remark(
+    lambda facts: facts.shape.fc_bias,
+    "its fc has a bias, which engines drop without a word, or do not load",
+)
+ATTENTION_BIAS = remark(
+    lambda facts: facts.shape.attention_bias,
+    "it has a bias on queries and keys, which the engine leaves out, wants elsewhere too, or does "
+    "not load",
+)
+PARTIAL_ROTARY = remark(
+    lambda facts: "partial_rotary_factor" in facts.shape.rope,
+    "rotary positions turn a part of each head only, which the engine does not do, or was never "
+    "seen to read",
+)
+DYNAMIC_ROPE = remark(
+    lambda facts: facts.shape.rope["rope_type"] == "dynamic",
+    "dynamic rope depends on the text's length there",
+)
+SECOND_LAYER = remark(
+    lambda facts: facts.shape.num_layers > 1,
+    "it has {shape.num_layers} layers, and engines name the norms of a second one differently",
+)
+EAGLE1_NORMS = remark(
+    lambda facts: facts.shape.qk_norm, "EAGLE-1 with norms on queries and keys has no class there"
+)
+EAGLE1_EMBEDDINGS = remark(
+    lambda facts: facts.family.startswith(SCALED_EMBEDDINGS),
+    "a {family} target scales embeddings, and EAGLE-1 is given unscaled ones there; use version 3",
+)
+EAGLE3_NORMS = remark(
+    lambda facts: facts.shape.qk_norm,
+    "norms on queries and keys (heads.qk_norm) are known to vLLM only",
+)
+NORM_BEFORE_RESIDUAL = remark(
+    lambda facts: facts.shape.norm_before_residual,
+    "norm_before_residual is not known there; vllm and llamacpp have it",
+)
+TRANSITION = remark(
+    lambda facts: facts.family.startswith(CHANGED_LOGITS),
+    "a {family} target scales or caps its logits, and with them the transition bias there; train "
+    "dflash",
+)
+EAGLE1 = (EAGLE1_NORMS, EAGLE1_EMBEDDINGS)
+EAGLE3 = (ACTIVATION, ODD_WIDTH, FC_BIAS)
+TEXT_AND_DEPTH = (DYNAMIC_ROPE, SECOND_LAYER)
+BLOCK = (
+    ACTIVATION,
+    remark(
+        lambda facts: facts.shape.draft_vocab_size is not None,
+        "it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, and "
+        "engines run the target's whole head for block drafters; train without "
+        "heads.draft_vocab_size",
+    ),
+)
+"""Limits of all engines for block drafters."""
+
+
+def drafted_share(facts: DrafterFacts) -> str | None:
+    drafted, every = facts.shape.draft_vocab_size, facts.shape.vocab_size
+    share = f"Drafts {drafted:,} of the target's {every:,} tokens ({drafted / every:.0%})."
+    return share if drafted < every else None
+
+
+def shared_head(facts: DrafterFacts) -> str | None:
+    shared = facts.drafter.config.shared_head
+    return "The heads share the target's output matrix." if shared else None
+
+
+EAGLE_NOTES = (
+    drafted_share,
+    remark(
+        lambda facts: facts.shape.norm_taps or facts.shape.norm_output,
+        "EAGLE-3.1 (`fc_norm`, `norm_output`): needs an engine of 2026-09 or later; older ones "
+        "ignore these keys.",
+    ),
+    remark(
+        lambda facts: facts.shape.rope["rope_type"] == "longrope",
+        "Rotary positions are those of short texts: serve no longer ones than "
+        "`original_max_position_embeddings`.",
+    ),
+    remark(
+        lambda facts: facts.shape.num_layers > 1,
+        "{shape.num_layers} layers: other engines than vLLM do not load it.",
+    ),
+)
+"""Remarks of engines of others on EAGLE drafters."""

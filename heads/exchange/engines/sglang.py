@@ -1,0 +1,279 @@
+"""SGLang, which drafts trees with EAGLE; facts of 0.5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from shlex import quote
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from ...errors import UserError
+from . import limits
+from .engine import (
+    EAGLE_TAPS,
+    NATIVE,
+    DrafterFacts,
+    ExportRequest,
+    FileLayout,
+    Files,
+    Like,
+    NativeFiles,
+    Recipe,
+    ServingEngine,
+    Settings,
+)
+from .like import block
+from .servers import Count, ReplyCounts, ServerFacts, ServerProtocol, Token
+
+SHIFTS = (  # families whose ids in `eagle_config` SGLang shifts only if the first is 1
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2",
+    "kimi_k25", "mistral_large3",
+)  # fmt: skip
+
+
+def _serve(algorithm: str, request: ExportRequest, _: Any) -> str:
+    """Return the serve command: a chain of `request.drafts` steps.
+
+    SGLang counts the root among the draft tokens, so there is one more of these than drafts.
+    """
+    return (
+        f"python -m sglang.launch_server --model-path {quote(request.target)} "
+        f"--speculative-algorithm {algorithm} \\\n"
+        f"    --speculative-draft-model-path {quote(request.out)} --speculative-num-steps "
+        f"{request.drafts} \\\n"
+        f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {request.drafts + 1}"
+    )
+
+
+def _serve_block(kind: str, request: ExportRequest, drafter: Any) -> str:
+    """Return the serve command for a block drafter.
+
+    Its draft tokens count the root, so there is one more of them than drafts. A DFlash block has as
+    many slots, because its first one is the anchor's own; all slots of a DSpark block draft.
+    """
+    return (
+        f"python -m sglang.launch_server --model-path {quote(request.target)} "
+        f"--speculative-algorithm {kind.upper()} \\\n"
+        f"    --speculative-draft-model-path {quote(request.out)} \\\n"
+        f"    --speculative-{kind}-block-size {request.drafts + drafter.first_slot} "
+        f"--speculative-num-draft-tokens {request.drafts + 1}"
+    )
+
+
+def _eagle1(native: NativeFiles) -> Files:
+    """Return the files of EAGLE-1 for SGLang's own class.
+
+    That class has a bias in `fc`, which would hold random numbers if the file had none.
+    """
+    config = {**native.config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    weight = native.tensors["fc.weight"]
+    return config, {"fc.bias": weight.new_zeros(len(weight)), **native.tensors}
+
+
+def _taps_as_they_are(native: NativeFiles) -> Files:
+    """Return the files of EAGLE-3 with the taps themselves inside `eagle_config`."""
+    config, tensors = NATIVE.write(native)
+    config["eagle_config"][EAGLE_TAPS] = list(native.facts.shape.taps)
+    return config, tensors
+
+
+EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
+UNSHIFTED = FileLayout(
+    "native", _taps_as_they_are, taps={"eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": 0}}
+)
+
+
+def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
+    """Return the layout by which SGLang reads the drafter's taps, where it is not the native one.
+
+    It adds 1 to each number inside `eagle_config`, which makes taps of layers counted from 0. For
+    the families of `SHIFTS` it does so only if the first number is 1, and takes the numbers as taps
+    otherwise: taps 2, 14, 25 are written as 1, 13, 24, and taps 3, 14, 25 as they are.
+    """
+    return UNSHIFTED if facts.family in SHIFTS and facts.shape.taps[0] != 2 else None
+
+
+EAGLE = (limits.ACTIVATION, limits.ODD_WIDTH, limits.ATTENTION_BIAS, *limits.TEXT_AND_DEPTH)
+NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES)
+BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
+BLOCK = (*limits.BLOCK, limits.PARTIAL_ROTARY, limits.DYNAMIC_ROPE)
+
+
+def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Settings:
+    """Return the shape of an EAGLE drafter or draft model, with SGLang's defaults for it.
+
+    It is a chain where topk is 1, elsewhere a tree of `tokens` nodes, the root counted. Raises
+    `UserError` for too few tokens.
+    """
+    levels, width = settings["steps"] or steps, settings["topk"] or topk
+    if width == 1:
+        return {"length": levels, "width": 1}
+    most = settings["tokens"] or max(tokens, levels + 1)
+    if most <= levels:
+        raise UserError(
+            f"sglang: tokens count the root too; {levels} steps need at least {levels + 1}, "
+            f"not {most}"
+        )
+    # the root has topk children; on each later level topk nodes have topk children each
+    candidates = width + (levels - 1) * width**2
+    return {"length": levels, "width": width, "nodes": min(most - 1, candidates)}
+
+
+def _whole_block(proposer: Any, settings: Settings) -> Settings:
+    """Return the settings of a block drafter, which drafts the whole block if nothing is said.
+
+    Raises `UserError` for settings that do not apply to blocks.
+    """
+    for key in ("steps", "topk"):
+        if settings[key] is not None:
+            raise UserError(
+                f"sglang drafts a block in one step, as a chain; leave out {key}, tokens says how "
+                "many"
+            )
+    tokens = settings["tokens"]  # which count the root
+    return block(proposer, {"drafts": proposer.longest if tokens is None else tokens - 1})
+
+
+class SglangFinish(Struct):
+    """Reason for which a reply ended."""
+
+    type: str = ""
+
+
+class SglangMeta(Struct):
+    """Object `meta_info` of an event, about the whole reply so far."""
+
+    completion_tokens: Count | None = None
+    finish_reason: SglangFinish | str | None = None
+    spec_verify_ct: Count | None = None
+    # Versions name the same counts differently; `ENGINE` says which names belong together.
+    spec_num_correct_drafts: Count | None = None
+    spec_accepted_drafts: Count | None = None
+    spec_accept_token_num: Count | None = None
+    spec_num_proposed_drafts: Count | None = None
+    spec_proposed_drafts: Count | None = None
+    spec_draft_token_num: Count | None = None
+    spec_correct_drafts_histogram: list[Count] | None = None
+    spec_accept_histogram: list[Count] | None = None
+
+
+class SglangChunk(Struct):
+    """Event of `/generate`."""
+
+    output_ids: list[Token] | None = None
+    meta_info: SglangMeta | None = None
+
+
+def _recognise(answers: Sequence[Any]) -> ServerFacts | None:
+    # Another engine may have such a path too, so SGLang's own keys decide.
+    for info in answers:
+        if isinstance(info, dict) and {"internal_states", "speculative_algorithm"} & info.keys():
+            speculates = None
+            if "speculative_algorithm" in info:
+                speculates = bool(info["speculative_algorithm"])
+            return ServerFacts(str(info.get("version", "")), speculates)
+    return None
+
+
+def _request(_: str, token_ids: list[int], sampling: Any, room: int) -> tuple[str, dict[str, Any]]:
+    parameters = {
+        "max_new_tokens": room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # SGLang's sign for no limit
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "skip_special_tokens": False,
+    }
+    return "/generate", {"input_ids": token_ids, "sampling_params": parameters, "stream": True}
+
+
+def _read(reply: Any, chunk: SglangChunk, now: float) -> None:
+    meta = chunk.meta_info or SglangMeta()
+    reply.meta |= {name: value for name, value in asdict(meta).items() if value is not None}
+    total = meta.completion_tokens or 0
+    if total > reply.tokens:
+        reply.arrivals.append(now)
+        reply.tokens = total
+    if (ids := chunk.output_ids) is not None:
+        # By a server option, a chunk has the ids of the whole reply so far, or its own ids only.
+        # The number of tokens decides which; if it fits neither, the ids are not known.
+        appended = [*(reply.ids or []), *ids]
+        if len(ids) == total:
+            reply.ids = ids
+        elif len(appended) == total:
+            reply.ids = appended
+        else:
+            reply.ids = None
+    reason = meta.finish_reason
+    if isinstance(reason, SglangFinish):
+        reason = reason.type
+    reply.finish = reason or reply.finish
+
+
+ENGINE = ServingEngine(
+    name="sglang",
+    title="SGLang",
+    place=2,
+    chains_only=False,
+    recipes={
+        "eagle3": Recipe(
+            partial(_serve, "EAGLE3"),
+            NOTES,
+            (
+                *EAGLE,
+                limits.EAGLE3_NORMS,
+                # SGLang recognises a state that was fused already by its width.
+                limits.remark(
+                    lambda facts: (
+                        len(facts.shape.taps) * facts.shape.target_hidden_size
+                        == facts.shape.hidden_size
+                    ),
+                    "its taps are as wide as its own state, so they are taken for one and fc is "
+                    "left out",
+                ),
+                limits.NORM_BEFORE_RESIDUAL,
+                limits.remark(
+                    lambda facts: facts.family in SHIFTS and facts.shape.taps[0] == 1,
+                    "for {family} targets it reads a first tap of 1 as 2",
+                ),
+            ),
+            other_layout=_eagle3_layout,
+        ),
+        "eagle1": Recipe(partial(_serve, "EAGLE"), NOTES, (*EAGLE, *limits.EAGLE1), EAGLE1_LAYOUT),
+        "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK),
+        "dspark": Recipe(partial(_serve_block, "dspark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
+        "draft_model": Recipe(partial(_serve, "STANDALONE"), (limits.READ_ONLY,)),
+    },
+    like=Like(
+        # speculative-num-steps, -eagle-topk and -num-draft-tokens; None is SGLang's own default,
+        # which depends on the drafter.
+        {"steps": None, "topk": None, "tokens": None},
+        dict.fromkeys(("eagle1", "eagle3"), partial(_tree, 5, 4, 8))
+        | dict.fromkeys(("dflash", "dspark"), _whole_block)
+        | {"draft_model": partial(_tree, 3, 1, 4)},
+        least={"tokens": 2},  # the root and at least one draft
+    ),
+    server=ServerProtocol(
+        # One path or the other, depending on the version.
+        paths=("/server_info", "/get_server_info"),
+        recognise=_recognise,
+        request=_request,
+        chunk=SglangChunk,
+        read=_read,
+        counts=ReplyCounts(
+            rounds="spec_verify_ct",
+            # newest first
+            accepted=("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
+            drafted=("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
+            histograms=("spec_correct_drafts_histogram", "spec_accept_histogram"),
+            definition="(completion_tokens - 1 for the prefill's) / spec_verify_ct of the measured "
+            "replies",
+        ),
+        definition="1 + accepted / spec_verify_ct of the measured replies; its own "
+        "spec_accept_length has the prefill's token in the numerator",
+    ),
+)

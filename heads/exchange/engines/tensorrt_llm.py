@@ -1,0 +1,57 @@
+"""TensorRT-LLM, of which the PyTorch backend is meant."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from shlex import quote
+from typing import Any
+
+from . import limits
+from .engine import ExportRequest, Recipe, ServingEngine
+
+
+def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
+    """Return the serve command with this decoding type."""
+    lines = [
+        "speculative_config:",
+        f"  decoding_type: {kind}",
+        f"  max_draft_len: {request.drafts}",
+    ]
+    # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
+    lines.append(f"  speculative_model: {json.dumps(request.out)}")
+    # The engine counts layers from 0.
+    if kind == "Eagle3":
+        lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")
+    yaml = "\n".join(lines)
+    return (
+        f"cat > speculative.yaml <<'END'\n{yaml}\nEND\ntrtllm-serve {quote(request.target)} "
+        "--config speculative.yaml"
+    )
+
+
+BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
+BLOCK = (*limits.BLOCK, limits.ATTENTION_BIAS, limits.PARTIAL_ROTARY, limits.DYNAMIC_ROPE)
+
+ENGINE = ServingEngine(
+    name="trtllm",
+    title="TensorRT-LLM",
+    place=3,
+    recipes={
+        "eagle3": Recipe(
+            partial(_serve, "Eagle3"),
+            (limits.CHAIN, limits.READ_ONLY, *limits.EAGLE_NOTES),
+            (
+                *limits.EAGLE3,
+                limits.PARTIAL_ROTARY,
+                *limits.TEXT_AND_DEPTH,
+                limits.EAGLE3_NORMS,
+                limits.ATTENTION_BIAS,
+                limits.NORM_BEFORE_RESIDUAL,
+            ),
+        ),
+        "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK),
+        "dspark": Recipe(partial(_serve, "DSpark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
+        "draft_model": Recipe(partial(_serve, "Draft_Target"), (limits.READ_ONLY,)),
+    },
+)

@@ -1,0 +1,34 @@
+"""TGI, Hugging Face's text-generation-inference, of 2026."""
+
+from __future__ import annotations
+
+from shlex import quote
+from typing import Any
+
+from . import limits
+from .engine import DrafterFacts, ExportRequest, Recipe, ServingEngine
+
+
+def _serve(request: ExportRequest, _: Any) -> str:
+    return f"text-generation-launcher --model-id {quote(request.out)} --speculate {request.drafts}"
+
+
+def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
+    config = facts.drafter.config
+    if not config.shared_head or config.num_layers == 1:
+        return None
+    return "it reads heads that share the target's output matrix with one layer each only"
+
+
+ENGINE = ServingEngine(
+    name="tgi",
+    title="TGI",
+    place=5,
+    recipes={
+        "medusa": Recipe(
+            _serve,
+            (limits.CHAIN, limits.READ_ONLY, limits.shared_head),
+            (_shared_head_of_one_layer,),
+        )
+    },
+)

@@ -1,0 +1,206 @@
+"""vLLM, whose drafts are chains; facts of 0.32 and 0.33."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from ...errors import UserError
+from . import limits
+from .engine import (
+    DrafterFacts,
+    ExportRequest,
+    FileLayout,
+    Files,
+    Like,
+    NativeFiles,
+    Recipe,
+    ServingEngine,
+    Settings,
+)
+from .like import block, chain, lookup
+from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
+
+NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
+V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
+NO_MEDUSA = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
+METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
+"""vLLM's names of kinds that it calls otherwise."""
+
+
+def _serve(method: str, request: ExportRequest, _: Any) -> str:
+    """Return the serve command with this speculative method."""
+    # The method is named, since vLLM would otherwise guess it from the path (`guess`).
+    config = {"method": method, "model": request.out, "num_speculative_tokens": request.drafts}
+    speculation = quote(json.dumps(config))
+    return f"vllm serve {quote(request.target)} --speculative-config {speculation}"
+
+
+def _with_head(files: NativeFiles) -> Files:
+    """Return Medusa heads with the target's output matrix, which vLLM takes from there only."""
+    if files.head is None:
+        raise UserError(
+            "vllm wants the target's output matrix beside heads that share it; name the "
+            "target with --target"
+        )
+    matrix = files.head.detach().to("cpu", next(iter(files.tensors.values())).dtype)
+    return files.config, files.tensors | {"lm_heads.0.weight": matrix.contiguous().clone()}
+
+
+MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head)
+
+
+def _medusa_layout(facts: DrafterFacts) -> FileLayout | None:
+    return MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
+
+
+def guess(path: str, kind: str) -> str | None:
+    """Return the method that vLLM would take from the path, unless `kind` needs that one; or None.
+
+    Where no method is given, vLLM looks for these parts of the path in lower case, in this order:
+    `my-eagle-3-head` becomes EAGLE-1. vLLM looks at the whole path and this function at the last
+    name only, because the folders above it are the user's; the printed commands name the method.
+    """
+    signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+    name = Path(path).name.lower()
+    # The order matters: my-eagle-eagle3 holds both signs, and vLLM takes the first.
+    guessed = next((method for sign, method in signs if sign in name), None)
+    return None if guessed == METHODS.get(kind, kind) else guessed
+
+
+def _heads(proposer: Any, settings: Settings) -> Settings:
+    """Return the settings of Medusa heads, which vLLM has up to 0.32."""
+    return {"length": min(settings["drafts"], proposer.longest), "width": 1}
+
+
+def _rule(kind: str, settings: Settings) -> Literal["match", "rejection", "recursive"]:
+    """Return the acceptance rule.
+
+    Drawn drafts are judged by block verification or by standard rejection, which for a chain is
+    recursive rejection with one child a node (docs/verification.md#rejection-rules).
+    """
+    if settings["draws"] == "greedy" or kind in ("medusa", "ngram"):
+        return "match"
+    return "rejection" if settings["verify"] == "block" else "recursive"
+
+
+class VllmUsage(Struct):
+    """Numbers of tokens of a request."""
+
+    completion_tokens: Count = 0
+
+
+class VllmChoice(Struct):
+    """Piece of a reply in a chunk."""
+
+    text: str | None = None
+    token_ids: list[Token] | None = None
+    finish_reason: str | None = None
+
+
+class VllmChunk(Struct):
+    """Event of `/v1/completions`; the last one of a stream has `usage` and no piece."""
+
+    choices: list[VllmChoice] | None = None
+    usage: VllmUsage | None = None
+
+
+def _recognise(answers: Sequence[Any]) -> ServerFacts:
+    """Return facts of any server: vLLM is recognised by its counters alone, so it is asked last."""
+    (version,) = answers
+    return ServerFacts(str(version.get("version", "")) if isinstance(version, dict) else "")
+
+
+def _request(
+    model: str, token_ids: list[int], sampling: Any, room: int
+) -> tuple[str, dict[str, Any]]:
+    # vLLM takes what a request leaves out from the model's generation_config.json.
+    return "/v1/completions", {
+        "model": model,
+        "prompt": token_ids,
+        "max_tokens": room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+
+
+def _read(reply: Any, chunk: VllmChunk, now: float) -> None:
+    # A vLLM that sends no ids counts its tokens in the event after the last chunk.
+    if chunk.usage is not None and reply.ids is None:
+        reply.tokens = chunk.usage.completion_tokens
+    for choice in chunk.choices or []:
+        if choice.token_ids:
+            reply.ids = [*(reply.ids or []), *choice.token_ids]
+            reply.tokens = len(reply.ids)
+        reply.finish = choice.finish_reason or reply.finish
+        # The last chunk may be empty: an end token has no text. It counts if it is the only one.
+        if choice.token_ids or choice.text or (reply.finish and not reply.arrivals):
+            reply.arrivals.append(now)
+
+
+COUNTERS = CounterNames(
+    prefix="vllm:",
+    generated="generation_tokens",
+    running=("num_requests_running", "num_requests_waiting"),
+    cached="prefix_cache_hits",
+    queried=("prefix_cache_queries",),
+    chunk_of_step=True,
+)
+
+ENGINE = ServingEngine(
+    name="vllm",
+    title="vLLM",
+    place=0,
+    guess=guess,
+    recipes={
+        "eagle3": Recipe(partial(_serve, "eagle3"), NOTES, limits.EAGLE3),
+        "eagle1": Recipe(partial(_serve, "eagle"), NOTES, (*limits.EAGLE3, *limits.EAGLE1)),
+        "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), limits.BLOCK),
+        "dspark": Recipe(
+            partial(_serve, "dspark"),
+            (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
+            (*limits.BLOCK, limits.TRANSITION),
+        ),
+        "draft_model": Recipe(partial(_serve, "draft_model")),
+        "medusa": Recipe(
+            partial(_serve, "medusa"),
+            (limits.CHAIN, NO_MEDUSA, limits.shared_head),
+            other_layout=_medusa_layout,
+        ),
+    },
+    like=Like(
+        # num_speculative_tokens (for which vLLM itself has no default), draft_sample_method and
+        # rejection_sample_method.
+        {"drafts": 3, "draws": "greedy", "verify": "standard"},
+        dict.fromkeys(("eagle1", "eagle3", "draft_model"), chain)
+        | dict.fromkeys(("dflash", "dspark"), block)
+        | {"medusa": _heads, "ngram": lookup},
+        {"draws": ("greedy", "probabilistic"), "verify": ("standard", "block")},
+        rule=_rule,
+    ),
+    server=ServerProtocol(
+        paths=("/version",),
+        recognise=_recognise,
+        request=_request,
+        chunk=VllmChunk,
+        read=_read,
+        counts=COUNTERS,
+        definition="1 + accepted / drafts of its counters: without steps that had no draft, with "
+        "drafts accepted behind a reply's end",
+        no_tokens="counts no tokens in /metrics as a vLLM does; start the vLLM without "
+        "--disable-log-stats, and name the engine itself, not a gateway before it",
+    ),
+)

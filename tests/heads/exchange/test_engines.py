@@ -1,0 +1,71 @@
+"""An engine is one file: a made-up one is exported to, imitated and listed with no other change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import ENGINES, limits
+from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine
+from draftsmith.heads.exchange.engines.like import chain
+from draftsmith.heads.exchange.exporter import export
+from draftsmith.heads.exchange.exports import also_read_by, recipe_for
+from draftsmith.heads.exchange.kinds import TITLES
+from draftsmith.inference.evaluation import engines
+from tests.heads.exchange.random_artifacts import eagle, heads, order
+
+TOY = ServingEngine(
+    name="toy",
+    title="Toy",
+    recipes={
+        "eagle3": Recipe(
+            lambda request, _: f"toy {request.target} {request.out}",
+            ("A toy.", limits.drafted_share),
+            (limits.FC_BIAS,),
+        )
+    },
+    like=Like({"drafts": 2}, {"eagle3": chain}),
+)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES, "toy", TOY)
+    monkeypatch.setitem(engines.IMITATED, "toy", TOY.like)
+
+
+def test_a_drafter_is_exported_to_it(tmp_path: Path) -> None:
+    written = export(eagle("eagle3 draft vocabulary"), order("toy", tmp_path / "drafter"))
+    assert written.serve == f"toy the/target {tmp_path / 'drafter'}"
+    assert written.notes[0] == "A toy." and "Drafts " in written.notes[1]
+    assert not written.replaced
+    own = json.loads((tmp_path / "drafter" / "draftsmith.json").read_text())
+    assert (own["export"]["engine"], own["export"]["layout"]) == ("toy", "native")
+
+
+def test_it_says_what_it_does_not_take() -> None:
+    with pytest.raises(UserError, match="toy cannot serve this drafter: its fc has a bias"):
+        recipe_for("toy", eagle(fc_bias=True))
+    with pytest.raises(UserError, match="toy takes EAGLE-3, not Medusa heads; .* to vllm, tgi, hf"):
+        recipe_for("toy", heads())
+
+
+def test_it_is_listed_where_others_write_the_same_files() -> None:
+    assert also_read_by("vllm", eagle()) == ["sglang", "trtllm", "llamacpp", "toy"]
+
+
+def test_it_is_imitated_with_its_defaults() -> None:
+    assert engines.ImitatedEngine("toy").settings == {"drafts": 2}
+    with pytest.raises(UserError, match="toy has no setting 'draws' here; there are: drafts"):
+        engines.ImitatedEngine("toy:draws=greedy")
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
+def test_an_engine_takes_kinds_that_there_are(engine: ServingEngine) -> None:
+    assert engine.recipes.keys() <= TITLES.keys()
+    if engine.like is not None:
+        assert engine.like.shapes.keys() - {"ngram"} <= engine.recipes.keys()
+        assert engine.like.choices.keys() | engine.like.least.keys() <= engine.like.settings.keys()

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.inference.evaluation import options as evaluation_options
-from draftsmith.train import options as train_options
-from draftsmith.train.command_line.parse import check_known, field_types, positional
-from draftsmith.train.command_line.spelling import spelled
-from draftsmith.train.commands.cli import VERBS
+from draftsmith.train.command_line.fields import fields_of, positional
+from draftsmith.train.command_line.parse import given_options
+from draftsmith.train.commands.verbs import options_of_verb
 from draftsmith.train.method import method_named
 
 from tests.conftest import PYTHON, ROOT
@@ -112,12 +110,10 @@ def options_of(words: list[str]) -> tuple[Any, list[str]]:
     """Return the class of a command's options, and the words behind the command."""
     if words[0] == "draftsmith":
         count = 2 if words[1] == "data" else 1
-        _, options, _ = VERBS[" ".join(words[1 : 1 + count])]
-        module = train_options if hasattr(train_options, options) else evaluation_options
-        return getattr(module, options), words[1 + count :]
+        return options_of_verb(" ".join(words[1 : 1 + count])), words[1 + count :]
     at = words.index("draftsmith.train") + 1
     if words[at : at + 2] == ["data", "extract"]:
-        return train_options.ExtractOptions, words[at + 2 :]
+        return options_of_verb("data extract"), words[at + 2 :]
     return method_named(words[at]).run_class, words[at + 1 :]
 
 
@@ -129,9 +125,9 @@ def test_commands_of_documents_exist_with_their_options(document: Path) -> None:
         if "METHOD" in words or "..." in words or len(words) < 2:
             continue  # a form, not a command
         options, arguments = options_of(words)
-        types = field_types(options)
-        known = spelled(arguments, types, next(iter(positional(options)), None))
-        check_known(known, types, " ".join(words))  # exits where an option does not exist
+        types = {option.name: option.kind for option in fields_of(options)}
+        # raises an error where an option does not exist
+        assert [*given_options(arguments, types, positional(options))] or not arguments
 
 
 RUNNABLE = [file for file in DOCUMENTS if BLOCK.search(file.read_text())]

@@ -31,7 +31,7 @@ from ...inference.targets.target import TargetSource
 from ..data.templates import encode
 from ..inputs import embedding_and_head_in
 from ..methods.vocabulary import special_ids
-from ..options import ExportOptions as Options
+from .options import ExportOptions as Options
 
 
 @dataclass

@@ -28,8 +28,8 @@ from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
 from ...inference.targets.stored import StoredTarget
 from ..inputs import embedding_and_head_in
-from ..options import ImportOptions as Options
 from ..provenance import provenance
+from .options import ImportOptions as Options
 
 # Files of a repository on the hub that are loaded.
 READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]

@@ -12,7 +12,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from draftsmith.train.commands.exporting import run
-from draftsmith.train.options import ExportOptions
+from draftsmith.train.commands.options import ExportOptions
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -20,8 +20,8 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands.regenerate import Share, run
 from draftsmith.train.commands.tasks import mend, questions
 from draftsmith.train.data.templates import encode
-from draftsmith.train.options import RegenerateOptions as Options
-from draftsmith.train.options import ReplySampling, ServerOptions
+from draftsmith.train.commands.options import RegenerateOptions as Options
+from draftsmith.train.commands.options import ReplySampling, ServerOptions
 
 from tests.conftest import tiny_target
 from tests.train.data.test_tables import write

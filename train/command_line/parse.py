@@ -89,11 +89,14 @@ class Values(Generic[T]):
             tables[table][last] = tables[name]
         return tables[""]
 
-    def made(self, place: Place) -> T:
-        """Return the dataclass. Raises `UserError`."""
+    def check_complete(self, place: Place) -> None:
+        """Raise `UserError` where an option has no value that needs one."""
         options = [name for name, kind in self.types.items() if not is_dataclass(kind)]
         if names := [place.name(name) for name in options if name not in self.flat]:
             raise UserError(f"{joined(names)} {'is' if len(names) == 1 else 'are'} missing")
+
+    def made(self) -> T:
+        """Return the dataclass. Raises `UserError`."""
         try:
             return msgspec.convert(self.nested(), self.config_class)
         except msgspec.ValidationError as error:  # caused by the `UserError` of a `__post_init__`
@@ -119,12 +122,16 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
                 plain = from_word(kind, value) if isinstance(value, str) else value
                 values.put(name, plain, COMMAND_LINE, name in given)
             given.add(name)
-        if "print_config" not in given:
-            return values.made(COMMAND_LINE)
+        if "print_config" in given:
+            print(yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True), end="")
+            raise SystemExit(0)
+        values.check_complete(COMMAND_LINE)
     except UserError as error:
         fail(f"{error} (see {prog} --help)")
-    print(yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True), end="")
-    raise SystemExit(0)
+    try:
+        return values.made()
+    except UserError as error:
+        fail(str(error))
 
 
 def options_from(
@@ -142,7 +149,8 @@ def options_from(
         part = is_dataclass(values.types.get(name))
         name = "data.sources" if name == "data" and part and not isinstance(value, dict) else name
         values.put(name, value, PYTHON)
-    return values.made(PYTHON)
+    values.check_complete(PYTHON)
+    return values.made()
 
 
 def check_known(name: str, types: dict[str, Any], place: Place) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from draftsmith.train.commands.plan import Options, count, hours, planned
 from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.method import METHODS

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from draftsmith.heads import dflash, dspark
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
@@ -16,7 +17,6 @@ from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TREE_SETTINGS, TreeSettings
-
 from tests.eagles import committed
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import ROOT
 
 KINDS: dict[str, dict[str, Any]] = {

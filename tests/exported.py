@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.layouts import BLOCKS
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.settings import TargetConfig
-
 from tests.conftest import QUICKSTART, ROOT
 
 DRAFTS, REPLY, PROMPTS = 3, 96, 24

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from draftsmith.heads.errors import UserError, first_line
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposer import Proposer
@@ -13,10 +17,6 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target, checked
 from draftsmith.inference.tree_settings import TreeSettings
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from tests.conftest import make_tokenizer
 from tests.eagles import random_eagle
 

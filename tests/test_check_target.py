@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.heads.fingerprint import LARGEST_EXACT
 
+from draftsmith.heads.fingerprint import LARGEST_EXACT
 from tests.conftest import PYTHON, ROOT, tiny_target
 from tests.train.test_loop import environment
 

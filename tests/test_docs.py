@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.train.command_line.fields import fields_of, positional
 from draftsmith.train.command_line.parse import given_options
 from draftsmith.train.commands.verbs import options_of_verb
 from draftsmith.train.method import method_named
-
 from tests.conftest import PYTHON, ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])

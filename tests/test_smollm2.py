@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.heads.exchange.exporter import load_alone
 
+from draftsmith.heads.exchange.exporter import load_alone
 from tests.conftest import ROOT
 
 SCRIPTS = ROOT / "scripts" / "smollm2"

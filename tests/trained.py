@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
@@ -19,7 +20,6 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
-
 from tests.conftest import ROOT
 
 MEDUSA = ROOT / "scripts" / "quickstart" / "drafters" / "medusa"

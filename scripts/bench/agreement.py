@@ -18,6 +18,9 @@ import json
 import sys
 
 import torch
+from rich.console import Console
+from rich.table import Table
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
@@ -25,8 +28,6 @@ from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_for_decoding
-from rich.console import Console
-from rich.table import Table
 
 BATCH = 16
 

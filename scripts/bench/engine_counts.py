@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exporter import export, load_alone
 from draftsmith.heads.exchange.layouts import ExportRequest

@@ -34,6 +34,10 @@ from pathlib import Path
 
 import httpx
 import torch
+from engine_counts import CPU, exported, run
+from rich.console import Console
+from rich.table import Table
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.checks import numbers
 from draftsmith.inference.evaluation.evaluate import measured
@@ -41,9 +45,6 @@ from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.results import ServerFigures
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_for_decoding
-from engine_counts import CPU, exported, run
-from rich.console import Console
-from rich.table import Table
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GGUF = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0"}

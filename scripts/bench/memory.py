@@ -27,16 +27,17 @@ from typing import Any
 
 import psutil
 import torch
+from random_models import training_step
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from draftsmith.distill.draft_models import DraftModelConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
-from random_models import training_step
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 WHOLE = {"rows_per_chunk": 1 << 30}
 CASES: list[tuple[str, str, dict[str, Any]]] = [

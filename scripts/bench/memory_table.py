@@ -18,11 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.method import method_named
 from draftsmith.train.planning.step_memory import StepMemory, memory_of_step
-from rich.console import Console
-from rich.table import Table
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 HEADS: dict[str, dict[str, Any]] = {

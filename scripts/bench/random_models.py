@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from draftsmith.heads import dflash, dspark
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
@@ -22,8 +25,6 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
 from draftsmith.train.method import method_named
 from draftsmith.train.objectives import TrainingModule
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 TINY = {

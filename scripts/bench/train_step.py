@@ -32,14 +32,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
+
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import Features
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.eagle_loss import EagleLoss
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 256

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate

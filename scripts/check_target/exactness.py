@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation, Request, generate

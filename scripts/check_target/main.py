@@ -9,17 +9,18 @@ import signal
 import sys
 from pathlib import Path
 
-# The steps run in forks of this process: what is imported here, none of them imports again. Nothing
-# may be computed here.
-import draftsmith.inference.evaluation.evaluate
-import draftsmith.train.loop  # noqa: F401
 from arguments import parsed
-from draftsmith.heads.errors import UserError
 from rich.console import Console
 from rich.table import Table
 from runner import Outcome, Runner, run_isolated
 from shapes import make_shape
 from steps import Plan, every_step
+
+# The steps run in forks of this process: what is imported here, none of them imports again. Nothing
+# may be computed here.
+import draftsmith.inference.evaluation.evaluate
+import draftsmith.train.loop  # noqa: F401
+from draftsmith.heads.errors import UserError
 
 GIB = 2**30
 COLORS = {"pass": "green", "FAIL": "red", "skipped": "yellow"}

@@ -19,17 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import draftsmith
 import httpx
 import torch
+from exactness import NEAR_TIE
+from transformers import AutoModelForCausalLM
+
+import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.settings import GREEDY
-from exactness import NEAR_TIE
-from transformers import AutoModelForCausalLM
 
 CLI = "from draftsmith.train.commands.cli import main; main()"
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from arguments import CONFIGS, known_shapes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import whole_directory
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "scripts" / "quickstart" / "target"

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from runner import TRAIN, Command, Step
+
 from draftsmith.heads.exchange.exports import RECIPES
 from draftsmith.heads.files import checksum
 from draftsmith.train.outline import config_at
-from runner import TRAIN, Command, Step
 
 HERE = Path(__file__).parent
 ENGINE_RANK = HERE.parent / "bench" / "engine_rank.py"

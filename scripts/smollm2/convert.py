@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.heads.files import whole_directory
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.files import whole_directory
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -8,6 +8,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from draftsmith.distill.divergences import (
     NEEDS_LABELS,
     Divergence,
@@ -23,10 +28,6 @@ from draftsmith.distill.divergences import (
     top_k_kl,
     total_variation,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 NAMES = get_args(Divergence)
 V = 12

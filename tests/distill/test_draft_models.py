@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
 from draftsmith.distill.draft_models import (
     FACTORS,
     DraftModelConfig,
@@ -30,9 +33,6 @@ from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.features import check_packing
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-
 from tests.architectures import architecture
 from tests.conftest import make_tokenizer, tiny_target
 

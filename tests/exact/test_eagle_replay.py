@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
@@ -16,7 +17,6 @@ from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.eagle import METHOD
-
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle
 from tests.trained import chat_prompts

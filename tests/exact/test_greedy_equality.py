@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+
 from draftsmith.inference.decode import Generation, generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
@@ -14,7 +15,6 @@ from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
-
 from tests.architectures import (
     ARCHITECTURES,
     NO_EARLY_EXIT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.growth import grow
@@ -14,7 +15,6 @@ from draftsmith.inference.replay import replay
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.medusa import METHOD
-
 from tests.conftest import random_heads, tiny_target
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 

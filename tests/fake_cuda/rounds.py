@@ -16,6 +16,11 @@ from unittest.mock import patch
 
 import torch
 from accelerate import dispatch_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.inference import decode
 from draftsmith.inference.rounds import attention
@@ -23,11 +28,6 @@ from draftsmith.inference.rounds.decision import Decision, Packed
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.fused import FusedDecoder
 from draftsmith.inference.targets.target import Target
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from tests.architectures import architecture, proposers
 
 VIEWS = {

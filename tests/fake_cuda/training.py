@@ -17,6 +17,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.inference.targets import documents as documents_module
 from draftsmith.inference.targets.target import Target
@@ -27,12 +33,6 @@ from draftsmith.train.method import method_named
 from draftsmith.train.methods import blocks, dflash, unroll
 from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
 from tests.architectures import architecture
 from tests.blocks import random_block
 from tests.conftest import random_heads

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, linear_fit, shape_for
 from draftsmith.heads.dspark import DSparkConfig
@@ -17,9 +20,6 @@ from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.target import Target
-from safetensors.torch import load_file, save_file
-from torch.nn import functional
-
 from tests.architectures import architecture
 from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleConfig, EagleDrafter, default_taps, shape_for
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.targets.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, default_taps, shape_for
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.targets.target import Target
 from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle

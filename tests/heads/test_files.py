@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+
 from draftsmith.heads import files
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import remove_partials, whole_directory, whole_file

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, MixtralConfig
+
 from draftsmith.heads.fingerprint import (
     LARGEST_EXACT,
     changed_numbers,
@@ -18,9 +22,6 @@ from draftsmith.heads.fingerprint import (
 )
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig, MixtralConfig
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2_EMBEDDING = 49152 * 576

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from draftsmith.heads import locks
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import remove_partials

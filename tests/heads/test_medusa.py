@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.packed import PackedLinear
-
 from tests.conftest import tiny_target
 
 

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from draftsmith.heads import pretrained
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import inside

@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.heads.vocabulary import ids_of_offsets, most_frequent, offsets, to_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.vocabulary import ids_of_offsets, most_frequent, offsets, to_target
 
 
 def test_the_most_frequent_tokens_and_the_special_ones_in_order() -> None:

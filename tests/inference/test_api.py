@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import hub
 from draftsmith.inference import api, load
 from draftsmith.inference.detokenize import StreamedText
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import python
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.conftest import QUICKSTART, ROOT, tiny_target
 from tests.trained import questions
 

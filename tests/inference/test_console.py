@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from draftsmith.inference import console
 from draftsmith.inference.console import Progress, clock
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import check_spec, parse_spec
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import resolve_dtype
-
 from tests.conftest import QUICKSTART
 
 DRAFTERS = QUICKSTART.parent / "drafters"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.inference.rounds import device
 from draftsmith.inference.rounds.attention import aligned
 from draftsmith.inference.rounds.cache import TreeCache
-
 from tests.conftest import ROOT
 from tests.fake_cuda.build import run_with_guard
 

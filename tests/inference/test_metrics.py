@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.evaluation.figures import figures_of_replies
 from draftsmith.inference.metrics import (

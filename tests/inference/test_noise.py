@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 
 import torch
-from draftsmith.inference.rounds import noise
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftsmith.inference.rounds import noise
 
 MASK = (1 << 64) - 1
 CPU = torch.device("cpu")

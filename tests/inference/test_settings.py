@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import NgramLookup

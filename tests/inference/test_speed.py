@@ -13,8 +13,8 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from draftsmith.inference.targets.target import Target
 
+from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
 from tests.trained import chat_prompts
 

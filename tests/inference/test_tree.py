@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.inference.rounds.cache import TreeCache
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 

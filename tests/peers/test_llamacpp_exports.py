@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exports as layouts
@@ -33,7 +34,6 @@ from draftsmith.inference.evaluation.engines import Engine
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target
-
 from tests.blocks import changed_block
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import all_tokens, changed, committed, random_eagle, vary, widened

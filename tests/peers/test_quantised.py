@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.fingerprint import weights_hash
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.config import TargetConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
 from tests.train.test_loop import logged, train

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.exporter import export, load_alone
 from draftsmith.heads.exchange.exports import kind_of
@@ -26,7 +27,6 @@ from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-
 from tests.blocks import changed_block, share_key_norms
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import changed, committed, vary, widened

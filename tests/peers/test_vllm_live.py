@@ -23,13 +23,13 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.server.counters import read_counters
 from draftsmith.inference.settings import TargetConfig
-from transformers import AutoTokenizer
-
 from tests.conftest import QUICKSTART
 
 pytestmark = [

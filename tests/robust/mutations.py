@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.train.commands.cli import main
-
 from tests.conftest import PYTHON
 
 SECONDS = 20

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from draftsmith.heads.errors import UserError
 
+from draftsmith.heads.errors import UserError
 from tests.conftest import QUICKSTART, ROOT
 from tests.robust.mutations import MANY, complaints, trials
 from tests.tampered import seal
@@ -270,9 +270,10 @@ def test_an_adapter_imports_no_module(
     tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """peft would import one that begins with `megatron.`, and older versions any."""
+    from peft import LoraConfig, get_peft_model
+
     from draftsmith.inference.settings import TargetConfig
     from draftsmith.inference.targets.target import load_target
-    from peft import LoraConfig, get_peft_model
 
     base = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     adapted = get_peft_model(base.model, LoraConfig(r=2, target_modules=["q_proj"]))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.heads.stored_tensors import StoredTensors
 from safetensors.torch import save
 
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.stored_tensors import StoredTensors
 from tests.heads.exchange.random_artifacts import heads
 from tests.heads.exchange.test_public import store
 from tests.robust.mutations import TOTALS, outcome

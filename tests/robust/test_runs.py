@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder
-
 from tests.conftest import QUICKSTART
 from tests.robust.mutations import MANY, complaints, forked, outcome, trials
 from tests.train.data.test_store import config_for, extract

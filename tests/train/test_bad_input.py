@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.train.commands.cli import main
-
 from tests.conftest import PYTHON, STORIES, make_tokenizer, random_heads, tiny_target
 from tests.train.data.test_tables import chat, write
 from tests.train.test_loop import environment, make_config

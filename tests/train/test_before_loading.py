@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import draftsmith
 import pytest
+
+import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands.cli import main
-
 from tests.conftest import QUICKSTART, ROOT
 
 DSPARK = QUICKSTART.parent / "drafters" / "dspark"

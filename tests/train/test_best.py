@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round, tau
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.tables import load
 from draftsmith.train.evaluation import PLAIN_PROMPT, SAMPLING, held_out_prompts
-
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.data.test_tables import write
 from tests.train.test_loop import train

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import damage
 from draftsmith.train import endings
 from draftsmith.train.checkpoint import RunFolder
-
 from tests.train.test_loop import LAUNCH, environment, make_config
 
 SIMULATE = ["simulate", "--acceptance", "0.8"]

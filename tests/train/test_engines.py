@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.checkpoint import RunFolder
-
 from tests.conftest import PYTHON, ROOT
 from tests.train.test_faults import curve, disturb
 from tests.train.test_loop import METHODS, environment, make_config, resumed_at, train, weights

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from draftsmith.train.methods.backends import bucket
 
+from draftsmith.train.methods.backends import bucket
 from tests.fake_cuda.build import run_with_guard
 
 

@@ -22,12 +22,12 @@ import psutil
 import pytest
 import torch
 import yaml
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.methods.medusa import MedusaRun
-
 from tests.conftest import PYTHON
 from tests.train.test_loop import (
     LAUNCH,

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from draftsmith.train.checkpoint import RunFolder
 
+from draftsmith.train.checkpoint import RunFolder
 from tests.conftest import PYTHON, QUICKSTART
 from tests.train.data.test_store import config_for
 from tests.train.data.test_tables import write

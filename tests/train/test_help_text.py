@@ -7,6 +7,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+
 from draftsmith.train.command_line.fields import options_of_class
 from draftsmith.train.command_line.help_text import help_page, pairs_together, usage_of, wrapped
 from draftsmith.train.commands.verbs import VERBS, options_of_verb

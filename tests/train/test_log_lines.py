@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.inference.console import Console
 from draftsmith.inference.evaluation.training_log import METRICS_FILE
 from draftsmith.train.evaluation import Estimate, Measurement, evaluate

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 import yaml
-from draftsmith.heads.errors import UserError
-from draftsmith.train.config import Evaluation
 from safetensors.torch import load_file
 
+from draftsmith.heads.errors import UserError
+from draftsmith.train.config import Evaluation
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.data.test_tables import chat, write
 

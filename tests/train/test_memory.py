@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.errors import UserError
 from draftsmith.train.data.features import Features, LiveTarget, check_packing
@@ -14,8 +16,6 @@ from draftsmith.train.memory import recomputed, recomputing
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.runs import EagleLoss
-from torch import Tensor, nn
-
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
 from tests.train.methods.test_alignment import batch_of

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from draftsmith.train.commands.cli import main
 
+from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.test_bad_input import expect, quick
 

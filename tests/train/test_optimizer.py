@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import DistributedType
+from torch import nn
+
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.config import Optim
 from draftsmith.train.parallel import check_optimizer
 from draftsmith.train.schedule import hidden_matrices, make_optimizer
-from torch import nn
-
 from tests.conftest import tiny_target
 
 OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9), momentum=0.7, muon_weight_decay=0.2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.train.command_line.fields import fields_of
 from draftsmith.train.command_line.parse import given_options, options_from, parse

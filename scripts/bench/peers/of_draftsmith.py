@@ -6,14 +6,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from peer_data import Data, Document
+from transformers import AutoModelForCausalLM
+
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.eagle_loss import EagleLoss
-from peer_data import Data, Document
-from transformers import AutoModelForCausalLM
 
 DEFAULT_STEPS = 7
 LOG_EVERY = 10

@@ -28,16 +28,17 @@ from pathlib import Path
 import numpy as np
 import peer_data
 import torch
-from draftsmith.inference.targets.target import load_target
-from draftsmith.train.command_line.parse import parse
-from draftsmith.train.data import tables
-from draftsmith.train.data.batches import Batches
-from draftsmith.train.methods.eagle import EagleRun
 from peer_data import Document, Shape
 from rich.console import Console
 from rich.table import Table
 from speed import HERE, missing, python_of
 from transformers import AutoModelForCausalLM
+
+from draftsmith.inference.targets.target import load_target
+from draftsmith.train.command_line.parse import parse
+from draftsmith.train.data import tables
+from draftsmith.train.data.batches import Batches
+from draftsmith.train.methods.eagle import EagleRun
 
 CONFIG = "configs/eagle/quickstart.yaml"
 TREE = "length=5,width=8,nodes=16"

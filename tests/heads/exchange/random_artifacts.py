@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.heads.exchange.foreign import TargetSide
 from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.targets.target import Target
-
 from tests.blocks import random_block
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import KINDS, random_eagle

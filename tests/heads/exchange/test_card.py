@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+
 from draftsmith.heads.exchange.card import CardFigures, _table
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.layouts import ExportRequest
-from huggingface_hub import ModelCard
-
 from tests.heads.exchange.random_artifacts import heads, order
 
 

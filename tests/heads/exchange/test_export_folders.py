@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import (
@@ -15,7 +16,6 @@ from draftsmith.heads.exchange.exports import (
     EngineName,
     vllm_guess,
 )
-
 from tests.heads.exchange.random_artifacts import (
     block,
     eagle,

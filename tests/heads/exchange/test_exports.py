@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
@@ -24,9 +27,6 @@ from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.layouts import files_for, sglang_taps
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
-from safetensors import safe_open
-from safetensors.torch import load_file
-
 from tests.conftest import QUICKSTART, ROOT, tiny_target
 from tests.eagles import random_eagle
 from tests.heads.exchange.random_artifacts import (

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.foreign import Answers, Public
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.stored_tensors import StoredTensors
-from safetensors.torch import save_file
-from torch import Tensor
-
 from tests.heads.exchange.random_artifacts import TAPS, TARGET, eagle, heads, side
 
 Tensors = dict[str, Tensor]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.layouts import files_for
-from safetensors.torch import load_file
-
 from tests.heads.exchange.random_artifacts import TAPS, TARGET, block, order
 from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
 
+from draftsmith.heads.errors import UserError
 from tests.heads.exchange import test_public_blocks as blocks
 from tests.heads.exchange.random_artifacts import heads
 from tests.heads.exchange.test_public import (

@@ -6,10 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from draftsmith.inference.conversations.choice import Units, described, in_turns, prompt_of
-from draftsmith.inference.conversations.formats import conversation_of
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftsmith.inference.conversations.choice import Units, described, in_turns, prompt_of
+from draftsmith.inference.conversations.formats import conversation_of
 
 
 def test_sources_take_turns_then_categories_then_units() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import datasets
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import check_room, read_prompts
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import ROOT
 
 SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench_question.jsonl"

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import RowError, conversation_of
 from draftsmith.inference.conversations.rows import read_json_rows
-from hypothesis import given
-from hypothesis import strategies as st
 
 KEYS = [
     "token_ids", "response_spans", "regenerated", "messages", "conversations", "request", "body",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.compare import Options, compared, run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+
 from draftsmith.inference.console import Console
 from draftsmith.inference.evaluation.console_tables import by_speed, show
 from draftsmith.inference.evaluation.results import (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
@@ -16,7 +17,6 @@ from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-
 from tests.blocks import proposer_of, random_block
 from tests.conftest import QUICKSTART
 from tests.trained import chat_prompts

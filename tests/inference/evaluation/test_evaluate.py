@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
@@ -21,7 +22,6 @@ from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
-
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 

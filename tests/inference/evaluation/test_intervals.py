@@ -9,6 +9,7 @@ from operator import truediv
 
 import numpy
 import pytest
+
 from draftsmith.inference.evaluation.compare import compared
 from draftsmith.inference.evaluation.figures import _ratio
 from draftsmith.inference.evaluation.intervals import (

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.evaluation.compare import check_alike
 from draftsmith.inference.evaluation.journal import Journal, as_json, from_json, journal_path
 from draftsmith.inference.evaluation.results import read_report
-
 from tests.conftest import PYTHON, QUICKSTART
 from tests.inference.evaluation.test_simulate import environment, run_cli
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from draftsmith.inference.drafters import UNTRAINED, Given, load_proposer
 from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
 from draftsmith.inference.evaluation.tuning.profile import key_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-
 from tests.conftest import QUICKSTART
 
 DRAFTERS = QUICKSTART.parent / "drafters"

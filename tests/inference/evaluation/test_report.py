@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.report import charts, replies, sections, speed
@@ -19,7 +20,6 @@ from draftsmith.inference.evaluation.report.tables import Table, fastest, loop_s
 from draftsmith.inference.evaluation.report.tables import served as tables_served
 from draftsmith.inference.evaluation.report.training import Training, curves, trainings
 from draftsmith.inference.evaluation.results import Report, Sample, read_report
-
 from tests.inference.evaluation.reports import (
     EVIL,
     Seen,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.inference.evaluation.report.report import Options, run
 
+from draftsmith.inference.evaluation.report.report import Options, run
 from tests.inference.evaluation.reports import made, sample, write_inputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from draftsmith.inference.evaluation.report import axes
 from draftsmith.inference.evaluation.report.axes import Axis, spread, ticks
 from draftsmith.inference.evaluation.report.charts import (

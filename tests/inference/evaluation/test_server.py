@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.evaluate import Options, run
@@ -33,8 +35,6 @@ from draftsmith.inference.evaluation.server.counters import (
 from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
-from transformers import AutoTokenizer
-
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.train.data.test_regenerate import alone
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.heads.errors import UserError
 
+from draftsmith.heads.errors import UserError
 from tests.inference.evaluation.test_server import (
     STEPS,
     TOKENS,

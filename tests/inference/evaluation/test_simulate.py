@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.gains import (
     GPUS,
@@ -27,9 +30,6 @@ from draftsmith.inference.evaluation.gains import (
     stretched,
 )
 from draftsmith.inference.evaluation.simulate import Options, from_report, simulation
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.conftest import PYTHON, QUICKSTART
 from tests.train.test_loop import environment
 

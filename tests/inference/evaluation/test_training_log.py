@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+
 from draftsmith.inference.evaluation import training_log
 from draftsmith.inference.evaluation.training_log import read_metrics
 

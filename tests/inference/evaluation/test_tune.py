@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.decode import Generation, Request, Round, generate
@@ -46,7 +47,6 @@ from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_o
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import chat_prompts

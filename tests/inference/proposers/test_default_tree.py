@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.default_tree import (
@@ -17,7 +18,6 @@ from draftsmith.inference.proposers.default_tree import (
     verify_cost,
 )
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import ROOT
 
 DRAFTERS = ROOT / "scripts/quickstart/drafters"

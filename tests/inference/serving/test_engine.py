@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+
 from draftsmith.inference.decode import Request, decode, generate
 from draftsmith.inference.drafters import load_proposer, proposer_like
 from draftsmith.inference.serving.engine import (
@@ -19,7 +20,6 @@ from draftsmith.inference.serving.engine import (
 )
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import QUICKSTART
 from tests.trained import chat_prompts
 

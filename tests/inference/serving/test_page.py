@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from draftsmith.inference.api import load
-from draftsmith.inference.targets.target import Target
 from playwright.sync_api import Page, expect, sync_playwright
 
+from draftsmith.inference.api import load
+from draftsmith.inference.targets.target import Target
 from tests.inference.evaluation.test_report_browser import chromium
 from tests.inference.serving.conftest import EAGLE3, Running, started
 

@@ -16,12 +16,12 @@ import msgspec
 import openai
 import psutil
 import pytest
+
 from draftsmith.inference.api import Decoder, load
 from draftsmith.inference.detokenize import special_ids
 from draftsmith.inference.serving.protocol import ChatRequest
 from draftsmith.inference.serving.serve import hosts_of, listen
 from draftsmith.inference.targets.target import Target
-
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.inference.serving.conftest import EAGLE3, Running, started

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StopStringCriteria
+
 from draftsmith.inference.api import Decoder, load
 from draftsmith.inference.decode import Generation
 from draftsmith.inference.detokenize import StopStrings, StreamedText, special_ids
 from draftsmith.inference.targets.target import Target
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StopStringCriteria
-
 from tests.conftest import make_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.api import load
-from draftsmith.train.commands.exporting import run
-from draftsmith.train.commands.options import ExportOptions
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +16,10 @@ from transformers import (
     TextIteratorStreamer,
 )
 
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.api import load
+from draftsmith.train.commands.exporting import run
+from draftsmith.train.commands.options import ExportOptions
 from tests.conftest import QUICKSTART
 from tests.trained import questions
 

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import masking_utils
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.documents import NAME, spans_of
 from draftsmith.inference.targets.masks import packed_mask
 from draftsmith.train.data.features import check_packing
-from transformers import masking_utils
-
 from tests.architectures import ARCHITECTURES, architecture
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from draftsmith.inference.targets import causal_model, packed
 from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.packed import PackedLinear, PackedPart, Packing, best_packing
 from draftsmith.inference.targets.target import Target
-from torch import nn
-
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 from tests.inference.targets.test_fused import states_of

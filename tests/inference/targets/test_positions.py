@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import NgramLookup
@@ -14,8 +16,6 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.model_head import borders_of
 from draftsmith.inference.targets.target import Target, checked
 from draftsmith.train.data.features import packing_error
-from transformers import AutoModelForCausalLM
-
 from tests.families import (
     BORDER,
     POSITIONS,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConfig, RwkvConfig
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConfig, RwkvConfig
-
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 

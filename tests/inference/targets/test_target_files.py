@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.inference.targets.target_files import Footprint, footprint
 from draftsmith.train.commands.doctor import check_memory
-from safetensors.torch import load_file, save_file
-
 from tests.conftest import QUICKSTART
 
 

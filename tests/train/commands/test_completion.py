@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from draftsmith.train.commands.cli import main
 
 TYPED = {

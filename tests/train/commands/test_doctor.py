@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
-
 from tests.train.data.test_tables import write
 from tests.train.test_bad_input import expect, quick
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
@@ -26,8 +28,6 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
-from safetensors.torch import load_file, save_file
-
 from tests.blocks import random_block
 from tests.conftest import PYTHON, QUICKSTART, ROOT, random_heads
 from tests.eagles import random_eagle

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder, Reply
 from draftsmith.inference.conversations.lines import words_or_conversations
@@ -28,9 +29,8 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import chat as chatting
 from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
 from draftsmith.train.commands.options import GenerateOptions
-
+from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
 from tests.conftest import QUICKSTART
 from tests.train.test_bad_input import expect, quick
 

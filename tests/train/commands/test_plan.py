@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
+
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.data.tables import build
 from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
 from draftsmith.train.method import method_named
-from draftsmith.train.planning.costs import plan_for
 from draftsmith.train.pace import PARTS, Pace
-from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
-
+from draftsmith.train.planning.costs import plan_for
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import draftsmith
 import numpy as np
 import pytest
+
+import draftsmith
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands import python as functions
+from draftsmith.train.commands.options import ExportOptions, ExtractOptions
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.method import method_named
-from draftsmith.train.commands.options import ExportOptions, ExtractOptions
-
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import questions

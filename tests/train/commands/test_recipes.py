@@ -12,6 +12,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
@@ -19,9 +22,6 @@ from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options, planned
 from draftsmith.train.method import METHODS, MethodName, method_named
 from draftsmith.train.outline import ConfigOnly, outlined
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
-
 from tests.conftest import ROOT
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Request, Round
 from draftsmith.train.data.batches import ANY, Batches, Turns, collate
@@ -28,7 +29,6 @@ from draftsmith.train.data.templates import Encoded
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.runs import EagleLoss
-
 from tests.conftest import tiny_target
 from tests.train.methods.test_draft_model import draft_model_of
 

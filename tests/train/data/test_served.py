@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.train.data.served import Client
 from safetensors.torch import save, save_file
 
+from draftsmith.heads.errors import UserError
+from draftsmith.train.data.served import Client
 from tests.robust.test_servers import serving, whole
 
 IDS, REPLY, LAYERS, WIDTH = [5, 6, 7], [9], [2, 8], 4

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
@@ -32,9 +35,6 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands.extract import apart, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target, embedding_and_head_in
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from tests.architectures import architecture
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.test_faults import command_of, curve, disturb, flip

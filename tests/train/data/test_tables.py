@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
@@ -19,9 +22,6 @@ from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
 from draftsmith.train.data.tables import TokenTable, accepted_of, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.conftest import tiny_target
 
 TARGET = tiny_target()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import Conversation, RowError, conversation_of
 from draftsmith.train.data.templates import Encoded, encode
-
 from tests.conftest import MARKED_TEMPLATE, make_tokenizer
 
 LLAMA3 = (

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
-
 from tests.conftest import tiny_target
 
 TARGET = tiny_target()

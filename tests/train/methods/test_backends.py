@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
+
 from draftsmith.train.methods import backends
 from draftsmith.train.methods.backends import GRAPHS, backend_for, bucket
-from torch.nn.attention.flex_attention import flex_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

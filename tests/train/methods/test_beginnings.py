@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.heads.layers import RMSNorm, begin_unsure
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
 from draftsmith.train.methods import medusa
-
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.heads.errors import UserError
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
@@ -19,9 +22,6 @@ from draftsmith.train.methods.blocks import Anchors, BlockAttention, contexts, r
 from draftsmith.train.methods.dflash import BlockLoss, BlockObjective
 from draftsmith.train.methods.dspark import DSparkLoss, DSparkObjective
 from draftsmith.train.methods.mask_token import mask_token_for, spare, unused
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+
 from draftsmith.distill.divergences import log_probs
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
@@ -32,7 +33,6 @@ from draftsmith.train.objectives import (
     static_decay,
     survival_weights,
 )
-
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
 from tests.train.methods.test_alignment import batch_of, cut

@@ -8,14 +8,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.unroll import UnrolledAttention, unroll
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
 from tests.train.methods.test_alignment import cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from draftsmith.train.planning.communication import Network, Step, limits, seconds, sent
 
 STEP = Step(

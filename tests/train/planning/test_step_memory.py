@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
+
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
@@ -22,8 +24,6 @@ from draftsmith.train.planning.step_memory import (
     step_of,
     without_memory,
 )
-from transformers import Gemma3TextConfig
-
 from tests.architectures import GEMMA, HEADS
 from tests.conftest import tiny_target
 from tests.train.commands.test_plan import run_of

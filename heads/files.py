@@ -441,17 +441,33 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         ) from error
 
 
+class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Loader in which a date is a text."""
+
+
+YamlLoader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def read_yaml(path: Path) -> JsonObject:
     """Return the table of keys in the YAML file `path`; a byte order mark is skipped.
 
     Raises `UserError` for a missing file, and one that is no YAML or no table.
     """
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        value = yaml.load(path.read_text(encoding="utf-8-sig"), YamlLoader)
+    except FileNotFoundError as error:
+        raise UserError(f"config file {path} does not exist; check the path") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise UserError(f"{path} is not valid YAML: {error.problem}{place}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} is not YAML ({first_line(error)}); mend it") from error
+        raise UserError(f"{path} is not valid YAML: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a table of keys; see configs/ for examples")
     return value

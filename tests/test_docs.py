@@ -11,11 +11,9 @@ from typing import Any, get_args
 
 import pytest
 
-from draftsmith.inference.evaluation import options as evaluation_options
-from draftsmith.train import options as train_options
-from draftsmith.train.command_line.parse import check_known, field_types, positional
-from draftsmith.train.command_line.spelling import spelled
-from draftsmith.train.commands.cli import VERBS
+from draftsmith.train.command_line.fields import fields_of, positional
+from draftsmith.train.command_line.parse import given_options
+from draftsmith.train.commands.verbs import options_of_verb
 from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import PYTHON, ROOT
 
@@ -115,7 +113,7 @@ def keys_of(table: list[list[str]], values: set[str]) -> set[str]:
 
 
 def test_the_keys_of_a_config_that_documents_name_exist() -> None:
-    types = {name: kind for m in METHODS for name, kind in field_types(run_class_named(m)).items()}
+    types = {one.name: one.kind for m in METHODS for one in fields_of(run_class_named(m))}
     values = {str(value) for kind in types.values() for value in get_args(kind)}
     named: set[str] = set()
     for name in ("training.md", "data.md"):
@@ -159,12 +157,10 @@ def options_of(words: list[str]) -> tuple[Any, list[str]]:
     """Return the class of a command's options, and the words behind the command."""
     if words[0] == "draftsmith":
         count = 2 if words[1] == "data" else 1
-        _, options, _ = VERBS[" ".join(words[1 : 1 + count])]
-        module = train_options if hasattr(train_options, options) else evaluation_options
-        return getattr(module, options), words[1 + count :]
+        return options_of_verb(" ".join(words[1 : 1 + count])), words[1 + count :]
     at = words.index("draftsmith.train") + 1
     if words[at : at + 2] == ["data", "extract"]:
-        return train_options.ExtractOptions, words[at + 2 :]
+        return options_of_verb("data extract"), words[at + 2 :]
     return method_named(words[at]).run_class, words[at + 1 :]
 
 
@@ -176,9 +172,10 @@ def test_commands_of_documents_exist_with_their_options(document: Path) -> None:
         if "METHOD" in words or "..." in words or len(words) < 2:
             continue  # a form, not a command
         options, arguments = options_of(words)
-        types = field_types(options)
-        known = spelled(arguments, types, next(iter(positional(options)), None))
-        check_known(known, types, " ".join(words))  # exits where an option does not exist
+        arguments = arguments[: arguments.index("&")] if "&" in arguments else arguments
+        types = {option.name: option.kind for option in fields_of(options)}
+        # raises an error where an option does not exist
+        assert [*given_options(arguments, types, positional(options))] or not arguments
 
 
 RUNNABLE = [file for file in DOCUMENTS if BLOCK.search(file.read_text())]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.train.command_line.help_text import help_page, options_of_class
-from draftsmith.train.command_line.parse import parse
+from draftsmith.train.command_line.fields import options_of_class
+from draftsmith.train.command_line.help_text import help_page
+from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
 from tests.conftest import ROOT
@@ -121,10 +122,12 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_every_shipped_config_parses(path: Path) -> None:
+def test_every_shipped_config_parses_and_is_written_back(path: Path, tmp_path: Path) -> None:
     method = method_named(path.parent.name)
-    run, dumped = parse(method.run_class, ["--config", str(path)], "test")
-    assert run.out and "target:" in dumped
+    run = parse(method.run_class, ["--config", str(path)], "test")
+    written = tmp_path / "config.yaml"
+    written.write_text(run.as_yaml())
+    assert run.out and options_from(method.run_class, {}, written) == run
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,11 +14,9 @@ import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -27,7 +25,6 @@ from ..heads.errors import UserError
 from ..heads.files import (
     JsonObject,
     damage,
-    read_yaml,
     remove_partials,
     whole_directory,
     write_checksums,
@@ -35,8 +32,9 @@ from ..heads.files import (
 )
 from ..heads.fingerprint import changed_numbers
 from ..heads.locks import partial_path
+from .command_line.parse import options_from
+from .config import RunConfig
 from .documents import TrainerState
-from .method import rename_keys
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class RunFolder:
         accelerator: Accelerator,
         state: TrainerState,
         save_parts: Callable[[Path], None],
-        config_yaml: str,
+        run: RunConfig,
         facts: JsonObject,
     ) -> Path:
         """Write the checkpoint of `state.step` and return its folder; all ranks call this.
@@ -83,7 +81,7 @@ class RunFolder:
             if accelerator.is_main_process:
                 write_json(aside / "trainer.json", state.as_json())
                 write_json(aside / "provenance.json", facts)
-                (aside / "config.yaml").write_text(config_yaml)
+                (aside / "config.yaml").write_text(run.as_yaml())
                 save_parts(aside)
             # The checksums must cover the files of all ranks, so all have to be there.
             accelerator.wait_for_everyone()
@@ -183,22 +181,17 @@ class RunFolder:
         aside.replace(old)
 
 
-def find_resume(
-    folder: RunFolder, config_yaml: str, resume: bool, defaults: JsonObject
-) -> int | None:
+def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
     """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
 
-    `defaults` are those of `defaults_of`: what a key had that the checkpoint's config lacks,
-    because the run was begun before the key existed.
-
     Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
-    `resume` is false, without an undamaged one, or of another config: going on would mix two runs,
-    and starting anew would destroy one. A damaged checkpoint is passed over with a warning.
+    the run does not resume, without an undamaged one, or of another config: going on would mix two
+    runs, and starting anew would destroy one. A damaged checkpoint is passed over with a warning.
     """
     steps = folder.steps()
     if not steps:
         return None
-    if not resume:
+    if not run.checkpoints.resume:
         raise UserError(
             f"{folder.path} already holds checkpoints; choose another output, or go on with "
             "checkpoints.resume=true"
@@ -215,10 +208,13 @@ def find_resume(
             )
         steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
-    stored = read_yaml(folder.at(steps[-1]) / "config.yaml")
-    rename_keys(stored)
-    before = defaults | _flat(stored)
-    now = _flat(yaml.safe_load(config_yaml))
+    try:
+        stored = options_from(type(run), {}, folder.at(steps[-1]) / "config.yaml")
+    except UserError as error:  # a run of another method has other keys
+        raise UserError(
+            f"{folder.path} holds checkpoints of another run ({error}); choose another output"
+        ) from error
+    before, now = _flat(stored.as_json()), _flat(run.as_json())
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
             raise UserError(
@@ -236,23 +232,6 @@ FREE_TO_CHANGE = {
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.concurrency",
 }  # fmt: skip
-
-
-def defaults_of(config: Any, prefix: str = "") -> JsonObject:
-    """Return the defaults of a dataclass and of those in it, as a flat table.
-
-    Values have the form that they have in YAML. Keys without a default are left out.
-    """
-    flat: JsonObject = {}
-    for option in fields(config):
-        name, value = prefix + option.name, getattr(config, option.name)
-        if is_dataclass(value):
-            flat |= defaults_of(value, f"{name}.")
-        elif option.default is not MISSING:
-            flat[name] = option.default
-        elif option.default_factory is not MISSING:
-            flat |= _flat(option.default_factory(), name)
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in flat.items()}
 
 
 def _flat(config: Any, prefix: str = "") -> JsonObject:

@@ -9,8 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import msgspec
+import yaml
+
 from ..heads.errors import UserError
+from ..heads.files import JsonObject
 from ..inference.settings import BadRows, Sampling, TargetConfig, check_url
+
+StoreType = Literal["float32", "bfloat16", "fp8"]
+"""Type of the features in a store."""
 
 __all__ = [
     "Checkpoints",
@@ -20,6 +27,7 @@ __all__ = [
     "Optim",
     "RunConfig",
     "Source",
+    "StoreType",
     "TargetConfig",
     "examples_of",
 ]
@@ -384,3 +392,11 @@ class RunConfig:
         # A feature store has data of its own.
         if self.features.store is None:
             check_held_out(self.data)
+
+    def as_json(self) -> JsonObject:
+        """Return all values as nested tables."""
+        return msgspec.to_builtins(self)
+
+    def as_yaml(self) -> str:
+        """Return all values as a config file."""
+        return yaml.safe_dump(self.as_json(), sort_keys=False, allow_unicode=True)

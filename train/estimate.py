@@ -14,15 +14,12 @@ import torch
 
 from ..heads.errors import UserError
 from ..heads.files import check_space
-from ..inference.evaluation.gains import GPUS
 from ..inference.targets.target import resolve_device
 from .config import RunConfig
 from .method import AnyMethod
-from .options import PlanOptions
 from .outline import ConfigOnly, Work, config_at, empty, outlined
 
 STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
-DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
 # Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
 # upper bound.
 MOST_MEMORY = 2.0
@@ -86,45 +83,15 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     )  # fmt: skip
 
 
-def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
-    """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
-
-    Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
-    the drafter.
-    """
-    reply_share = options.written_share
-    # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
-    last = 1.0 if shape.all_last else reply_share
-    per_token = 2 * shape.hidden * (shape.taps + last)
-    peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
+def step_bytes(shape: RunSizes, config: RunConfig) -> float:
+    """Return the bytes of features, activations and logits that a rank holds in a training step."""
     positions = config.batch_rows * config.data.max_length
     # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
     # the backward pass about 20 vectors in fp32 for each state of each layer.
     states = positions * shape.passes * shape.layers
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
     # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
-    logits = 3 * shape.logit_rows * shape.vocab * 4
-    decoding_hour = peak_hour * DECODE_SHARE
-    regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
-    extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
-    operations = shape.training_operations(reply_share) * options.tokens * config.epochs
-    train = operations / (peak_hour * options.mfu)
-    # Without a store, features are made anew in each epoch. So they are through a ring, but a
-    # config does not say whether its store is one.
-    extractions = config.epochs if config.features.store is None else 1.0
-    return {
-        "feature_bytes_per_token": per_token,
-        "feature_bytes": per_token * options.tokens,
-        "feature_bytes_fp8": per_token * options.tokens / 2,
-        "regenerate_gpu_hours": regenerate,
-        "extract_gpu_hours": extract,
-        "extractions": extractions,
-        "train_gpu_hours": train,
-        "total_gpu_hours": regenerate + extract * extractions + train,
-        "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": float(activations + logits),
-    }
+    return float(activations + 3 * shape.logit_rows * shape.vocab * 4)
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
@@ -144,16 +111,16 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
                 "lower it"
             )
     shape = shape_of(method, run)
-    plan = plan_for(shape, PlanOptions(""), run)
     sizes = []
     for group, name in COUNTS:
         if hasattr(getattr(run, group, None), name):
             sizes.append(f"{group}.{name}")
     lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
-    checkpoint = plan["drafter_bytes"] * 3 / 4
+    drafter_bytes = float(STATE_BYTES * shape.drafter_params)
+    checkpoint = drafter_bytes * 3 / 4
     check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
-    needed = plan["drafter_bytes"] / ranks + plan["activation_bytes"]
+    needed = drafter_bytes / ranks + step_bytes(shape, run)
     available = memory_of(resolve_device(run.target.device))
     if needed > MOST_MEMORY * available:
         raise UserError(
@@ -161,8 +128,7 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
             f"{size(available)} (see draftsmith data "
             f"plan); {lower} or batch_rows and data.max_length"
         )
-    # Both stages are of the same tokens, so the ratio of their hours is that for one token.
-    work = plan["train_gpu_hours"] / run.epochs / plan["extract_gpu_hours"]
+    work = shape.training_operations(1.0) / (2 * shape.active_params)
     if work > MOST_WORK:
         raise UserError(
             f"training on a token would cost {work:,.0f} times the target's own forward pass over "

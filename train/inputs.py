@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -281,13 +281,13 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
 
 
 def on_rank(target: TargetConfig, accelerator: Accelerator) -> TargetConfig:
-    """Set the device of the target's config to this rank's, unless the user named one; return it.
+    """Return the target's config with the device of this rank, unless the user named one.
 
     Raises `UserError` for a device of another type than accelerate trains on.
     """
     if target.device == "auto":
-        target.device = str(accelerator.device)
-    elif torch.device(target.device).type != accelerator.device.type:
+        return replace(target, device=str(accelerator.device))
+    if torch.device(target.device).type != accelerator.device.type:
         raise UserError(
             f"target.device is {target.device}, but accelerate trains on {accelerator.device}; "
             "leave target.device at auto"

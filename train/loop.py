@@ -32,7 +32,7 @@ from ..inference.evaluation.training_log import METRICS_FILE, mend_metrics
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
-from .checkpoint import RunFolder, TrainerState, defaults_of, find_resume
+from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
@@ -60,11 +60,11 @@ log = logging.getLogger(__name__)
 CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
 
 
-def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
+def train(run: RunConfig, method: AnyMethod) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    `config_yaml` is the resolved config. Raises `Stopped` after a last checkpoint if the run was
-    asked to end, and `UserError` for what the user can mend.
+    Raises `Stopped` after a last checkpoint if the run was asked to end, and `UserError` for what
+    the user can mend.
     """
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
@@ -72,17 +72,17 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     log_engine(accelerator)
     load_models_whole(accelerator)
     with only_launch(accelerator, run.out):
-        return _train(run, method, config_yaml, accelerator)
+        return _train(run, method, accelerator)
 
 
-def _train(run: RunConfig, method: AnyMethod, config_yaml: str, accelerator: Accelerator) -> Path:
+def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     """Train in a folder that no other launch writes; see `train`."""
     folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
     resume_from = on_main(
         accelerator,
-        lambda: find_resume(folder, config_yaml, run.checkpoints.resume, defaults_of(run)),
+        lambda: find_resume(folder, run),
     )
     if resume_from is not None:
         accelerator.gradient_accumulation_steps = resumed_accumulation(
@@ -120,13 +120,13 @@ def _train(run: RunConfig, method: AnyMethod, config_yaml: str, accelerator: Acc
     # Not earlier: a run that is refused above leaves the config of the folder as it was.
     if accelerator.is_main_process:
         with whole_file(folder.path / "config.yaml") as aside:
-            aside.write_text(config_yaml)
+            aside.write_text(run.as_yaml())
         mend_metrics(folder.path / METRICS_FILE)
     if run.tracker != "none":
-        accelerator.init_trackers(run.project, config={"config": config_yaml})
+        accelerator.init_trackers(run.project, config={"config": run.as_yaml()})
     _announce(trainer, batches, total_steps, state)
     try:
-        run_loop(trainer, folder, state, held_out, config_yaml)
+        run_loop(trainer, folder, state, held_out)
     finally:
         end_training(accelerator)
     if trainer.stopping:
@@ -241,7 +241,6 @@ def run_loop(
     folder: RunFolder,
     state: TrainerState,
     held_out: HeldOutEvaluation,
-    config_yaml: str,
 ) -> None:
     """Train from `state.step` to the last step, with logs, evaluations and checkpoints on the way.
 
@@ -264,7 +263,7 @@ def run_loop(
     if evaluation_due(run, state.step, total) and (
         state.evaluated != state.step or state.best_step < 0
     ):
-        evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
+        evaluate_and_save(trainer, folder, state, held_out, progress)
     finished = state.step >= total or out_of_patience(run, state)
     trainer.pace.restart()
     with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
@@ -290,12 +289,12 @@ def run_loop(
             # evaluation.
             if evaluating and not trainer.stopping:
                 finished = (
-                    evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
+                    evaluate_and_save(trainer, folder, state, held_out, progress)
                     or state.step == total
                 )
             elif saving:
                 trainer.gather()
-                save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
+                save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0])
             # Neither is a part of the steps whose speed is reported.
             if evaluating or saving:
                 trainer.pace.restart()
@@ -381,7 +380,6 @@ def evaluate_and_save(
     folder: RunFolder,
     state: TrainerState,
     held_out: HeldOutEvaluation,
-    config_yaml: str,
     progress: Progress,
 ) -> bool:
     """Measure the drafter as saved, write a checkpoint, and log; all ranks call this.
@@ -414,7 +412,7 @@ def evaluate_and_save(
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
     if better:
         state.best_tau, state.best_step = tau, state.step
-    save(trainer, folder, state, calibration, config_yaml)
+    save(trainer, folder, state, calibration)
     metrics = {
         "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
@@ -447,7 +445,6 @@ def save(
     folder: RunFolder,
     state: TrainerState,
     calibration: JsonObject,
-    config_yaml: str,
 ) -> None:
     """Write the checkpoint of `state.step`, link it, and delete old ones; all ranks call this."""
     artifact = trainer.artifact(calibration, state.step)
@@ -457,7 +454,7 @@ def save(
         for written in trainer.batches.written_parts:
             written.save(aside)
 
-    folder.save(trainer.accelerator, state, save_parts, config_yaml, artifact.provenance)
+    folder.save(trainer.accelerator, state, save_parts, trainer.run, artifact.provenance)
     if trainer.accelerator.is_main_process:
         if state.best_step == state.step:
             # Before the former best is deleted, so that the link never points to nothing.

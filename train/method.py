@@ -41,8 +41,6 @@ METHODS: dict[MethodName, tuple[str, str]] = {
 }
 """The training commands, in the order of lists and tables: the module in `methods/` whose `METHOD`
 is the method, and the class of the run's config in `methods/runs.py`."""
-FORMER_KEYS = {"student": "draft_model", "output": "out"}
-"""Keys of a run's config by their former names, which are still read."""
 OWN_PARTS = (
     "heads",
     "draft_model",
@@ -196,18 +194,11 @@ def own_keys(path: str) -> dict[str, list[str]]:
     Raises `UserError` for a file that is not YAML.
     """
     run = read_yaml(Path(path))
-    rename_keys(run)
     keys = {}
     for section in OWN_PARTS:
         if isinstance(run.get(section), Mapping):
             keys[section] = list(run[section])
     return keys
-
-
-def rename_keys(run: JsonObject) -> None:
-    """Give the keys of a run's config their names of now, in place."""
-    for old in FORMER_KEYS.keys() & run.keys():
-        run.setdefault(FORMER_KEYS[old], run.pop(old))
 
 
 def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from ..artifact import Artifact
 from .engines.engine import DrafterFacts

@@ -19,7 +19,7 @@ from ..targets.target_files import base_and_adapter, check_config, read_tokenize
 from .engines import ImitatedEngine
 from .measure import Setting
 from .options import EvaluateOptions as Options
-from .options import TuneOptions
+from .tuning.options import TuneOptions
 from .tuning.profile import read_profile
 
 N = TypeVar("N", int, float)

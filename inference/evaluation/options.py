@@ -1,20 +1,17 @@
-"""Options of the commands that decode and measure.
+"""Options of the commands that measure.
 
-The commands' own modules need torch and transformers, which take seconds to import. A help text or
-a mistyped option needs only this module.
+The commands' own modules need torch and transformers, which take seconds to import; a help text or
+a mistyped option needs only this module. The docstrings are the help texts of the options.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ...heads.errors import UserError
 from ..settings import BadRows, Sampling, TargetConfig
 from .gains import GPUS
-
-SAMPLES = 24  # rounds behind every median that tune takes
-SWEEPS = 4  # turns over which tune spreads the rounds behind a median
 
 
 @dataclass
@@ -124,32 +121,6 @@ class CompareOptions:
 
 
 @dataclass
-class ReportOptions:
-    """Evaluations and training runs as one HTML file that opens anywhere, or as Markdown.
-
-    It shows acceptance, speed, replies token by token and training curves.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "draftsmith report out.json runs/medusa --out report.html",
-        "draftsmith report before.json after.json --format md",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "runs",
-        "out",
-        "format",
-    )
-
-    runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})
-    """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files
-    or runs."""
-    out: str | None = field(default=None, metadata={"form": "FILE"})
-    """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
-    format: Literal["html", "md"] = "html"
-    """html: a page; md: its tables alone, as Markdown."""
-
-
-@dataclass
 class SimulateOptions:
     """Tokens per round, speed-up and best draft length from a measured or assumed acceptance."""
 
@@ -218,146 +189,3 @@ class SimulateOptions:
             raise UserError("--gpu and --params go together")
         if self.gpu is not None and self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
-
-
-@dataclass
-class TuneOptions:
-    """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
-
-    The acceptance of every chain, fixed tree and dynamic tree is counted on the target's own
-    replies, and the cost of rounds is timed. The best few predictions are then decoded beside the
-    default, which the profile keeps unless the best of them surely gains.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "draftsmith tune --target TARGET --drafter runs/eagle/best --prompts calibration.jsonl "
-        "--out profile.json",
-        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --profile profile.json "
-        "--prompts held_out.jsonl",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "prompts",
-        "out",
-        "budget",
-        "temperatures",
-        "batch_sizes",
-    )
-
-    target: TargetConfig
-    prompts: str
-    """Calibration prompts, in the forms that `draftsmith evaluate` takes; other prompts than those
-    that you evaluate on."""
-    out: str = field(metadata={"form": "FILE"})
-    """Profile to write; `evaluate` and `generate` take it as --profile."""
-    drafter: list[str] = field(default_factory=list)
-    """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several
-    times."""
-    split: str = "train"
-    """Split of a hub data set to read."""
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row: stop the command, or skip the row and name it."""
-    limit: int = 24
-    """Number of prompts to use, drawn evenly over their categories."""
-    max_new_tokens: int = 96
-    """Longest reply, in tokens."""
-    temperatures: str | None = None
-    """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
-    batch_sizes: str = "1"
-    """Batch sizes to tune for: 1,4,16."""
-    contexts: str = "128,1024,4096"
-    """Contexts at which verification is timed; cut to the target's positions."""
-    budget: float = 5.0
-    """Minutes that tuning may take, roughly: prompts, reply lengths, timings and finalists are cut
-    to fit. 0 sets no limit."""
-    finalists: int = 3
-    """Number of the best predictions that are measured, beside the tree without a profile."""
-    repeats: int = 3
-    """Timed runs of every request."""
-    samples: int = SAMPLES
-    """Rounds behind every timing; fewer are quicker and less exact."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Other sampling settings."""
-
-    def __post_init__(self) -> None:
-        if not self.drafter:
-            raise UserError("name a drafter to tune: --drafter FOLDER")
-        for name in ("limit", "max_new_tokens", "finalists", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}"
-                )
-        if not 0 <= self.budget < 1e6:
-            raise UserError(f"--budget is in minutes, 0 for no limit; it cannot be {self.budget:g}")
-        if self.samples < SWEEPS:
-            raise UserError(f"--samples must be at least {SWEEPS}, not {self.samples}")
-        # acceptance is counted for these two rules; under others, other drafts are accepted
-        if self.sampling.rule not in ("auto", "coupled"):
-            raise UserError(
-                "tune works with greedy and coupled decoding, not with rule "
-                f"{self.sampling.rule}; leave it out"
-            )
-
-
-@dataclass
-class ServeOptions:
-    """A local server with OpenAI's API and a page to chat on, which shows what was drafted.
-
-    It is for trying drafters and for evaluation with existing clients, not for production.
-    """
-
-    examples: ClassVar[tuple[str, ...]] = (
-        "draftsmith serve --target TARGET --drafter runs/eagle/best",
-        "draftsmith serve --target TARGET --drafter runs/eagle/best --drafter ngram --port 8080",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "host",
-        "port",
-        "sampling.temperature",
-        "max_new_tokens",
-        "api_key",
-    )
-
-    target: TargetConfig
-    drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit; settings
-    follow a colon: ngram:length=8. May be given several times: the first drafts for the model of
-    the target's name, and each for a model TARGET:DRAFTER. TARGET:plain drafts nothing."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Others than this machine reach the server only at another address, such
-    as 0.0.0.0; give an API key then."""
-    port: int = 8000
-    """Port to listen on; 0 takes a free one."""
-    api_key: str | None = None
-    """Key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none without that.
-    Every user of this machine sees it in the list of processes: a file or the variable is
-    better."""
-    api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File that holds the key, in place of --api-key."""
-    name: str | None = None
-    """Name of the target as a model; the last part of its path if not given."""
-    profile: str | None = None
-    """Profile that draftsmith tune wrote, whose settings for a batch of 1 the drafters take."""
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
-    """Sampling parameters that a request does not name; OpenAI's default is temperature 1."""
-    max_new_tokens: int = 1024
-    """Longest reply, in tokens, of a request that gives no limit."""
-    max_batch: int = 16
-    """Replies decoded at a time, at most, in all batches together."""
-    queue: int = 256
-    """Replies that may wait; more are refused with status 503."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_batch", "queue"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.port < 1 << 16:
-            raise UserError(f"--port must be between 0 and 65535, not {self.port}")
-        if self.api_key == "":
-            raise UserError("--api-key is empty; give a key, or leave the option out")
-        if self.api_key is not None and self.api_key_file is not None:
-            raise UserError("give either --api-key or --api-key-file")

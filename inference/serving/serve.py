@@ -20,11 +20,11 @@ from ...heads.errors import UserError
 from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
-from ..evaluation.options import ServeOptions as Options
 from ..evaluation.tuning.profile import ProfileFile, TuningProfile
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
 from ..targets.target import Target, load_for_decoding
+from .options import ServeOptions as Options
 
 KEY = "DRAFTSMITH_API_KEY"
 KERNELS = "64"

@@ -25,7 +25,7 @@ from draftsmith.train.trainer import Trainer
 def main() -> None:
     name, config, accumulation, out, *blank = sys.argv[1:]
     method = method_named(name)
-    run, _ = parse(
+    run = parse(
         method.run_class,
         ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"],
         "x",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import yaml
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
-from draftsmith.train.checkpoint import RunFolder, defaults_of, find_resume
+from draftsmith.train.checkpoint import RunFolder, find_resume
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.methods.medusa import MedusaRun
 from tests.conftest import PYTHON
@@ -230,20 +231,20 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
     config = make_config(tmp_path, saved_tiny, max_steps=10)
     train(config)
     run, sound = tmp_path / "run", tmp_path / "sound"
-    resolved = (run / "config.yaml").read_text()
+    resolved = parse(MedusaRun, ["--config", str(run / "config.yaml")], "x")
     shutil.copytree(run / "checkpoints", sound)
-    assert find_resume(RunFolder(str(run)), resolved, True, {}) == 10
+    assert find_resume(RunFolder(str(run)), resolved) == 10
     for name, corrupt in CORRUPTIONS.items():
         shutil.rmtree(run / "checkpoints")
         shutil.copytree(sound, run / "checkpoints")
         corrupt(run / "checkpoints" / "step-000010")
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert find_resume(RunFolder(str(run)), resolved, True, {}) == 5, name
+            assert find_resume(RunFolder(str(run)), resolved) == 5, name
         assert "step-000010 is damaged" in caplog.text, name
     flip(run / "checkpoints" / "step-000005" / "state" / "model.safetensors")
     with pytest.raises(UserError, match="holds no sound checkpoint"):
-        find_resume(RunFolder(str(run)), resolved, True, {})
+        find_resume(RunFolder(str(run)), resolved)
 
 
 def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
@@ -251,18 +252,17 @@ def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
 ) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=5)
     train(config)
-    run, now = parse(MedusaRun, ["--config", str(config)], "x")
+    now = parse(MedusaRun, ["--config", str(config)], "x")
     at = tmp_path / "run" / "checkpoints" / "step-000005"
-    older = yaml.safe_load(now)
+    older = yaml.safe_load(now.as_yaml())
     del older["optim"]["momentum"], older["optim"]["betas"], older["data"]["chat_template_kwargs"]
     (at / "config.yaml").write_text(yaml.safe_dump(older))
     (at / CHECKSUMS).unlink()
     write_checksums(at)
     folder = RunFolder(str(tmp_path / "run"))
-    assert find_resume(folder, now, True, defaults_of(run)) == 5
+    assert find_resume(folder, now) == 5
     with pytest.raises(UserError, match="optim.momentum was 0.95, now it is 0.5"):
-        changed = now.replace("momentum: 0.95", "momentum: 0.5")
-        find_resume(folder, changed, True, defaults_of(run))
+        find_resume(folder, replace(now, optim=replace(now.optim, momentum=0.5)))
 
 
 @pytest.mark.full
@@ -323,7 +323,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
     folder = RunFolder(str(tmp_path / "run"))
     assert (
         folder.steps() == [5]
-        and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True, {}) == 5
+        and find_resume(
+            folder, parse(MedusaRun, ["--config", str(folder.path / "config.yaml")], "x")
+        )
+        == 5
     )
     assert resumed_at(train(config)) == 5
     found = weights(tmp_path / "run", 20)

@@ -8,23 +8,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from draftsmith.inference.evaluation import options as evaluation_options
-from draftsmith.train import options as train_options
-from draftsmith.train.command_line.help_text import (
-    help_page,
-    options_of_class,
-    pairs_together,
-    wrapped,
-)
-from draftsmith.train.commands.cli import VERBS
+from draftsmith.train.command_line.fields import options_of_class
+from draftsmith.train.command_line.help_text import help_page, pairs_together, usage_of, wrapped
+from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, method_named
 
 CLASSES: dict[str, Any] = {
     f"train {name}": lambda name=name: method_named(name).run_class for name in METHODS
 }
-for verb, (_, name, _) in VERBS.items():
-    module = train_options if hasattr(train_options, name) else evaluation_options
-    CLASSES[verb] = lambda module=module, name=name: getattr(module, name)
+for verb in VERBS:
+    CLASSES[verb] = lambda verb=verb: options_of_verb(verb)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -57,10 +50,11 @@ def test_an_option_stays_with_its_value() -> None:
 
 def test_a_switch_that_is_on_says_what_is_lost_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    page = help_page(evaluation_options.EvaluateOptions, "draftsmith evaluate", False)
+    page = help_page(options_of_verb("evaluate"), "draftsmith evaluate", False)
     assert "--no-baselines        Without this option: measure ngram" in page
     assert "--json FILE " in page
-    assert "(1e9)" in help_page(train_options.PlanOptions, "draftsmith data plan", False)
+    assert "greedy decoding. (1)" in help_page(options_of_verb("serve"), "draftsmith serve", False)
+    assert "(1e9)" in help_page(options_of_verb("data plan"), "draftsmith data plan", False)
 
 
 # What the explanation of an option has to speak of if its value is shown as one of these words.
@@ -94,10 +88,10 @@ def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
         kinds = [option.kind]
         if get_origin(option.kind) in (Union, UnionType):
             kinds = [kind for kind in get_args(option.kind) if kind is not NoneType]
-        _, _, form = option.usage.partition(" ")
+        _, _, form = usage_of(option).partition(" ")
         # A switch that may have a value has the form of the value.
         kind = kinds[1] if kinds[0] is bool and len(kinds) > 1 else kinds[0]
-        where = f"{verb} {option.usage}: {option.text}"
+        where = f"{verb} {usage_of(option)}: {option.text}"
         if kind is bool:
             assert not form, where
         elif kind in (int, float):

@@ -1,8 +1,8 @@
-"""Spelling of command lines: what people type, and what jsonargparse is given."""
+"""Spelling of command lines and config files: what people type, and the values that are read."""
 
 from __future__ import annotations
 
-import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,113 +10,111 @@ from typing import Any, Literal
 import pytest
 
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.train.command_line.parse import field_types, parse
-from draftsmith.train.command_line.spelling import in_form, options_of, spelled
+from draftsmith.train.command_line.fields import fields_of
+from draftsmith.train.command_line.parse import given_options, options_from, parse
+from draftsmith.train.command_line.values import sized
 from draftsmith.train.config import Source
-from draftsmith.train.methods.eagle import EagleRun
-from draftsmith.train.options import DoctorOptions, PlanOptions
 
 
 @dataclass
 class Example:
     """Options of every kind."""
 
-    target: TargetConfig
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     from_: str = ""
     lr: float = 1.0
     tokens: int = 0
     params: float | None = None
     taps: list[int] | None = None
+    layers: int | list[int] | None = None
+    chat: bool | str = False
+    note: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     betas: tuple[float, float] = (0.9, 0.95)
     drafter: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     baselines: bool = True
     color: bool | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.5))
     stored: Literal["auto", "float32", "bfloat16"] = "auto"
     precision: Literal["no", "bf16"] = "no"
 
 
-TYPES = field_types(Example)
-FORMS = [
-    ("--lr 3e-4", ["--lr=3e-4"]),
-    (
-        "--target.device-map=x --dtype bfloat16",
-        ["--target.device_map=x", "--target.dtype=bfloat16"],
-    ),
-    ("--target T --temperature 0.7", ["--target.path=T", "--sampling.temperature=0.7"]),
-    ("--from X --color --no-baselines", ["--from_=X", "--color=true", "--baselines=false"]),
-    ("--drafter a --drafter b,c", ["--drafter+=a", "--drafter+=b,c"]),
-    ("--taps 2,4,7", ["--taps=[2,4,7]"]),
-    ("--taps [2,4,7] --betas 0.8,0.9", ["--taps=[2,4,7]", "--betas=[0.8,0.9]"]),
-    ("--taps null", ["--taps=null"]),
-    (
-        "--tokens 300M --params 8b --lr 1.5K",
-        ["--tokens=300000000", "--params=8000000000", "--lr=1500"],
-    ),
-    (
-        "--dtype half --stored bf16 --precision bfloat16",
-        ["--target.dtype=half", "--stored=bfloat16", "--precision=bf16"],
-    ),
-    ("--target 8B", ["--target.path=8B"]),  # a text stays as it is
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("--lr 3e-4", {"lr": 3e-4}),
+    ("--lr=3e-4", {"lr": 3e-4}),
+    ("--target.device x --dtype bf16", {"target": TargetConfig("", "bfloat16", "x")}),
+    ("--target T --seed 7", {"target": TargetConfig("T"), "sampling": Sampling(0.5, seed=7)}),
+    ("--from X --color --no-baselines", {"from_": "X", "color": True, "baselines": False}),
+    ("--drafter a --drafter b,c", {"drafter": ["a", "b,c"]}),
+    ("--drafter [a,b] --drafter c", {"drafter": ["a", "b", "c"]}),
+    ("--taps 2,4,7", {"taps": [2, 4, 7]}),
+    ("--taps [2,4,7] --betas 0.8,0.9", {"taps": [2, 4, 7], "betas": (0.8, 0.9)}),
+    ("--taps 5 --layers 4", {"taps": [5], "layers": 4}),
+    ("--taps null --layers 4,5 --note null", {"layers": [4, 5]}),
+    ("--tokens 300M --params 8b --lr 1.5K", {"tokens": 300_000_000, "params": 8e9, "lr": 1500.0}),
+    ("--stored bf16 --precision bfloat16", {"stored": "bfloat16", "precision": "bf16"}),
+    ("--target 8B", {"target": TargetConfig("8B")}),  # a text stays as it is
+    ("--chat --lr -1", {"chat": True, "lr": -1.0}),
+    ("--chat f.jsonl", {"chat": "f.jsonl"}),
+    ("--kwargs '{a: false}' --kwargs.b true", {"kwargs": {"a": False, "b": True}}),
+    ("--sources a,b --sources c", {"sources": [Source("a"), Source("b"), Source("c")]}),
+    ("--sources '[{path: a, weight: 2}]'", {"sources": [Source("a", weight=2.0)]}),
 ]
 
 
-@pytest.mark.parametrize(("typed", "read"), FORMS)
-def test_what_is_typed_becomes_what_is_read(typed: str, read: list[str]) -> None:
-    assert spelled(typed.split(), TYPES) == read
+@pytest.mark.parametrize(("typed", "values"), FORMS)
+def test_what_is_typed_becomes_values(typed: str, values: dict[str, Any]) -> None:
+    assert parse(Example, shlex.split(typed), "x") == Example(**values)
 
 
-def test_paths_of_sources_may_be_given_several_times() -> None:
-    (read,) = spelled(["--sources", "a.jsonl,b.jsonl", "--sources", "c.jsonl"], TYPES)
-    paths = [source["path"] for source in json.loads(read.removeprefix("--sources="))]
-    assert paths == ["a.jsonl", "b.jsonl", "c.jsonl"]
-    tables = '[{"path": "a", "weight": 2}]'
-    assert spelled(["--sources", tables], TYPES) == [f"--sources={tables}"]
+def test_later_values_win_and_a_list_replaces_that_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("lr: 1e-3\ndrafter: [a]\nnote: 2026-01-02\nsampling: {seed: 3}\n")
+    read = Example(lr=1e-3, drafter=["a"], note="2026-01-02", sampling=Sampling(0.5, seed=3))
+    assert options_from(Example, {}, file) == parse(Example, ["--config", str(file)], "x") == read
+    words = ["--lr", "2", "--config", str(file), "--drafter", "b", "--drafter", "c"]
+    both = parse(Example, words, "x")
+    assert both.lr == 1e-3 and both.drafter == ["b", "c"]
+
+
+def test_printed_values_are_a_config_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--taps", "2,4", "--target", "T", "--sources", "a", "--kwargs.a", "no"]
+    with pytest.raises(SystemExit) as ended:
+        parse(Example, [*words, "--print-config"], "x")
+    assert not ended.value.code
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert options_from(Example, {}, file) == parse(Example, words, "x")
 
 
 def test_a_value_may_begin_with_one_hyphen_and_an_option_may_have_none() -> None:
-    assert [*options_of(["--lr", "-1", "word", "--flag"])] == [
-        ("--lr", "-1"),
-        ("word", None),
-        ("--flag", None),
+    types = {option.name: option.kind for option in fields_of(Example)}
+    words = ["--lr", "-1", "word", "--color", "--no-baselines"]
+    assert [*given_options(words, types, "drafter")] == [
+        ("lr", "-1"),
+        ("drafter", "word"),
+        ("color", True),
+        ("baselines", False),
     ]
 
 
-def test_an_option_for_one_value_is_not_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        spelled(["--lr", "1", "--lr=2"], TYPES)
-    assert "--lr is given twice" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lr 1 --lr=2", "--lr is given twice; it takes one value"),
+        ("--sources '[{weight: 1}]'", "--sources: path is missing"),
+        ("--layers x", "--layers takes a whole number or whole numbers with commas"),
+    ],
+)
+def test_what_cannot_be_read(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(Example, shlex.split(words), "x")
+    assert ended.value.code == 2 and f"error: {says}" in capsys.readouterr().err
 
 
-def test_a_size_is_a_number_only_where_a_number_is_meant() -> None:
-    kinds: list[tuple[Any, str, str]] = [
-        (int, "2K", "2000"),
-        (float | None, "1.25M", "1250000"),
-        (float, "0.0001K", "0.1"),
-        (str, "2K", "2K"),
-        (int, "2X", "2X"),
-    ]
-    for kind, typed, read in kinds:
-        assert in_form(kind, typed) == read
-
-
-def test_options_by_their_former_names_are_read_with_a_notice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan, _ = parse(PlanOptions, ["--run", "a.yaml", "--tokens", "300M"], "x")
-    assert (plan.config, plan.tokens) == ("a.yaml", 3e8)
-    doctor, _ = parse(DoctorOptions, ["--run=b.yaml"], "x")
-    assert doctor.config == "b.yaml"
-    words = ["--target", "T", "--output", "runs/x", "--data.sources", "a.jsonl"]
-    run, _ = parse(EagleRun, [*words, "--heads.taps", "2,4,7"], "x")
-    assert (run.out, run.data.sources, run.heads.taps) == ("runs/x", [Source("a.jsonl")], [2, 4, 7])
-    config = tmp_path / "run.yaml"
-    config.write_text("output: old\ntarget: {path: T}\ndata: {sources: [{path: a}]}\n")
-    assert parse(EagleRun, ["--config", str(config)], "x")[0].out == "old"
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: the option --run is called --config now; the old name works",
-        "warning: the option --run is called --config now; the old name works",
-        "warning: the option --output is called --out now; the old name works",
-        f"warning: {config} has a key by its former name (output -> out); it is still read",
-    ]
+def test_a_size_is_a_number() -> None:
+    typed = ["2K", "1.25M", "0.0001K", "2X", "K", ""]
+    assert [*map(sized, typed)] == [2000, 1_250_000, 0.1, "2X", "K", ""]

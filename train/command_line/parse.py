@@ -1,47 +1,110 @@
-"""Command lines, read by jsonargparse into dataclasses.
+"""Options of a command from its words, from YAML files and from Python.
 
-The fields of a dataclass become its options, with hyphens, and their docstrings become the help
-text. Every mistake is answered in one clear line.
+The fields of a dataclass are its options, with hyphens, and their docstrings the help text. Values
+are gathered by their dotted names, where later ones replace earlier ones; then the dataclass is
+made. Every mistake is answered in one line.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-import jsonargparse
+import msgspec
+import yaml
 
 from ...heads.errors import UserError
+from ...heads.files import read_yaml
 from ..endings import fail
+from .fields import SWITCHES, fields_of, item_of, joined, known_name, near, positional, written
 from .help_text import help_page
-from .mistakes import hyphenated, in_words, written
-from .spelling import spelled
+from .values import TABLES, WrongValue, converted, from_python, from_word, takes
 
 T = TypeVar("T")
+# What options take of which the type does not say it.
+VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
 
 
-class Parser(jsonargparse.ArgumentParser):
-    """Parser that reports a mistake in one line, without jsonargparse's usage lines."""
+@dataclass(frozen=True)
+class Place:
+    """A place where options are given, and how it names a known field and an unknown one."""
 
-    types: ClassVar[dict[str, Any]] = {}
-    """Types of the fields by their dotted names; `build_parser` sets those of each parser."""
-    typed: Sequence[str] = ()
-    """Words of the command line."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the mistake and exit with status 2.
-
-        The parser of a part, such as an entry of data.sources, raises it for the whole one's.
-        """
-        if not self.exit_on_error:
-            super().error(message, ex)
-        fail(in_words(str(message), self.types, self.typed) + f" (see {self.prog} --help)")
+    name: Callable[[str], str]
+    quote: Callable[[str], str] = repr
+    unknown: str = "unknown option "
+    wrong: str = ""
+    """Words before the name in a message about a value."""
 
 
-def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str]:
-    """Return an instance of the dataclass, and all of its values as YAML.
+COMMAND_LINE = Place(written, quote=written)
+PYTHON = Place(lambda name: "target" if name == "target.path" else name)
+
+
+class Values(Generic[T]):
+    """Values of a dataclass of options as they are gathered, its defaults to begin with."""
+
+    def __init__(self, config_class: type[T]) -> None:
+        self.config_class = config_class
+        options = [*fields_of(config_class)]
+        self.types = {option.name: option.kind for option in options}
+        self.flat = {one.name: one.default for one in options if one.default is not MISSING}
+
+    def put(self, name: str, value: Any, place: Place, append: bool = False) -> None:
+        """Set an option, or each one that a table names; `append` to a list. Raises `UserError`."""
+        name = name if isinstance(value, Mapping) else known_name(name, self.types)
+        table, _, key = name.rpartition(".")
+        if self.types.get(table) in TABLES:
+            name, value = table, {**self.flat[table], key: value}
+        check_known(name, self.types, place)
+        kind = self.types[name]
+        if is_dataclass(kind) and isinstance(value, Mapping):
+            for one, inner in value.items():
+                self.put(f"{name}.{one}", inner, place)
+            return
+        try:
+            if is_dataclass(kind):
+                raise WrongValue(f" takes {takes(kind, name)}, not {value}")
+            value = converted(kind, value)
+        except WrongValue as wrong:
+            raise UserError(f"{place.wrong}{place.name(name)}{wrong}") from wrong
+        self.flat[name] = self.flat[name] + value if append else value
+
+    def read(self, path: str) -> None:
+        """Set the options of a YAML file. Raises `UserError`."""
+        if Path(path).is_dir():
+            raise UserError(f"--config takes {VALUES['config']}, not {path}")
+        file = Place(str, repr, f"{path} has an unknown key ", f"{path}: ")
+        for name, value in read_yaml(Path(path)).items():
+            self.put(str(name), value, file)
+
+    def nested(self) -> dict[str, Any]:
+        """Return the values as tables in tables; those that are missing are None."""
+        tables: dict[str, Any] = {"": {}}
+        for name, kind in self.types.items():
+            table, _, last = name.rpartition(".")
+            tables[name] = {} if is_dataclass(kind) else self.flat.get(name)
+            tables[table][last] = tables[name]
+        return tables[""]
+
+    def check_complete(self, place: Place) -> None:
+        """Raise `UserError` where an option has no value that needs one."""
+        options = [name for name, kind in self.types.items() if not is_dataclass(kind)]
+        if names := [place.name(name) for name in options if name not in self.flat]:
+            raise UserError(f"{joined(names)} {'is' if len(names) == 1 else 'are'} missing")
+
+    def made(self) -> T:
+        """Return the dataclass. Raises `UserError`."""
+        try:
+            return msgspec.convert(self.nested(), self.config_class)
+        except msgspec.ValidationError as error:  # caused by the `UserError` of a `__post_init__`
+            raise (error.__cause__ or error) from None
+
+
+def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
+    """Return an instance of the dataclass.
 
     Values come from `--config FILE` (YAML) and from options; later ones win. Prints one line and
     exits with status 2 on a mistake.
@@ -49,101 +112,88 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
         raise SystemExit(0)
-    parser = build_parser(config_class, prog)
-    types = field_types(config_class)
-    arguments = spelled(argv, types, next(iter(positional(config_class)), None))
-    check_known(arguments, types, prog)
-    parser.types, parser.typed = types, arguments  # type: ignore[misc]
-    namespace = parser.parse_args(arguments)
+    values, given = Values(config_class), set()
     try:
-        values = parser.instantiate(namespace)
-        if "config" not in types:  # the parser's own
-            values.pop("config", None)
-        return config_class(**dict(values)), parser.dump(namespace)
+        for name, value in given_options(argv, values.types, positional(config_class)):
+            if name == "config" and name not in values.types:
+                values.read(value)
+            elif name != "print_config":
+                kind = values.types.get(name, Any)
+                plain = from_word(kind, value) if isinstance(value, str) else value
+                values.put(name, plain, COMMAND_LINE, name in given)
+            given.add(name)
+        if "print_config" in given:
+            print(yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True), end="")
+            raise SystemExit(0)
+        values.check_complete(COMMAND_LINE)
+    except UserError as error:
+        fail(f"{error} (see {prog} --help)")
+    try:
+        return values.made()
     except UserError as error:
         fail(str(error))
 
 
-def build_parser(config_class: Any, prog: str, kind: type[Parser] = Parser) -> Parser:
-    """Return the parser of a dataclass for the program `prog`, of a `kind` of parsers."""
-    # The parser has no help text of its own; see `help_text.py`.
-    parser = kind(prog=prog, default_meta=False, add_help=False)
-    if "config" not in field_types(config_class):
-        parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
-    return parser
+def options_from(
+    config_class: type[T], given: Mapping[str, Any], config: str | PathLike[str] | None = None
+) -> T:
+    """Return an instance of a dataclass of options from the values of its fields.
 
-
-def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> None:
-    """Exit with status 2 for an unknown option, naming those that are spelled like it.
-
-    Keys of tables are not looked at.
+    They are `given` by their names, nested ones as tables or by dotted names, and replace those of
+    the YAML file `config`. A path means a target or a source of data. Raises `UserError`.
     """
-    groups = {name.rpartition(".")[0] for name in types}
-    known_names = {*types, *groups, "config", "help", "print_config"}
-    # A table takes any key, such as data.chat_template_kwargs.enable_thinking.
-    tables = tuple(f"{name}." for name, kind in types.items() if not is_dataclass(kind))
-    for argument in arguments:
-        name = argument[2:].partition("=")[0].removesuffix("+")
-        if not argument.startswith("--") or name in known_names or name.startswith(tables):
-            continue
-        similar = " or ".join(map(written, near(name, types)))
+    values = Values(config_class)
+    if config is not None:
+        values.read(fspath(config))
+    for name, value in from_python(given).items():
+        part = is_dataclass(values.types.get(name))
+        name = "data.sources" if name == "data" and part and not isinstance(value, dict) else name
+        values.put(name, value, PYTHON)
+    values.check_complete(PYTHON)
+    return values.made()
+
+
+def check_known(name: str, types: dict[str, Any], place: Place) -> None:
+    """Raise `UserError` for an option that there is not, with those that are spelled like it."""
+    if name not in types:
+        similar = " or ".join(map(place.name, near(name.replace("-", "_"), types)))
         meant = f"; did you mean {similar}?" if similar else ""
-        fail(f"unknown option {hyphenated(f'--{name}')}{meant} (see {prog} --help)")
+        raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
 
 
-ELSEWHERE = {
-    "model": "target.path",
-    "learning_rate": "optim.lr",
-    "max_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_rows",
-    "gradient_accumulation_steps": "accumulation",
-    "output": "out",
-    "output_dir": "out",
-    "dataset": "data.sources",
-    "draft_model": "drafter",
-    "speculative_model": "drafter",
-}
-"""Options of other tools by the last part of their names, and ours for the same."""
+def given_options(
+    argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a command line by their fields' names, with a text, true or false.
 
-
-def near(word: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of `known` that are spelled like `word`.
-
-    An option that another tool calls `word` comes first.
+    `--lr 3e-4` is `--lr=3e-4`. Words that are not the value of an option belong to the list
+    `bare_goes_to`, if there is one. Raises `UserError` for an option that is unknown, lacks a
+    value, or is given twice and takes one.
     """
-    # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
-    by_end: dict[str, list[str]] = {}
-    for name in known:
-        for form in (name, name.rpartition(".")[2]):
-            by_end.setdefault(form, []).append(name)
-    similar = []
-    if (same := ELSEWHERE.get(word.rpartition(".")[2])) in by_end:
-        similar += by_end[same or ""]
-    for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
-        similar += by_end[form]
-    return [*dict.fromkeys(similar)][:3]
-
-
-def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every field of a dataclass, those of nested ones by their dotted names."""
-    types: dict[str, Any] = {}
-    for name, kind in get_type_hints(config_class).items():
-        types[prefix + name] = kind
-        if is_dataclass(kind) and isinstance(kind, type):
-            types |= field_types(kind, f"{prefix}{name}.")
-    return types
-
-
-def positional(config_class: Any) -> dict[str, str]:
-    """Return the field that takes values without an option's name, and its word in the usage.
-
-    The field is a list. The result is empty if the dataclass has no such field.
-    """
-    words = {}
-    for option in fields(config_class):
-        if "positional" in option.metadata:
-            words[option.name] = option.metadata["positional"]
-    return words
+    types = {"config": list[str], "print_config": bool, **types}
+    words, given = [*argv], set()
+    while words:
+        word, equals, value = words[0].partition("=")
+        if not word.startswith("--"):
+            if bare_goes_to is None or word.startswith("-"):
+                says = "belongs to no option; put quotes around a value with spaces"
+                raise UserError(f"{words[0]!r} {says}")
+            yield bare_goes_to, words.pop(0)
+            continue
+        bare = len(words) > 1 and not words[1].startswith("--") and not equals
+        value = words[1] if bare else value if equals else None
+        del words[: 1 + bare]
+        name = known_name(word[2:].replace("-", "_"), types)
+        off = known_name(name.removeprefix("no_"), types)
+        if value is None and name not in types and types.get(off) in SWITCHES:
+            name, value = off, False
+        if types.get(name.rpartition(".")[0]) not in TABLES:
+            check_known(name, types, COMMAND_LINE)
+        kind = types.get(name)
+        if value is None and kind not in SWITCHES:
+            what = VALUES.get(name) or takes(kind, name)
+            raise UserError(f"{written(name)} needs a value: {what}")
+        if name in given and kind != list[str] and item_of(kind) is None:
+            raise UserError(f"{written(name)} is given twice; it takes one value")
+        given.add(name)
+        yield name, True if value is None else value

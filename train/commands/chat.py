@@ -12,7 +12,7 @@ from ...inference.decode import Request
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.settings import TargetConfig
 from ..endings import Ended
-from ..options import GenerateOptions as Options
+from .options import GenerateOptions as Options
 from .streaming import compare, in_color, legend, one_interrupt, say, stream
 
 

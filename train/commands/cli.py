@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
-from .verbs import OPTIONS, ROAD, VERBS
+from .verbs import ROAD, VERBS, options_of_verb
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -62,13 +62,8 @@ def _main(argv: list[str]) -> None:
         close = difflib.get_close_matches(verb, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
         fail(f"unknown command {verb!r}; {hint}")
-    name, options_name, _ = VERBS[verb]
-    # Options stand in a file that needs no torch, so a help text or a mistyped option is handled
-    # without it.
-    options_module = importlib.import_module(OPTIONS[name.partition(".")[0]], __package__)
-    options_class = getattr(options_module, options_name)
-    options, _ = parse(options_class, argv[verb_words:], f"draftsmith {verb}")
-    module = importlib.import_module(f"...{name}", __package__)
+    options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
+    module = importlib.import_module(f"...{VERBS[verb][0]}", __package__)
 
     def if_interrupted() -> str:
         if verb in ("data extract", "data regenerate"):
@@ -104,7 +99,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         # The one other command that is launched.
         hint = hint or (" (or data extract)" if prog != "draftsmith train" else "")
         fail(f"name a method to train: {', '.join(METHODS)}{hint}")
-    run, config_yaml = parse(run_class_named(argv[0]), argv[1:], f"{prog} {argv[0]}")
+    run = parse(run_class_named(argv[0]), argv[1:], f"{prog} {argv[0]}")
 
     if prog == "draftsmith train":
         words = shlex.join(argv)
@@ -115,7 +110,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         from ..loop import train
         from ..method import method_named
 
-        best = train(run, method_named(argv[0]), config_yaml)
+        best = train(run, method_named(argv[0]))
         if is_main_rank():
             say_what_came_out(best, run)
 

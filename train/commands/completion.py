@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
-from ..command_line.help_text import options_of_class
-from ..command_line.parse import positional
+from ..command_line.fields import alternatives, options_of_class, positional
+from ..command_line.help_text import usage_of
 from ..endings import fail
 from ..method import METHODS, run_class_named
-from .verbs import OPTIONS, VERBS
+from .verbs import VERBS, options_of_verb
 
 FILES = {"chat", "config", "prompts", "data", "report", "reports", "profile", "json", "path"}
 FILES |= {"runs"}
@@ -39,11 +38,10 @@ def whole_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()
     data = commands.add_parser("data", help="prepare data", add_help=False).add_subparsers()
-    for verb, (module, options_name, what) in VERBS.items():
-        options_module = importlib.import_module(OPTIONS[module.partition(".")[0]], __package__)
+    for verb, (_, _, what) in VERBS.items():
         parent = data if verb.startswith("data ") else commands
         one = parent.add_parser(verb.removeprefix("data "), help=what, add_help=False)
-        add_options(one, getattr(options_module, options_name))
+        add_options(one, options_of_verb(verb))
     methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
     for method in METHODS:
         one = methods.add_parser(method, help=f"with {method}", add_help=False)
@@ -55,17 +53,16 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
     """Add the options of a dataclass, with choices, files and folders to complete."""
-    words_without_option = positional(config_class)
     for option in options_of_class(config_class):
-        words, last = option.usage.split(" "), option.name.rpartition(".")[2]
+        words, last = usage_of(option).split(" "), option.last
         if len(words) == 1:
             parser.add_argument(words[0], action="store_true")
             continue
-        if option.name in words_without_option:
+        if option.name == positional(config_class):
             parser.add_argument(last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
-        kinds = [option.kind, *get_args(option.kind)]
-        choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+        literals = [one for one in alternatives(option.kind) if get_origin(one) is Literal]
+        choices = [choice for one in literals for choice in get_args(one)]
         added = parser.add_argument(words[0], choices=choices or None)
         if {option.name, last} & FOLDERS:
             added.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

@@ -25,14 +25,14 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
-from ..command_line.parse import parse
+from ..command_line.parse import options_from
 from ..config import RunConfig
 from ..data.features import LiveTarget
 from ..data.templates import has_marks
 from ..method import MethodName, method_for, run_class_named
-from ..options import DoctorOptions as Options
 from ..provenance import versions
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
+from .options import DoctorOptions as Options
 
 GIB = 2**30
 SNUG = 0.6  # share of the free memory that weights may take without a warning
@@ -140,10 +140,10 @@ def machine() -> Iterator[Finding]:
 def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunConfig]:
     """Return the findings about the config file `path` and its data sources, and the run.
 
-    Exits with status 2 if the file is not a config of the method.
+    Raises `UserError` if the file is not a config of the method.
     """
     method = method_for(path, given)
-    config, _ = parse(run_class_named(method), ["--config", path], "draftsmith doctor")
+    config = options_from(run_class_named(method), {}, path)
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         check = f"data {source.name or source.path}"

@@ -30,7 +30,7 @@ from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ...inference.targets.target import TargetSource
 from ..data.templates import encode
 from ..methods.vocabulary import special_ids
-from ..options import ExportOptions as Options
+from .options import ExportOptions as Options
 
 
 def run(options: Options) -> None:

@@ -48,7 +48,7 @@ from ...inference.targets.stored import (
     verify_noted,
 )  # fmt: skip
 from ...inference.targets.target import Target, TargetSource, load_target
-from ..command_line.parse import parse
+from ..command_line.parse import options_from
 from ..config import RunConfig
 from ..data import tables as data_module
 from ..data.batches import Batches, collate
@@ -69,9 +69,9 @@ from ..evaluation import held_out_prompts, write_text
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import AnyMethod, method_for, method_named
-from ..options import ExtractOptions as Options
 from ..parallel import load_models_whole, on_main, only_launch
 from ..provenance import provenance
+from .options import ExtractOptions as Options
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def run(options: Options) -> None:
     check_output_folder(options.out, "--out")
     options = replace(options, method=method_for(options.config, options.method))
     method = method_named(str(options.method))
-    config, _ = parse(method.run_class, ["--config", options.config], "draftsmith data extract")
+    config = options_from(method.run_class, {}, options.config)
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

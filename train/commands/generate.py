@@ -20,8 +20,8 @@ from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
 from ...inference.targets.target import load_for_decoding
-from ..options import GenerateOptions as Options
 from .chat import chat, check_template
+from .options import GenerateOptions as Options
 from .streaming import compare, in_color, legend, say, stream
 
 HEADING = 60  # characters of a prompt that stand above its reply

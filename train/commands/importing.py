@@ -27,8 +27,8 @@ from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
-from ..options import ImportOptions as Options
 from ..provenance import provenance
+from .options import ImportOptions as Options
 
 # Files of a repository on the hub that are loaded.
 READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]

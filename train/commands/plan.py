@@ -18,11 +18,12 @@ from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import parse
-from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
+from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
-from ..options import PlanOptions as Options
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
+from ..planning.costs import DECODE_SHARE, plan_for
+from ..planning.options import PlanOptions as Options
 from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
@@ -93,9 +94,7 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     changes = [f"--{change}" for change in options.set]
     if target is not None:
         changes.append(f"--target.path={target}")
-    config, _ = parse(
-        method.run_class, ["--config", options.config, *changes], "draftsmith data plan"
-    )
+    config = parse(method.run_class, ["--config", options.config, *changes], "draftsmith data plan")
     try:
         shape = shape_of(method, config)
     except UserError as error:

@@ -19,7 +19,6 @@ from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 
-# What reads options needs jsonargparse, which decoding does without: it is imported in functions.
 AnyPath = str | PathLike[str]
 
 
@@ -72,15 +71,15 @@ def train(
     goes on where an earlier one stopped. Under `accelerate launch` every process calls it. Raises
     `UserError`.
     """
-    from ..command_line.from_python import options_from
+    from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
 
     chosen = method_named(method)
     values: dict[str, Any] = {"target": target, "data": data, "out": out}
     named = {name: value for name, value in values.items() if value is not None}
-    run, config_yaml = options_from(chosen.run_class, {**named, **options}, config)
-    return run_training(run, chosen, config_yaml)
+    run = options_from(chosen.run_class, {**named, **options}, config)
+    return run_training(run, chosen)
 
 
 def evaluate(
@@ -98,21 +97,22 @@ def evaluate(
     such as `temperatures="0,1"`, `limit=20`, `baselines=False` and `json=FILE`. Raises `UserError`.
     """
     from ...inference.evaluation.evaluate import measured
-    from ..command_line.from_python import options_from
+    from ..command_line.parse import options_from
 
     for name in ("features", "json"):
         if name in options and (name == "features" or str(options[name]) == "-"):
             raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
     if not isinstance(prompts, str | PathLike):
         raise UserError("prompts is a file of prompts, such as held_out.jsonl")
-    values = {"drafter": drafter, "prompts": prompts, **options}
+    several = drafter if isinstance(drafter, list | tuple) else [drafter]
+    values = {"drafter": [_path_of(one) for one in several], "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):
         loaded = target
     elif isinstance(target, PreTrainedModel):
         loaded = target_of(target, tokenizer)
     values["target"] = target if loaded is None else loaded.name
-    made, _ = options_from(EvaluateOptions, values)
+    made = options_from(EvaluateOptions, values)
     return measured(made, loaded)
 
 
@@ -122,13 +122,18 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
     `to` is the engine's name, such as vllm. `options` are those of the command, such as
     `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
     """
-    from ..command_line.from_python import options_from
-    from ..options import ExportOptions
+    from ..command_line.parse import options_from
     from .exporting import write_export
+    from .options import ExportOptions
 
-    named = {"drafter": drafter, "to": to, "out": out}
-    made, _ = options_from(ExportOptions, {**named, **options})
+    named = {"drafter": _path_of(drafter), "to": to, "out": out}
+    made = options_from(ExportOptions, {**named, **options})
     written = write_export(made)
     if made.push is not None:
         upload(made.out, made.push)
     return written.serve
+
+
+def _path_of(drafter: Any) -> Any:
+    """Return the folder of a drafter, or its path or name as it was given."""
+    return drafter.folder if isinstance(drafter, Drafter) else drafter

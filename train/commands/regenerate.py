@@ -30,8 +30,8 @@ from ...inference.decode import Request, decode
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import Sampling
 from ...inference.targets.target import Target, load_for_decoding
-from ..options import RegenerateOptions as Options
-from ..options import ReplySampling
+from .options import RegenerateOptions as Options
+from .options import ReplySampling
 from .replies import regenerate_on_server
 from .tasks import Sink, Task, answered_in, mend, refuse_other
 

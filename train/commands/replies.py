@@ -17,7 +17,7 @@ from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.conversations.formats import RowError
-from ..options import RegenerateOptions as Options
+from .options import RegenerateOptions as Options
 from .tasks import Sink, Task
 
 log = logging.getLogger(__name__)

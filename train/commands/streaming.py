@@ -16,7 +16,7 @@ from ...inference.decode import Generation, Request, decode
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import GREEDY, Sampling
-from ..options import GenerateOptions as Options
+from .options import GenerateOptions as Options
 
 # Green of the terminal's own palette, which themes choose to be readable on their background.
 GREEN, RESET = "\x1b[32m", "\x1b[0m"

@@ -1,73 +1,76 @@
-"""Commands of `draftsmith`: where they stand, and what they are for."""
+"""Commands of `draftsmith`: their modules, their options, and what they are for."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 # A command's module has `run(options)`, and may have `if_interrupted(options)`, which returns the
 # line for a user who stopped it.
 VERBS = {  # the module of each command, the class of its options, and what it is for
     "data plan": (
         "train.commands.plan",
-        "PlanOptions",
+        "train.planning.options.PlanOptions",
         "what a training run will cost, before anything runs",
     ),
     "data extract": (
         "train.commands.extract",
-        "ExtractOptions",
+        "train.commands.options.ExtractOptions",
         "store the target's features, so that training needs no target",
     ),
     "data regenerate": (
         "train.commands.regenerate",
-        "RegenerateOptions",
+        "train.commands.options.RegenerateOptions",
         "let the target write the replies of a data set",
     ),
     "export": (
         "train.commands.exporting",
-        "ExportOptions",
+        "train.commands.options.ExportOptions",
         "a drafter as a serving engine loads it, with the command that serves it",
     ),
     "import": (
         "train.commands.importing",
-        "ImportOptions",
+        "train.commands.options.ImportOptions",
         "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter",
     ),
     "evaluate": (
         "inference.evaluation.evaluate",
-        "EvaluateOptions",
+        "inference.evaluation.options.EvaluateOptions",
         "acceptance and speed of drafters on held-out prompts",
     ),
     "compare": (
         "inference.evaluation.compare",
-        "CompareOptions",
+        "inference.evaluation.options.CompareOptions",
         "tau before and after by category, from reports of one drafter's lineage",
     ),
     "report": (
         "inference.evaluation.report.report",
-        "ReportOptions",
+        "inference.evaluation.report.options.ReportOptions",
         "evaluations and training runs as one HTML page, or as Markdown tables",
     ),
     "simulate": (
         "inference.evaluation.simulate",
-        "SimulateOptions",
+        "inference.evaluation.options.SimulateOptions",
         "what an acceptance is worth: tokens a round, best draft length",
     ),
     "tune": (
         "inference.evaluation.tuning.tune",
-        "TuneOptions",
+        "inference.evaluation.tuning.options.TuneOptions",
         "which tree pays on this machine: measures, searches, writes a profile",
     ),
     "generate": (
         "train.commands.generate",
-        "GenerateOptions",
+        "train.commands.options.GenerateOptions",
         "decode prompts, or chat, and show what was accepted",
     ),
     "serve": (
         "inference.serving.serve",
-        "ServeOptions",
+        "inference.serving.options.ServeOptions",
         "a local server with OpenAI's API and a page to chat on",
     ),
     "doctor": (
         "train.commands.doctor",
-        "DoctorOptions",
+        "train.commands.options.DoctorOptions",
         "is this machine, target and data fit to run?",
     ),
 }
@@ -81,5 +84,8 @@ ROAD = {
     "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
 }
 
-# The module with the options of all commands of a package.
-OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
+
+def options_of_verb(verb: str) -> Any:
+    """Return the dataclass of a command's options; its module needs no torch."""
+    module, _, name = VERBS[verb][1].rpartition(".")
+    return getattr(importlib.import_module(f"...{module}", __package__), name)

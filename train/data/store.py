@@ -36,8 +36,8 @@ from ...heads.files import checksum, differs, whole_file, write_json
 from ...inference.rounds.device import send
 from ...inference.targets.stored import Manifest, manifest_of
 from ...inference.targets.target import TargetSource
+from ..config import StoreType
 from ..documents import ShardNote, Wanted
-from ..options import StoreType
 from .batches import PADDING, Batch, Batches
 from .features import Features
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
 from ..estimate import RunSizes
-from ..options import PlanOptions
+from .options import PlanOptions
 
 GPUS_OF_A_NODE = 8
 COUNTS = (8, 64, 512)  # GPUs

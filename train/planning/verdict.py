@@ -8,8 +8,8 @@ from typing import Any
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
 from ..estimate import RunSizes, size
-from ..options import PlanOptions
 from .communication import GPUS_OF_A_NODE
+from .options import PlanOptions
 from .step_memory import MOMENT_BYTES, StepMemory
 
 MOST_GPUS = 512

@@ -14,11 +14,11 @@ from pathlib import Path
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
-from ..options import ReportOptions as Options
 from ..results import Report, read_report
 from ..training_log import METRICS_FILE, read_metrics
 from . import sections, speed
 from .lineage import Part, before_after, compare_table, parts_of_page
+from .options import ReportOptions as Options
 from .page import folded, page
 from .replies import replies
 from .tables import Colours, categories, served, summary

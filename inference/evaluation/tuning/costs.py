@@ -28,9 +28,9 @@ from ...rounds.sampling import Draws
 from ...rounds.tree import NO_NODE, DraftTree, TreeShape
 from ...settings import GREEDY, Sampling
 from ...targets.target import Target
-from ..options import SAMPLES
 from .budget import FEWEST_ROUNDS, Timings
 from .candidates import Candidate
+from .options import SAMPLES
 from .replay_roots import KnownText
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of which verification is timed

@@ -12,12 +12,12 @@ from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
 from ..measure import Setting, Turn, decode_in_turns
-from ..options import TuneOptions
 from ..results import NAN
 from .budget import finalists_that_fit
 from .candidates import Candidate
 from .choice import Choice, enough, level_of
 from .costs import DraftCosts, VerifyCosts, predicted
+from .options import TuneOptions
 from .replay_roots import KnownText
 
 

@@ -27,7 +27,7 @@ from ...settings import Sampling
 from ...targets.target import Target
 from ...tree_settings import LOOKUP_SETTINGS
 from ..names import distinct_names
-from ..options import TuneOptions
+from .options import TuneOptions
 
 SCHEMA = 1
 

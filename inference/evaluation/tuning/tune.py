@@ -32,8 +32,6 @@ from ..checks import numbers, prompts_of
 from ..evaluate import origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
-from ..options import SWEEPS
-from ..options import TuneOptions as Options
 from ..results import FEWEST
 from .budget import (
     DRAFTING,
@@ -61,6 +59,8 @@ from .costs import (
     verification,
 )
 from .finalists import Search, measured_row
+from .options import SWEEPS
+from .options import TuneOptions as Options
 from .profile import empty_profile, key_of
 from .replay_roots import KnownText, KnownTexts
 

@@ -215,7 +215,7 @@ def main() -> None:
         if (reason := missing(library)) is not None:
             print(f"error: {reason}", file=sys.stderr)
             raise SystemExit(2)
-    config, _ = parse(EagleRun, ["--config", CONFIG], "tau.py")
+    config = parse(EagleRun, ["--config", CONFIG], "tau.py")
     for source in config.data.sources:
         if not Path(source.path).exists():
             print(f"error: no {source.path}; run ./scripts/quickstart.sh first", file=sys.stderr)

@@ -19,7 +19,7 @@ from transformers import (
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from draftsmith.train.commands.exporting import run
-from draftsmith.train.options import ExportOptions
+from draftsmith.train.commands.options import ExportOptions
 from tests.conftest import QUICKSTART
 from tests.trained import questions
 

@@ -28,8 +28,8 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import chat as chatting
 from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
+from draftsmith.train.commands.options import GenerateOptions
 from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
-from draftsmith.train.options import GenerateOptions
 from tests.conftest import QUICKSTART
 from tests.train.test_bad_input import expect, quick
 

@@ -14,9 +14,10 @@ from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.data.tables import build
-from draftsmith.train.estimate import RunSizes, check_affordable, plan_for, shape_of
+from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
 from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS, Pace
+from draftsmith.train.planning.costs import plan_for
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 
@@ -26,7 +27,7 @@ def run_of(tmp_path: Path, target: Path, method: str, **changes: Any):
     module = method_named(method.rstrip("1"))
     from draftsmith.train.command_line.parse import parse
 
-    return config, module, parse(module.run_class, ["--config", str(config)], "x")[0]
+    return config, module, parse(module.run_class, ["--config", str(config)], "x")
 
 
 def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:

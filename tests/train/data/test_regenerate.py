@@ -18,11 +18,11 @@ from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.sources import rows_of as read_rows
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.train.commands.options import RegenerateOptions as Options
+from draftsmith.train.commands.options import ReplySampling, ServerOptions
 from draftsmith.train.commands.regenerate import Share, run
 from draftsmith.train.commands.tasks import mend, questions
 from draftsmith.train.data.templates import encode
-from draftsmith.train.options import RegenerateOptions as Options
-from draftsmith.train.options import ReplySampling, ServerOptions
 from tests.conftest import tiny_target
 from tests.train.data.test_tables import write
 

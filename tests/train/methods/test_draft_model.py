@@ -24,12 +24,10 @@ from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.stored import StoredTarget
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.command_line.parse import parse
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.rollouts import Errors, Rollouts
-from draftsmith.train.method import own_keys
 from draftsmith.train.methods.adaptive import accepted_runs, chain_lengths
 from draftsmith.train.methods.draft_model import (
     METHOD,
@@ -279,21 +277,3 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
                 checked += 1
             root += len(step.tokens)
     assert checked > 40
-
-
-def test_the_former_name_of_the_section_is_read_with_a_notice(tmp_path: Path, capsys) -> None:
-    config = tmp_path / "old.yaml"
-    # quotes of names stay, and keys of that name elsewhere are left alone
-    data = "data: {sources: [{path: a, name: '1e5'}], chat_template_kwargs: {student: true}}"
-    config.write_text(f"output: out\ntarget: {{path: t}}\n{data}\nstudent: {{layers: 3}}\n")
-    for words in (["--config", str(config)], [f"--config={config}"]):
-        run, written = parse(DistillRun, [*words, "--student.choose", "ends"], "x")
-        assert (run.draft_model.layers, run.draft_model.choose) == (3, "ends")
-        assert run.data.sources[0].name == "1e5"
-        assert run.data.chat_template_kwargs == {"student": True} and "draft_model:" in written
-        assert capsys.readouterr().err.splitlines() == [
-            f"warning: {config} has a key by its former name (student -> draft_model, output -> "
-            "out); it is still read",
-            "warning: the option --student is called --draft-model now; the old name works",
-        ]
-    assert own_keys(str(config)) == {"draft_model": ["layers"]}

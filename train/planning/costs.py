@@ -1,0 +1,44 @@
+"""Bytes and GPU-hours of the stages of a training run, from the shapes of its models."""
+
+from __future__ import annotations
+
+from ...inference.evaluation.gains import GPUS
+from ..config import RunConfig
+from ..estimate import STATE_BYTES, RunSizes, step_bytes
+from .options import PlanOptions
+
+DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
+
+
+def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
+    """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
+
+    Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
+    the drafter.
+    """
+    reply_share = options.written_share
+    # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
+    last = 1.0 if shape.all_last else reply_share
+    per_token = 2 * shape.hidden * (shape.taps + last)
+    peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
+    decoding_hour = peak_hour * DECODE_SHARE
+    regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
+    extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
+    operations = shape.training_operations(reply_share) * options.tokens * config.epochs
+    train = operations / (peak_hour * options.mfu)
+    # Without a store, features are made anew in each epoch. So they are through a ring, but a
+    # config does not say whether its store is one.
+    extractions = config.epochs if config.features.store is None else 1.0
+    return {
+        "feature_bytes_per_token": per_token,
+        "feature_bytes": per_token * options.tokens,
+        "feature_bytes_fp8": per_token * options.tokens / 2,
+        "regenerate_gpu_hours": regenerate,
+        "extract_gpu_hours": extract,
+        "extractions": extractions,
+        "train_gpu_hours": train,
+        "total_gpu_hours": regenerate + extract * extractions + train,
+        "target_bytes": 2.0 * shape.target_params,
+        "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
+        "activation_bytes": step_bytes(shape, config),
+    }

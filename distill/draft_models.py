@@ -155,7 +155,7 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
     sums, count = [0.0] * target.num_layers, 0
 
     def watch(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
+        def hook(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
             # Architectures differ in how they pass the hidden states, and in what a layer returns.
             before = arguments[0] if arguments else named["hidden_states"]
             after = output[0] if isinstance(output, tuple) else output
@@ -355,7 +355,7 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
     target's other layers: they return a layer's input in place of its output.
     """
 
-    def skip(module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
+    def skip(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
         before = arguments[0] if arguments else named["hidden_states"]
         return (before, *output[1:]) if isinstance(output, tuple) else before
 

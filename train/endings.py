@@ -217,7 +217,7 @@ def _listen() -> None:
     sys.unraisablehook = _unraisable
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, _frame: object) -> None:
     """Handle SIGINT and SIGTERM: note the signal, and raise `KeyboardInterrupt`.
 
     An import that is interrupted may raise an error of its own in its place, so `guarded` looks at

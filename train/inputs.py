@@ -61,7 +61,7 @@ def inputs_of(
     `folder` is the run's output. `check` is called with the identity before anything is written.
     """
     if (store := run.features.store) is not None:
-        return stored_inputs(run, store, accelerator, folder, check)
+        return stored_inputs(run, store, accelerator, check)
     find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
@@ -184,7 +184,6 @@ def stored_inputs(
     run: RunConfig,
     store: str,
     accelerator: Accelerator,
-    folder: Path,
     check: Callable[[JsonObject], None],
 ) -> Inputs:
     """Return the inputs of a run that reads a feature store.

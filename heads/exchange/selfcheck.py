@@ -93,7 +93,7 @@ def nulls(config: object, path: str = "") -> Iterator[str]:
 def load_draft_model(folder: Path, artifact: Artifact, dtype: torch.dtype) -> DraftModel:
     """Return the draft model in `folder`, with the tokenizer of the artifact's."""
 
-    def embed(ids: Tensor) -> Tensor:
+    def embed(_ids: Tensor) -> Tensor:
         raise AssertionError("a draft model has its own embedding")
 
     embedding_and_head = EmbeddingAndHead(
@@ -213,7 +213,7 @@ def _(drafter: EagleDrafter) -> Tensor:
     )
     state, positions = drafter.fuse(tuple(taps), last), torch.arange(LENGTH)[None]
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=True
@@ -240,7 +240,7 @@ def _block_state(drafter: DFlashDrafter) -> Tensor:
     context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(context_size)[None]))
     rotary = drafter.rotary(torch.arange(context_size, context_size + shape.block_size)[None])
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         context_keys, context_values = context[layer]
         keys = torch.cat([context_keys, keys], dim=1)
         values = torch.cat([context_values, values], dim=1)

@@ -111,7 +111,7 @@ def _uniform_operator(keys: Tensor, places: Tensor, stream: int, count: int) -> 
     return _uniform(keys, places, stream, indices(count, places.device))
 
 
-def _empty_uniform(keys: Tensor, places: Tensor, stream: int, count: int) -> Tensor:
+def _empty_uniform(keys: Tensor, places: Tensor, _stream: int, count: int) -> Tensor:
     """Return a tensor of the shape and dtype of `_uniform_operator`, for a compiler."""
     shape = torch.broadcast_shapes(keys.shape, places.shape)
     return places.new_empty(*shape, count, dtype=torch.float64)

@@ -33,7 +33,7 @@ a prompt needs some of its own; by default 1,024 are kept, which took 550 MB wit
 EXTRA = {"starlette", "uvicorn", "prometheus_client"}
 
 
-def if_interrupted(options: Options) -> str:
+def if_interrupted(_options: Options) -> str:
     """Return the line for a user who stops the server before it serves."""
     return "the server was not started"
 

@@ -38,11 +38,11 @@ def spans_of(documents: Tensor) -> Spans:
 
 
 def attend_in_documents(
-    module: Any,
+    _module: Any,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: None,
+    _mask: None,
     *,
     documents: Spans,
     scaling: float | None = None,

@@ -126,11 +126,11 @@ _OPERATORS = torch.library.Library("draftsmith", "DEF")
 _OPERATORS.define("packed_linear(Tensor x, int number, int outputs) -> Tensor")
 
 
-def _packed_linear(x: Tensor, number: int, outputs: int) -> Tensor:
+def _packed_linear(x: Tensor, number: int, _outputs: int) -> Tensor:
     return _LAYERS[number].product(x)
 
 
-def _empty_product(x: Tensor, number: int, outputs: int) -> Tensor:
+def _empty_product(x: Tensor, _number: int, outputs: int) -> Tensor:
     """Return a tensor of the shape and dtype of `_packed_linear`, for a compiler."""
     return x.new_empty(*x.shape[:-1], outputs)
 

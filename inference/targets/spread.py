@@ -42,13 +42,11 @@ def load_spread(
             "launch or torchrun"
         )
     if kind == "tensor":
-        return _split_within_layers(path, device, options)
+        return _split_within_layers(path, options)
     return _sharded_by_layer(path, device, options)
 
 
-def _split_within_layers(
-    path: str, device: torch.device, options: dict[str, Any]
-) -> tuple[Any, str | None]:
+def _split_within_layers(path: str, options: dict[str, Any]) -> tuple[Any, str | None]:
     """Load a model whose layers are each split between the ranks (tensor parallelism).
 
     Returns the model, with embedding and head whole, and the hash of its whole weights. Raises

@@ -108,7 +108,7 @@ def assisted(target: Target, drafter: DraftModelProposer, limit: int) -> Callabl
     return decode
 
 
-def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[int]]) -> list[Arm]:
+def make_arms(target: Target, arguments: argparse.Namespace) -> list[Arm]:
     limit = arguments.max_new_tokens
     arms = [
         Arm("plain (ours)", ours(target, PlainDecoding(), limit)),
@@ -273,7 +273,7 @@ def main() -> None:
         p.token_ids
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)
     ]
-    arms = make_arms(target, arguments, prompts)
+    arms = make_arms(target, arguments)
     measure(arms, prompts, arguments.repeats)
     summaries = {arm.name: summarise(arm, arms[0]) for arm in arms}
     costs = verify_cost(target, arguments.context, 20 * arguments.repeats)

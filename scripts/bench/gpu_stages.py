@@ -111,7 +111,7 @@ def growing_attention(device: torch.device, lengths: list[int]) -> float:
     return 1000 * (synchronise(device) - start) / len(lengths)
 
 
-def tests(report: Report, device: torch.device, tiny: bool) -> None:
+def tests(report: Report, device: torch.device, _tiny: bool) -> None:
     """The tests that want a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
     if device.type != "cuda":

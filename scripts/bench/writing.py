@@ -77,7 +77,7 @@ def loop(target: Target, prompts: list[list[int]], options: Any, seed: int) -> i
 
 
 @torch.inference_mode()
-def library(target: Target, prompts: list[list[int]], options: Any, seed: int) -> int:
+def library(target: Target, prompts: list[list[int]], options: Any, _seed: int) -> int:
     """Return the number of tokens that `generate` wrote, up to the end of each reply."""
     longest = max(map(len, prompts))
     ends = sorted(target.eos_ids)

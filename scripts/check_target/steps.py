@@ -250,11 +250,11 @@ def trainings(plan: Plan) -> list[Step]:
 def losses(plan: Plan, output: str) -> Callable[[Path], str]:
     """First and last loss of a run, both finite."""
 
-    def look(log: Path) -> str:
+    def look(_log: Path) -> str:
         lines = (plan.folder / output / "metrics.jsonl").read_text().splitlines()
         found = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
         assert len(found) == plan.steps, f"{len(found)} losses in metrics.jsonl, not {plan.steps}"
-        assert all(loss == loss and abs(loss) < 1e6 for loss in found), f"losses are {found}"
+        assert all(loss is not None and abs(loss) < 1e6 for loss in found), f"losses are {found}"
         for state in (plan.folder / output).glob("checkpoints/*/state"):
             # the optimiser's: of a large target gigabytes, and nothing goes on from it
             shutil.rmtree(state)

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 _empty_like = torch.empty_like
 
 
-def _unpinned(*arguments: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+def _unpinned(*arguments: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:  # noqa: ARG001
     return _empty_like(*arguments, **more)
 
 

@@ -128,7 +128,7 @@ def one_interrupt() -> Iterator[Callable[[], bool]]:
     """
     seen = []
 
-    def note(number: int, frame: object) -> None:
+    def note(number: int, _frame: object) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)

@@ -243,7 +243,7 @@ class BlockAttention:
             anchors, firsts = (send(x, self._device) for x in (self._places, self._first))
             size, rows = self._size, self._places.shape[1] * self._size
 
-            def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            def visible(b: Tensor, _h: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 # Keys are the context, 0 .. length - 1, and then the blocks' own rows: with a
                 # context of 128 and blocks of 4, key 133 is row 5, in block 1.
                 block = row // size

@@ -135,7 +135,7 @@ class UnrolledAttention:
             padded = functional.pad(self._batch.documents, (0, width - length), value=PADDING)
             documents = send(padded, self._device)
 
-            def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            def visible(b: Tensor, _h: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 return (key <= row) & (documents[b, row] == documents[b, key])
 
             self._block_mask = block_mask(visible, len(documents), width, width, self._device)

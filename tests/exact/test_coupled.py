@@ -3,7 +3,7 @@ whatever batch.
 
 The oracle is transformers' own loop with a logits processor that adds the noise of the position. It
 shares the noise with us (a pure function, checked against big integers in
-tests/inference/test_noise.py) and nothing else.
+tests/inference/rounds/test_noise.py) and nothing else.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.inference.evaluation.test_simulate import run_cli
-from tests.train.data.test_regenerate import alone
+from tests.train.commands.test_regenerate import alone
 
 # The worked example of docs/metrics.md#servers-counters: chains of 3 of which 0, 2 and 3 are
 # accepted, behind the prefill's token and before a step without a draft: 1 + (1 + 3 + 4) + 1

@@ -6,7 +6,7 @@ to less than one: overlaps take it as it is, since that is what decoding accepts
 family renormalise it, since a drafter cannot put mass elsewhere. Gradients are those of
 docs/objectives.md#divergences, with respect to the logits z of q; p is a constant.
 
-Shapes: R rows, which may stand on several axes; V vocabulary of the drafter, x* the label. p may
+Shapes: R rows, which may be on several axes; V vocabulary of the drafter, x* the label. p may
 have 1 in place of an axis of rows of q: one teacher for several drafts.
 """
 

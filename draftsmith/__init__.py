@@ -9,7 +9,7 @@
     report = draftsmith.evaluate(TARGET, best, "held_out.jsonl")
     draftsmith.export(best, "vllm", "exports/mine")
 
-What stands here is imported when it is first used, since torch takes seconds.
+What is here is imported when it is first used, since torch takes seconds.
 """
 
 from __future__ import annotations

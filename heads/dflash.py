@@ -1,6 +1,6 @@
 """DFlash: a block of drafts in one pass over the target's features (arXiv 2602.06036).
 
-A block stands at an anchor, the root at position a: slot 0 holds the root's own token, the slots
+A block begins at an anchor, the root at position a: slot 0 holds the root's own token, the slots
 after it hold mask tokens. The rows of a block attend to each other and, as further keys and values,
 to the target's fused features of all positions before a. Slot j predicts the token at position
 a + j (docs/objectives.md#dflash). Embedding and head are the target's, of the head only the rows of
@@ -69,7 +69,7 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     """Return `count` taps, spread evenly from 2 to L - 2; for a `count` of 1 the middle one.
 
     These are the taps of DFlash's releases; these count layers from 0 without the embeddings, hence
-    the `+ 1` behind `round`. Raises `UserError` for a target with too few layers.
+    the `+ 1` after `round`. Raises `UserError` for a target with too few layers.
     """
     if count == 1:
         return (num_layers // 2 + 1,)

@@ -83,13 +83,13 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         sync_tree(aside)
         old = _put_in_place(aside, path)
         in_place = True
-        # The new name stands in the parent folder, which is flushed like a file.
+        # The new name is in the parent folder, which is flushed like a file.
         _sync(path.parent)
         if old is not None:
             _remove(old)
     # Ctrl-C too: nothing half-written may stay behind.
     except BaseException as error:
-        # After the exchange, what stands aside is the old directory.
+        # After the exchange, what lies aside is the old directory.
         if not in_place:
             shutil.rmtree(aside, ignore_errors=True)
         if (reason := write_failure(error)) is not None:
@@ -345,7 +345,7 @@ def write_checksums(folder: Path) -> None:
 def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: str) -> str | None:
     """Return a sentence about how a file differs from what was noted of it, or None.
 
-    `name` is the file's path in `folder`; `size` in bytes (None: not noted) and `sha256` stand in
+    `name` is the file's path in `folder`; `size` in bytes (None: not noted) and `sha256` are in
     the file `noted_in` there. Raises `UserError` for a name that leads out of the folder.
     """
     path = inside(folder, name, noted_in)

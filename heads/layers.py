@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
-        """Return the output `[B, N, H]` of layer number `index`, without a norm behind it.
+        """Return the output `[B, N, H]` of layer number `index`, without a norm after it.
 
         `residual` is `[B, N, H]`, and `qkv` `[B, N, (G + 2 Gkv) * E]` the projection of the layer's
         input. `rotary` holds cosines and sines of the rows' positions, see `Rotary`.

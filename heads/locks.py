@@ -33,7 +33,7 @@ PARTIAL = re.compile(r"\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?:partial|
 
 
 def host_name() -> str:
-    """Return this machine's name as it stands in names of files: letters, digits and hyphens."""
+    """Return this machine's name as it is in names of files: letters, digits and hyphens."""
     return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname())[:32] or "host"
 
 
@@ -70,7 +70,7 @@ def is_abandoned(partial: Path, owned: bool = False) -> bool:
 
 
 def lock_of(path: Path, is_folder: bool) -> Path:
-    """Return the lock file of the folder `path`, which stands in it, or of the file `path`."""
+    """Return the lock file of the folder `path`, which is in it, or of the file `path`."""
     return path / LOCK_FILE if is_folder else path.parent / f".{path.name}{LOCK_FILE}"
 
 

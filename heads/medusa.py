@@ -86,7 +86,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         blocks: Any = self.blocks[head]
         linear = blocks[0].linear
         # The heads may have another type than the target's states. The `weight` of a layer that is
-        # packed for decoding is made anew each time, so such a layer names its type itself.
+        # packed for decoding is made again each time, so such a layer names its type itself.
         dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
         return blocks(hidden.to(dtype))
 

@@ -51,9 +51,7 @@ class StoredTensors(Mapping[str, Tensor]):
         for path in self.files:
             for name, read in readers_of(path):
                 if name in self._readers:
-                    raise UserError(
-                        f"{name} stands in two files of {folder}; leave one of them there"
-                    )
+                    raise UserError(f"{name} is in two files of {folder}; leave one of them there")
                 self._readers[name] = read
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,7 +189,7 @@ def header(file: Path) -> dict[str, TensorFacts]:
             # then the header in JSON.
             start = opened.read(8)
             if start == LFS_POINTER[:8]:
-                raise ValueError("a pointer of Git LFS stands in its place: run git lfs pull")
+                raise ValueError("a pointer of Git LFS is in its place: run git lfs pull")
             if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
                 raise ValueError("it has no header")
             entries = json.loads(opened.read(length))

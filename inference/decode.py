@@ -64,7 +64,7 @@ class Round:
     accepted: int = 0
     """Drafts on the accepted path, before the reply was cut."""
     offered: int = 0
-    """`accepted`, and one more if a draft stood after the last of them and was refused."""
+    """`accepted`, and one more if a draft followed the last of them and was refused."""
     rule: str = ""
     """Rule that decided: see `accept.Verdict`."""
     rows: int = 1
@@ -223,7 +223,7 @@ def pays_to_compile(device: torch.device, rows: int) -> bool:
 def drafts_ahead(device: torch.device) -> bool:
     """Return True if drafts are made while the host waits for the decision of the round before.
 
-    A GPU would be idle meanwhile. On a CPU nothing runs beside the host, and the drafts behind the
+    A GPU would be idle meanwhile. On a CPU nothing runs beside the host, and the drafts after the
     end of a reply would be made for nothing.
     """
     return device.type == "cuda"
@@ -302,7 +302,7 @@ class _Batch:
         """Return an empty cache that can grow to all of the target's positions."""
         prompt = max(len(row.tokens) for row in self.rows)
         new = max(row.left for row in self.rows)
-        # A round writes its whole tree behind the last position that can still be emitted.
+        # A round writes its whole tree after the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
         if self.compiled:  # and the drafts that may be made ahead follow that tree
             beyond *= 2
@@ -322,7 +322,7 @@ class _Batch:
         device, target = self.target.device, self.target
         prompts = [list(row.tokens) for row in self.rows]
         lengths = [len(prompt) for prompt in prompts]
-        # On the right: a token sees only what stands before it, so no real one sees the padding,
+        # On the right: a token sees only what is before it, so no real one sees the padding,
         # and position and cache slot stay the same number.
         longest = max(lengths)
         padded = []
@@ -336,7 +336,7 @@ class _Batch:
         self.draws = self._draws(ids, row_lengths)
         if self.compiled:
             self.draws.reserve(self.cache.capacity)
-        # It stands where a round has its root: the first choice follows it.
+        # It is where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
         scores = self.draws.scores(logits, last_prompt_token[:, None])

@@ -37,7 +37,7 @@ class StreamedText:
         """Return the text that has become final with `tokens`; with `last`, all that is left.
 
         A stop string is cut off only where it is what ended the text (`stopped`): tokens that are
-        no text may stand within it, and the text then goes on.
+        no text may be within it, and the text then goes on.
         """
         self._window.extend(tokens)
         self._undecided += len(tokens)
@@ -81,7 +81,7 @@ class StreamedText:
     ) -> list[tuple[str, bool]]:
         """Return the text that became final with each token of a round, and whether it was drafted.
 
-        The first `accepted` tokens are drafts, those behind them the target's own. Tokens in
+        The first `accepted` tokens are drafts, those after them the target's own. Tokens in
         `hidden` are no text. Tokens with which no text became final are left out; with `last`, the
         last one brings all that is left, as `add` does.
         """
@@ -93,7 +93,7 @@ class StreamedText:
         return found
 
     def _show(self, last: bool, stopped: bool) -> str:
-        """Return the final text behind what was shown; with `last`, up to the end of the text."""
+        """Return the final text after what was shown; with `last`, up to the end of the text."""
         end = len(self._text)
         stop_starts = []
         for stop in self._stops if stopped or not last else ():

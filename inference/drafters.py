@@ -347,7 +347,7 @@ def kind_made_of(artifact: Artifact) -> Kind:
 
 
 def proposer_of(artifact: Artifact, **settings: Any) -> Any:
-    """Return a loaded drafter at work with these settings. Raises `UserError`."""
+    """Return the proposer of a loaded drafter with these settings. Raises `UserError`."""
     kind = kind_made_of(artifact)
     return kind.maker(artifact, **kind.split(artifact.method, settings))
 

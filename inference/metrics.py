@@ -30,7 +30,7 @@ BUCKETS = (256, 1024, 4096, 16384, 65536)
 
 
 def tau_by_position(requests: Sequence[tuple[int, Sequence[int]]]) -> dict[str, float]:
-    """Return tau of the rounds whose root stands at positions below 256, 1024, .. and beyond.
+    """Return tau of the rounds whose root is at positions below 256, 1024, .. and beyond.
 
     Drafters get worse beyond the lengths that they were trained on. `requests` holds for each
     request the prompt's length, which is the position of its first root, and the tokens emitted in
@@ -82,7 +82,7 @@ def offered_conditional(
     """Return acceptance at depths 1 .. levels, among the rounds that had a draft there.
 
     A round has a draft at depth d if `offered` (`Round.offered`) is at least d: it accepted d - 1
-    drafts and a draft stood behind them. The figures are above those of `conditional` where trees
+    drafts and a draft followed them. The figures are above those of `conditional` where trees
     are pruned or end early, since that one counts a draft that was never made as refused.
     """
     shares = []

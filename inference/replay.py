@@ -48,7 +48,7 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
 def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
     """Return the rank `[...]` of each token `[...]` among the best tokens `[..., K]` of a draft.
 
-    The best tokens stand best first. The rank is `missing` where a token is not among them.
+    The best tokens come best first. The rank is `missing` where a token is not among them.
     """
     # A token occurs at most once among the best ones, so the first hit is the only one.
     hit = best == tokens[..., None]
@@ -59,7 +59,7 @@ def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
     """Return the tokens emitted in each round when `proposer` drafts greedily along a known text.
 
-    The text is `ids` `[S]`, its reply begins at `start`. Its features `hidden` `[S, H]` stand in
+    The text is `ids` `[S]`, its reply begins at `start`. Its features `hidden` `[S, H]` are in
     for the target, so that a drafter that reads features only can be scored by stored ones.
     """
     end, root = len(ids), start
@@ -87,7 +87,7 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
     while root < end - 1:
         tree = proposer.propose(ids[root : root + 1], draws)
         # The target's choice after a node of depth d is the text's token at root + d + 1, if the
-        # node's path is the text itself; other nodes are wrong whatever stands here.
+        # node's path is the text itself; other nodes are wrong whatever is here.
         following = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
         node = int(match(tree, following[tree.tables.depths]))
         path = [n for n in tree.tables.paths[0, node].tolist() if n >= 0]

@@ -186,7 +186,7 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
 
     Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
     the run does not resume, without an undamaged one, or of another config: going on would mix two
-    runs, and starting anew would destroy one. A damaged checkpoint is passed over with a warning.
+    runs, and starting again would destroy one. A damaged checkpoint is passed over with a warning.
     """
     steps = folder.steps()
     if not steps:

@@ -261,7 +261,7 @@ class Rollouts:
     begin: float = 0.0
     """Share of the run that is over when the first of them are written."""
     every: int = 200
-    """Steps after which they are written anew."""
+    """Steps after which they are written again."""
     prompts: int = 128
     """Training prompts that are answered each time."""
     max_new_tokens: int = 128

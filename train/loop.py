@@ -192,7 +192,7 @@ def steps_of(run: RunConfig, batches: Batches) -> int:
 
 
 def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int:
-    """Return the micro-batches of a rank that make a step of `rows` rows with the ranks of now.
+    """Return the micro-batches of a rank that make a step of `rows` rows with the current ranks.
 
     `rows` are those of a step in the checkpoint. Raises `UserError` if the ranks cannot share them
     evenly, and warns where the accumulation changes.

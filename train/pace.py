@@ -66,11 +66,11 @@ class Pace:
         self._positions += positions
 
     def restart(self) -> None:
-        """Begin to count anew, as after an evaluation, which is no part of a step."""
+        """Begin to count again, as after an evaluation, which is no part of a step."""
         self._spans, self._positions, self._since = [], 0, time.perf_counter()
 
     def report(self) -> dict[str, float]:
-        """Return the speed since the last report, and begin to count anew.
+        """Return the speed since the last report, and begin to count again.
 
         `tokens_s` are positions per second over all ranks; `share_*` the share of each part in this
         rank's time; `mfu`, where the GPU's peak is known, its share that the operations take.

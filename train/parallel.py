@@ -193,7 +193,7 @@ def gather(trained: nn.Module, twin: nn.Module) -> None:
     """
     if trained is twin:
         return
-    # The twin is a copy, so its parameters stand in the same order.
+    # The twin is a copy, so its parameters are in the same order.
     for source, whole in zip(trained.parameters(), twin.parameters(), strict=True):
         whole.copy_(_whole(source))
     # Engines shard parameters only; each rank has the buffers whole.

@@ -46,7 +46,7 @@ def provenance() -> JsonObject:
 
 
 def git_commit() -> str | None:
-    """Return the revision of the checkout that this file stands in; None outside a checkout.
+    """Return the revision of the checkout that this file is in; None outside a checkout.
 
     A plus sign follows it if files of the checkout were changed.
     """

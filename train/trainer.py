@@ -132,7 +132,7 @@ class Trainer:
         gather(self._trained, self.drafter)
 
     def _up_to_date(self, write: Writer) -> Writer:
-        """Return `write`, preceded by a `gather`: texts are written with the weights of now."""
+        """Return `write`, preceded by a `gather`: texts are written with the current weights."""
 
         def gathered(*arguments: Any) -> Any:
             self.gather()

@@ -236,7 +236,7 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
     state = dict(drafter.state_dict())
     if (by_token := HEADS_BY_TOKEN[kind]) is not None:
         state[by_token] = state[by_token][rows]
-    # The maps depend on the vocabulary and are made anew; a drafter of the whole one has none.
+    # The maps depend on the vocabulary and are made again; a drafter of the whole one has none.
     smaller.set_maps(ids)
     state |= smaller.maps()
     # Cast first, because loading a state dict would cast the tensors to the new module's float32.

@@ -1,6 +1,6 @@
 """Checkpoint of another project on its way to a drafter: config, tensors, and a user's answers.
 
-The checks against the target that several layouts share stand here too.
+The checks against the target that several layouts share are here too.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def medusa(found: Checkpoint) -> Public:
     _medusa_biases(found, heads, layers, hidden)
     if inside:
         found.notes.append(
-            "the heads stand in a whole model, with which they were trained: give that very model "
+            "the heads are in a whole model, with which they were trained: give that very model "
             "as target"
         )
     native = {
@@ -177,7 +177,7 @@ def medusa(found: Checkpoint) -> Public:
 def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
     """Return the numbers of heads and of blocks in each, and true if the heads own no matrix.
 
-    The tensors' names decide. `inside`: the heads stand in a whole model. Raises `UserError` where
+    The tensors' names decide. `inside`: the heads are in a whole model. Raises `UserError` where
     the config contradicts them.
     """
     numbered = []
@@ -384,7 +384,7 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
 
     The key at the top holds such indices. The one inside `eagle_config` holds layers counted from 0
-    for SpecForge and SGLang, and indices of hidden states for vLLM. Where it stands alone, it is
+    for SpecForge and SGLang, and indices of hidden states for vLLM. Where it is alone, it is
     read only if one of both readings gives the default taps. Raises `UserError` where it does not,
     or where the two keys contradict each other.
     """

@@ -39,7 +39,7 @@ def is_block(config: JsonObject, names: Iterable[str]) -> bool:
 
 
 def block_drafter(found: Checkpoint) -> Public:
-    """Read a layout whose keys stand inside `dflash_config`, at the top, or in both places."""
+    """Read a layout whose keys are inside `dflash_config`, at the top, or in both places."""
     if _architecture(found.config) in OTHER_KINDS:
         raise UserError(
             f"{found.folder} is {_architecture(found.config)}, which is not supported; DFlash and "
@@ -105,7 +105,7 @@ def _read(
 ) -> Public:
     """Build the drafter that the keys of any layout describe, and fill it.
 
-    `keys` are the config's, whatever part of it they stood in. `spark` is true for DSpark,
+    `keys` are the config's, whatever part of it they were in. `spark` is true for DSpark,
     `anchored` if the anchor's slot drafts, and `layout` is the name for messages. Raises
     `UserError`.
     """
@@ -309,7 +309,7 @@ def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:
 
 
 def _one(found: Checkpoint, inner: JsonObject, name: str) -> Any:
-    """Return the value of a key that may stand in two places. Raises `UserError` if they differ."""
+    """Return the value of a key that may be in two places. Raises `UserError` if they differ."""
     within, above = inner.get(name), found.config.get(name)
     if within is not None and above is not None and within != above:
         raise UserError(

@@ -1,6 +1,6 @@
 """The choice of a few rows among many: drawn by hash, evenly over their groups.
 
-The first rows of a source are no sample of it: files are sorted by category, and sources stand one
+The first rows of a source are no sample of it: files are sorted by category, and sources come one
 after the other. A row's *unit* is its conversation or prompt: rows of one unit are correlated, so
 that they stay together in a split, and are one observation in an interval.
 """
@@ -62,7 +62,7 @@ def _keys(row: Any, conversation: Conversation, source: str) -> list[int]:
 
 
 def prompt_of(conversation: Conversation) -> str:
-    """Return what stands before the first reply to a user, as one text.
+    """Return what is before the first reply to a user, as one text.
 
     It is the same for all turns and parts of a conversation, and for several replies to a prompt.
     """

@@ -71,7 +71,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{path} must hold a list of rows")
         yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
         return
-    # not `splitlines`, which splits at characters that may stand inside a JSON text
+    # not `splitlines`, which splits at characters that may be inside a JSON text
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -127,7 +127,7 @@ class Gpu:
     """Memory in GB."""
 
 
-# A name that is the beginning of another stands after it: `train/pace.py` takes the first name that
+# A name that is the beginning of another comes after it: `train/pace.py` takes the first name that
 # a device's own name contains.
 GPUS = {
     "B200": Gpu(2250, 8.0, 180), "H200": Gpu(989, 4.8, 141), "H100 PCIe": Gpu(756, 2.0, 80),
@@ -180,7 +180,7 @@ def pass_seconds(model: Model, gpu: Gpu, batch: int, tokens: int, context: int) 
     """Return the roofline time, in seconds, of one forward pass of the target.
 
     The pass has `tokens` tokens for each of `batch` requests, and each request has `context`
-    positions behind it. The time is the longer of two: reading weights and cache once, and
+    positions before it. The time is the longer of two: reading weights and cache once, and
     multiplying (2 FLOP for each parameter and token).
     """
     pass_tokens = batch * tokens

@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, report: str | None, identity: JsonObject, what: str) -> None:
         """Open the journal beside `report`, the file that the measurement will write.
 
-        A journal that stands there with another `identity` is replaced. `what` names the kind of
+        A journal that is there with another `identity` is replaced. `what` names the kind of
         work in the log, such as "an evaluation". Raises `UserError` where the folder cannot be
         written to.
         """
@@ -141,7 +141,7 @@ def kept(report: str, what: str) -> str:
         # The journal goes when the report is whole, before it is shown.
         if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
             return f"{report} is complete"
-        return f"nothing was {what} yet; the same command begins anew"
+        return f"nothing was {what} yet; the same command begins again"
     shown = f", and {report} shows it" if Path(report).is_file() else ""
     return (
         f"what was {what} so far is kept in {journal}{shown}; the same command goes on where it "

@@ -190,7 +190,7 @@ def first_difference(
     greedy and there is no such noise. Near-ties flip in low precision, because a tree is verified
     in another shape than a single token; a large gap would be a bug.
     """
-    # where one reply is the beginning of the other, they differ behind the shorter one
+    # where one reply is the beginning of the other, they differ after the shorter one
     index = min(len(plain.token_ids), len(other.token_ids))
     for position, (a, b) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if a != b:
@@ -203,7 +203,7 @@ def first_difference(
     logits = target.head(target.forward(ids).last[:, -1:])
     keys = row_keys(sampling.seed, [request or (0, 0)], ids.device)
     # The last token is the root, and the only one of its path. A penalty asks only if a token is in
-    # the text, so the root may stand in both.
+    # the text, so the root may be in both.
     draws = Draws(sampling, keys, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
     return index, float(draws.margins(logits, ids[:, None, -1:])[0])
 

@@ -169,7 +169,7 @@ class SimulateOptions:
     batch: str = "1,16,64,256"
     """Batch sizes of the roofline."""
     context: str = "1000,8000,32000"
-    """Contexts of the roofline: positions that each request has behind it."""
+    """Contexts of the roofline: positions that each request has already."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
 

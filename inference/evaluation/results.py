@@ -462,7 +462,7 @@ DEFINITIONS = {
     "excluded, pooled over requests",
     "tau_ci95": "95% interval over prompts (the turns of one go together), by the jackknife of "
     "log(tau) with Student's t; not given for fewer than five prompts",
-    "tau_by_position": "tau of the rounds whose root stands below that position",
+    "tau_by_position": "tau of the rounds whose root is below that position",
     "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
     "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
     "target's own, -1 the prefill's",

@@ -1,1 +1,1 @@
-"""Drafting methods at work, one a file, and the tree builders that they share."""
+"""Proposers, one drafting method a file, and the tree builders that they share."""

@@ -20,7 +20,7 @@ from .tree_plan import Planner
 class TreeRunner:
     """Causal model that runs the nodes of one level after another: a `growth.Continue`.
 
-    Its cache has committed the root already, so nodes of depth 1 stand first behind the committed
+    Its cache has committed the root already, so nodes of depth 1 come first after the committed
     positions. For the cache depth d is therefore d - 1.
     """
 
@@ -42,7 +42,7 @@ class TreeRunner:
             slot_depths=row_of(self._depths, device),
         )
         hidden = self._model.forward(level.tokens, nodes, self._cache)
-        # The nodes stay undecided, so that the next level stands behind them and can see them.
+        # The nodes stay undecided, so that the next level comes after them and can see them.
         self._cache.stage(count)
         return fit_vocabulary(self._model.head(hidden.last), self._vocab_size)
 

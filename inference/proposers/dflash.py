@@ -1,6 +1,6 @@
-"""Block drafters at work: all drafts of a round in one pass, as a chain or a best-first tree.
+"""Proposer of block drafters: all drafts of a round in one pass, as a chain or a best-first tree.
 
-A block stands at the root: slot 0 holds the root's token, and the others mask tokens, in place of
+A block is at the root: slot 0 holds the root's token, and the others mask tokens, in place of
 which the drafter predicts. The best-first tree is DDTree's (arXiv 2604.12989), of the likeliest
 paths through the slots' distributions.
 
@@ -40,7 +40,7 @@ KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 
 class DFlashProposer(Planned):
-    """DFlash drafter at work.
+    """Proposer of a DFlash drafter.
 
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
     `width` candidates for each slot (`growth.best_first`), and deeper trees cost nothing.
@@ -153,10 +153,10 @@ class DFlashProposer(Planned):
             chunk = fused[:, start : start + PREFILL_CHUNK]
             width = chunk.shape[1]
             cache.open(width, masked=True)
-            # A feature stands at its own position. The committed ones are 0 .. length - 1, since
+            # A feature is at its own position. The committed ones are 0 .. length - 1, since
             # every position before the root has been committed.
             positions = torch.arange(width, device=self._device) + cache.starts()[:, None]
-            # The cache has the axis of the heads before that of the positions, the layers behind
+            # The cache has the axis of the heads before that of the positions, the layers after
             # it.
             for layer, (keys, values) in enumerate(
                 self._drafter.context(chunk, self._drafter.rotary(positions))
@@ -174,13 +174,13 @@ class DFlashProposer(Planned):
         size = self.slots
         cache.open(size, masked=True)
         # All slots see each other and the whole context, so equally long rows need no mask. Of rows
-        # of different lengths the shorter ones must not see the cache slots behind their blocks.
+        # of different lengths the shorter ones must not see the cache slots after their blocks.
         see = None
         if not cache.uniform:
             everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
         # The context ends before the root, so its length is the root's position a, and slot j
-        # stands at a + j.
+        # is at a + j.
         positions = torch.arange(size, device=self._device) + cache.starts()[:, None]
         rotary = drafter.rotary(positions)
         attend = attention_over(cache, see)
@@ -215,7 +215,7 @@ def make_proposer(
     slots: int | None = None,
     name: str | None = None,
 ) -> DFlashProposer:
-    """Return a drafter from disk at work, with a best-first tree; `width` 1 makes a chain.
+    """Return the proposer of a drafter from disk, with a best-first tree; `width` 1 makes a chain.
 
     The tree has the `nodes` likeliest paths of at most `length` levels, from `width` candidates for
     each slot, or from all that can be among them if `width` is None. Other settings that are None

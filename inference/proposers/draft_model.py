@@ -1,4 +1,4 @@
-"""Draft models at work: causal language models with the target's tokenizer (arXiv 2211.17192).
+"""Proposer of draft models: causal language models with the target's tokenizer (arXiv 2211.17192).
 
 A draft model reads tokens only, and drafts a chain or a tree. Its cache holds the text up to the
 root. Of a round's drafts it keeps the accepted ones that it has run. The last draft of a chain is
@@ -40,7 +40,7 @@ DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody meas
 
 
 class DraftModelProposer(Planned):
-    """Draft model at work; it drafts a chain if not set otherwise."""
+    """Proposer of a draft model; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
 
@@ -80,7 +80,7 @@ class DraftModelProposer(Planned):
             self.model.device,
         )
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
-        # becomes its last one: the drafts behind it are worse, and the text is still the target's.
+        # becomes its last one: the drafts after it are worse, and the text is still the target's.
         clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
         # `tokens` has one token more than the prompt: the first root.
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
@@ -144,7 +144,7 @@ class DraftModelProposer(Planned):
 def make_proposer(
     artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, cost: float = DRAFT_COST
 ) -> DraftModelProposer:
-    """Return a trained draft model at work.
+    """Return the proposer of a trained draft model.
 
     The `threshold` "auto" is the best of those measured on held-out texts, if a draft takes `cost`
     of the time of a target pass. Raises `UserError`.
@@ -164,7 +164,7 @@ def make_proposer(
 def load_draft_model(
     folder: str, target: Target, settings: TreeSettings = DEFAULT_TREE
 ) -> DraftModelProposer:
-    """Return the model in `folder` at work for `target`.
+    """Return the proposer of the model in `folder` for `target`.
 
     Raises `UserError` if it does not share the target's tokenizer, or cannot run trees.
     """

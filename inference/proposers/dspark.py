@@ -1,4 +1,4 @@
-"""DSpark at work: a block's drafts are chosen in turn, each with a bias from the one before.
+"""Proposer of DSpark: a block's drafts are chosen in turn, each with a bias from the one before.
 
 The confidence in a draft is known before the draft is chosen. So a cut depends on earlier drafts
 alone, and every acceptance rule stays lossless (docs/verification.md#non-anticipation).
@@ -28,7 +28,7 @@ KIND = replace(dflash.KIND, module="dspark")
 
 
 class DSparkProposer(DFlashProposer):
-    """DSpark drafter at work; `threshold` cuts chains by confidence, each row by itself.
+    """Proposer of a DSpark drafter; `threshold` cuts chains by confidence, each row by itself.
 
     Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
     """
@@ -82,7 +82,7 @@ def make_proposer(
     slots: int | None = None,
     name: str | None = None,
 ) -> DSparkProposer:
-    """Return a drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
+    """Return the proposer of a drafter from disk, with a dynamic tree; `width` 1 makes a chain.
 
     With a `threshold` above 0 a chain ends before the draft at which the product of its calibrated
     confidences falls below it. Settings that are None are as the drafter was evaluated in training.

@@ -1,4 +1,4 @@
-"""EAGLE at work: a layer continues the target's features and its own states, as chain or tree.
+"""Proposer of EAGLE: a layer continues the target's features and its own states, as chain or tree.
 
 Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1, and
 its output predicts the token at p + 2 (docs/notation.md#positions). With the root at position n the
@@ -41,7 +41,7 @@ KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "sha
 
 
 class EagleProposer(Planned):
-    """EAGLE drafter at work; it drafts a dynamic tree if not set otherwise."""
+    """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class EagleProposer(Planned):
             ran += level.tokens.shape[1]
             # A parent is in the level before, the only one of which outputs are kept.
             state = self._drafter.recycled(before.gather(1, parents))
-            # The root's row is committed, so nodes of depth 1 are the first rows behind it.
+            # The root's row is committed, so nodes of depth 1 are the first rows after it.
             tokens = level.tokens if ids is None else ids[level.tokens.clamp(min=0)]
             before = self._run(tokens, state, level.visible, level.depth - 1, ran)
-            # The next level stands behind these rows and sees those that are its ancestors.
+            # The next level comes after these rows and sees those that are its ancestors.
             self._cache.stage(level.tokens.shape[1])
             return self._logits(before, ids is None)
 
@@ -181,8 +181,8 @@ class EagleProposer(Planned):
     ) -> Tensor:
         """Return the layers' output `[B, N, H]` for rows of `tokens` `[B, N]` and `state`.
 
-        `state` `[B, N, H]` holds fused features or recycled states. The rows stand `offset` `[N]`,
-        or one for all, behind the committed positions, and they are the last of U = `slots`
+        `state` `[B, N, H]` holds fused features or recycled states. The rows are `offset` `[N]`,
+        or one for all, after the committed positions, and they are the last of U = `slots`
         undecided slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row
         sees; None: all.
         """
@@ -191,15 +191,15 @@ class EagleProposer(Planned):
         cache.open(count, masked=True)
         see = None
         # A single row that sees every slot needs no mask, as long as no batch row is shorter than
-        # the cache: there the slots behind its end must be hidden.
+        # the cache: there the slots after its end must be hidden.
         # One undecided slot is the row's own, and with None the row sees all slots by definition.
         alone = count == 1 and (visible is None or slots == 1)
         if not (alone and cache.uniform):
             if visible is None:  # a chain: each row sees all rows before it
                 visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
-        # A row stands at the position of its feature, one before that of its token: the first row
-        # behind the committed ones has their number as its position, and siblings share a position.
+        # A row is at the position of its feature, one before that of its token: the first row
+        # after the committed ones has their number as its position, and siblings share a position.
         positions = cache.starts()[:, None] + offset
 
         attend = attention_over(cache, see)
@@ -236,7 +236,7 @@ class EagleProposer(Planned):
 def make_proposer(
     artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
 ) -> EagleProposer:
-    """Return a drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
+    """Return the proposer of a drafter from disk, with a dynamic tree; `width` 1 makes a chain.
 
     Settings that are None are as the drafter was evaluated in training. Raises `UserError`.
     """

@@ -1,4 +1,4 @@
-"""Medusa heads at work (arXiv 2401.10774): the best tokens of every head fill one tree.
+"""Proposer of Medusa heads (arXiv 2401.10774): the best tokens of every head fill one tree.
 
 Shapes: B rows of a batch, D heads, H hidden size, V vocabulary.
 """
@@ -49,7 +49,7 @@ class MedusaProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
-        # The last position of each prompt, behind which padding may stand. The root comes after it,
+        # The last position of each prompt, after which padding may follow. The root comes after it,
         # and the target has not run it.
         self._state = prompts.hidden.last[rows, prompts.lengths - 1]
 
@@ -73,7 +73,7 @@ class MedusaProposer(Planned):
 def make_proposer(
     artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
 ) -> MedusaProposer:
-    """Return heads from disk at work.
+    """Return the proposer of heads from disk.
 
     Without a `width` the tree is fixed: that of `nodes` nodes and the greatest expected acceptance
     by the heads' held-out rank accuracies. With a `width`, and for imported heads, of which no

@@ -44,7 +44,7 @@ class Pool:
 
         All arguments are `[B, M]`; `parents` are pool indices.
         """
-        # Example: behind the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
+        # Example: after the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
         start = sum(level.shape[1] for level in self._tokens)
         self._tokens.append(tokens)
         self._parents.append(parents)
@@ -55,7 +55,7 @@ class Pool:
 
     def run(self, indices: Tensor) -> None:
         """Note that the drafter runs candidates of the last level, of pool indices `[B, M]`."""
-        # Example: behind a root and a level of 8 nodes the last level starts at 9, so its pool
+        # Example: after a root and a level of 8 nodes the last level starts at 9, so its pool
         # index 11 is column 2.
         start = sum(level.shape[1] for level in self._tokens[:-1])
         end = self._run_count + indices.shape[1]
@@ -86,7 +86,7 @@ class Pool:
         scores[:, 0] = torch.inf  # the root is always a node
         # One more for the root, which `_nodes` does not count.
         count = min(self._nodes + 1, tokens.shape[1])
-        # back in the order of the pool, where parents stand before their children
+        # back in the order of the pool, where parents come before their children
         chosen = stable_top(scores, count)[1].sort(dim=-1).values
         # Node id of each chosen candidate, by pool index. Example: if 0, 2 and 5 are chosen, they
         # become the nodes 0, 1 and 2, and a node whose parent has pool index 2 gets parent 1. Other

@@ -32,7 +32,7 @@ def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
     """Return the shape of a set of rank tuples, one for each node.
 
     `(2, 0)` is the best child of the third-best child of the root. Node ids follow the order by
-    length, then lexicographic, so that parents stand before their children. Raises `UserError` if a
+    length, then lexicographic, so that parents come before their children. Raises `UserError` if a
     node's parent is missing.
     """
     order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))

@@ -1,6 +1,6 @@
 """A trained drafter with a lookup beside it.
 
-Where the last tokens of the text stood in it before, the tokens that followed them there are
+Where the last tokens of the text were in it before, the tokens that followed them there are
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
 than a trained drafter predicts.
 

@@ -1,1 +1,1 @@
-"""One round: draft tree, verification, acceptance, and the caches and noise behind them."""
+"""One round: draft tree, verification, acceptance, and the caches and noise that they need."""

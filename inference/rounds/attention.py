@@ -53,7 +53,7 @@ def aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `mask` `[..., slots]` as an additive one whose rows begin at multiples of 16 bytes.
 
     CUDA kernels want that, and a type as the queries'. torch would convert and pad the mask
-    otherwise, in each layer anew.
+    otherwise, in each layer again.
     """
     slots = mask.shape[-1]
     padded = torch.zeros(*mask.shape[:-1], slots + -slots % 8, dtype=dtype, device=mask.device)

@@ -1,6 +1,6 @@
 """Key-value cache of a running batch, preallocated, for rows of different lengths and draft trees.
 
-A round writes a whole draft tree behind the committed positions and keeps the accepted path only.
+A round writes a whole draft tree after the committed positions and keeps the accepted path only.
 
 Shapes: B batch, N positions of one forward pass, A accepted nodes with the root, U undecided slots,
 C capacity, Gkv key-value heads, E size of an attention head.
@@ -85,8 +85,8 @@ class KeysAndValues:
 class TreeCache(Cache):
     """Cache of `lengths[b]` committed positions of each row b, followed by `staged` undecided ones.
 
-    A forward pass writes its N positions behind both. `stage` leaves them undecided, so that the
-    next forward pass stands behind them (a drafter that runs its own tree); `commit` keeps the
+    A forward pass writes its N positions after both. `stage` leaves them undecided, so that the
+    next forward pass comes after them (a drafter that runs its own tree); `commit` keeps the
     accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
     shifted or padded: slot and position are the same number for all that is committed. What was
     committed is never taken back, since the state of a recurrent layer could not be.
@@ -235,7 +235,7 @@ class TreeCache(Cache):
             _write(values, slots, value_states)
             if self._end is None:
                 return keys, values
-        # Shorter rows are given slots behind their own ends too, which the mask hides.
+        # Shorter rows are given slots after their own ends too, which the mask hides.
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
@@ -266,11 +266,11 @@ class TreeCache(Cache):
         committed. They are in their slots already, so that a chain costs no copy.
         """
         if places is not None and places.shape[1]:
-            # The accepted positions close up behind the committed ones. Example: of 10 committed
+            # The accepted positions close up after the committed ones. Example: of 10 committed
             # positions and the places 0, 2, 5 the slots 10, 12, 15 are copied to 10, 11, 12.
             starts = self.starts()[:, None]
             goal = torch.arange(places.shape[1], device=self.device)[None] + starts
-            # Rows with fewer positions copy a few slots too many. Those lie behind the row's new
+            # Rows with fewer positions copy a few slots too many. Those lie after the row's new
             # length, where the next forward pass writes.
             source = places.clamp(min=0) + starts
             for state in self.states:

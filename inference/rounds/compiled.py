@@ -44,7 +44,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Return `function`, a function of tensors and of objects that hold them, compiled.
 
-    `owner` is the argument with the model: the target, or the drafter at work. Its modules must not
+    `owner` is the argument with the model: the target, or the proposer. Its modules must not
     change any more. `constants` are other arguments, for each of which there is a function of its
     own. Everything else may change: a batch of another size than the first is compiled once more,
     and then for all sizes (one row is a class of its own); a tree of another shape or other

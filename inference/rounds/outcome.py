@@ -57,7 +57,7 @@ class Accepted:
     drafted: list[int] = field(default_factory=list)
     """Nodes drafted for each row, without the root and without missing nodes."""
     refused: list[bool] = field(default_factory=list)
-    """True for rows in which a draft stood after the last accepted node."""
+    """True for rows in which a draft followed the last accepted node."""
     expected: list[float] | None = None
     """Expected tokens of each row, see `Verdict.expected`."""
     overlap: list[list[float]] | None = None

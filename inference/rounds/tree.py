@@ -32,7 +32,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         assert self.parents and self.parents[0] == NO_NODE, "node 0 is the root"
         for node, parent in enumerate(self.parents[1:], 1):
-            assert 0 <= parent < node, "a node must stand after its parent"
+            assert 0 <= parent < node, "a node must come after its parent"
         # Asked for now: in Python 3.11 the lock of a `cached_property` that has no value yet cannot
         # be traced by a compiler.
         _ = self.depths, self.children, self.is_chain
@@ -68,7 +68,7 @@ class TreeShape:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        # One pass is enough, as every parent stands before its children.
+        # One pass is enough, as every parent comes before its children.
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)

@@ -93,7 +93,7 @@ def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
     # questions.
     index = row_of(order, coins.device)[0]
     ordered = coins[:, index].clone()
-    # the root stands last; but for rounding its coin accepts with probability 1
+    # the root is last; but for rounding its coin accepts with probability 1
     ordered[:, -1] = True
     return index[ordered.int().argmax(-1)]
 

@@ -52,9 +52,9 @@ class ServerCounters:
         self._totals: dict[str, tuple[int, int]] = {}
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Show what the functions return as the numbers of requests at work and in the queue."""
+        """Show what the functions return as the numbers of running and of waiting requests."""
         gauges = (
-            ("vllm:num_requests_running", "Requests at work.", running),
+            ("vllm:num_requests_running", "Requests that are decoded now.", running),
             ("vllm:num_requests_waiting", "Requests in the queue.", waiting),
         )
         for name, meaning, function in gauges:

@@ -1,7 +1,7 @@
 """Decoding of requests that come at any time, in one thread.
 
 Waiting requests with equal settings become a batch of the decode loop. A batch takes no further
-requests. Several run in turns, a round each, so that a request that comes while others run need not
+requests. Several alternate, a round each, so that a request that comes while others run need not
 wait for the last of them: their rows are limited, not their number.
 """
 
@@ -283,7 +283,7 @@ class Engine:
         return jobs
 
     def _proposer(self, name: str) -> Proposer:
-        """Return a proposer of a drafter that is at work on no batch."""
+        """Return a proposer of a drafter that is in use for no batch."""
         idle = self._idle[name]
         return idle.pop() if idle else proposer_like(self.proposers[name])
 

@@ -169,7 +169,7 @@ def streamed(steps: Iterable[list[Step]], streamer: Any) -> Iterator[list[Step]]
 def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
     """Return the decoder of a model and a drafter, loaded once. Raises `UserError`.
 
-    A folder that was written anew is loaded anew.
+    A folder that was rewritten is loaded again.
     """
     decoders = vars(model).setdefault(DECODERS, {})
     own_file = Path(drafter, OWN_FILE)
@@ -195,7 +195,7 @@ def refuse(config: GenerationConfig, rest: dict[str, Any]) -> None:
 
 
 def new_tokens(config: GenerationConfig, prompt: int) -> int:
-    """Return the number of tokens to write behind prompts of `prompt` padded tokens.
+    """Return the number of tokens to write after prompts of `prompt` padded tokens.
 
     Raises `UserError` where the prompt is as long as `max_length` already.
     """
@@ -205,7 +205,7 @@ def new_tokens(config: GenerationConfig, prompt: int) -> int:
         return DEFAULT_NEW_TOKENS
     if config.max_length <= prompt:
         raise UserError(
-            f"max_length={config.max_length} leaves no room behind {prompt} tokens; give "
+            f"max_length={config.max_length} leaves no room after {prompt} tokens; give "
             "max_new_tokens"
         )
     return config.max_length - prompt
@@ -237,7 +237,7 @@ def ends_of(config: GenerationConfig) -> list[int]:
 
 
 def padded(prompts: Tensor, replies: list[list[int]], config: GenerationConfig) -> Tensor:
-    """Return prompts `[B, S]` with their replies behind them, those padded to one length."""
+    """Return prompts `[B, S]` with their replies after them, those padded to one length."""
     ends = ends_of(config)
     pad: Any = config.pad_token_id
     if pad is None:

@@ -221,7 +221,7 @@ class CausalModel(ModelHead):
         """Run prompts `[B, S]`, padded on the right, and return the states of all positions.
 
         The cache then holds `lengths` positions of each row. Prompts run `chunk` positions at a
-        time, so that the memory of attention stays bounded. Padding stands behind every real token,
+        time, so that the memory of attention stays bounded. Padding comes after every real token,
         so that no token sees it, and its slots are overwritten later.
         """
         outputs = []
@@ -294,7 +294,7 @@ class CausalModel(ModelHead):
         except UNFIT as error:
             reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
-        # Each leaf's path once more, behind the prompt, without cache and mask.
+        # Each leaf's path once more, after the prompt, without cache and mask.
         ids = self._trial_ids()
         error = 0.0
         for leaf in TRIAL_LEAVES:
@@ -314,7 +314,7 @@ class CausalModel(ModelHead):
 
     @torch.no_grad()
     def _trial_states(self, taps: tuple[int, ...], start: int) -> list[Tensor]:
-        """Return the last states, and the `taps`, of a short prompt and a tree behind it.
+        """Return the last states, and the `taps`, of a short prompt and a tree after it.
 
         Each is `[PROMPT + nodes, H]`. The prompt begins at position `start`, in slot 0 of the
         cache: masks are those of a short text. Whatever the model raises passes.
@@ -355,7 +355,7 @@ class CausalModel(ModelHead):
         """Raise `UserError` unless the trial of `check_head` from position `start` on succeeds."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
         positions = torch.arange(start, start + 8, device=self.device)[None]
-        # The model's own forward pass, with whatever it does behind its head.
+        # The model's own forward pass, with whatever it does after its head.
         try:
             whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
             logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()

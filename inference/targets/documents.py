@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 NAME = "draftsmith_documents"
 
 Spans = list[list[tuple[int, int]]]
-"""First position of each document of each row, and the one behind its last."""
+"""First position of each document of each row, and the one after its last."""
 
 
 def spans_of(documents: Tensor) -> Spans:

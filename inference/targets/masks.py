@@ -92,7 +92,7 @@ def tree_mask(
         # Equally long rows have the tree in the same columns. All before it is committed, hence
         # visible (0).
         # `visible` has a column for every undecided slot, those of earlier passes too, so its first
-        # column is the slot behind the committed ones.
+        # column is the slot after the committed ones.
         tree = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, lowest
         )[:, None]
@@ -107,12 +107,12 @@ def tree_mask(
     slots = torch.arange(width, device=visible.device)[None]
     undecided_index = slots - starts[:, None]  # negative: the slot is committed
     # Slots outside of the undecided ones have no depth. What they read is replaced (committed
-    # slots) or hidden in `full` already (slots behind the tree).
+    # slots) or hidden in `full` already (slots after the tree).
     clamped = undecided_index.clamp(0, undecided - 1)
     batch = len(see)
     depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
     # A window counts positions: a committed slot's number is its position, while an undecided
-    # one stands at its depth, which siblings share.
+    # one is at its depth, which siblings share.
     key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
     # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
     near = positions[..., None] - key_positions[:, None] < window

@@ -16,7 +16,7 @@ from .packed import PackedLinear, is_plain
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
-BEFORE_BORDER = 5  # positions of a trial before a border: it begins behind all of a short document
+BEFORE_BORDER = 5  # positions of a trial before a border: it begins after all of a short document
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "global"}
 
 

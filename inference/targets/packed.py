@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix `[out, in]` as it was stored, made anew each time."""
+        """The matrix `[out, in]` as it was stored, made again each time."""
         return self._packed.to_dense()
 
     @property

@@ -295,7 +295,7 @@ def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
         raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
     if (reason := differs(store, name, MANIFEST, facts.bytes, facts.sha256)) is not None:
         raise UserError(
-            f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew"
+            f"{store}: {reason}; run the same draftsmith data extract again, which writes it again"
         )
 
 

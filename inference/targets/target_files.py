@@ -123,7 +123,7 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     for name in info.get("unexpected_keys", ()):
         if (match := LAYER.match(name)) is not None:
             surplus.add(int(match[1]))
-    # Layers of multi-token prediction stand behind the others in the files of some models, and
+    # Layers of multi-token prediction come after the others in the files of some models, and
     # transformers leaves them out by design.
     if len(surplus) > (getattr(model.config, "num_nextn_predict_layers", None) or 0):
         raise UserError(

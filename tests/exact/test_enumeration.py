@@ -436,7 +436,7 @@ def block_that_breaks(models: ToyModels) -> tuple[Tensor, float]:
 
 
 def a_draw_for_each_row(models: ToyModels) -> tuple[Tensor, float]:
-    """Two candidate rows share their first token; each draws the target anew, and the longest
+    """Two candidate rows share their first token; each draws the target again, and the longest
     accepted row wins."""
     shape = TreeShape((-1, 0, 1, 1))
     _, tokens = best_tree(shape, models.q)

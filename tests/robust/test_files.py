@@ -1,7 +1,7 @@
 """Damaged files: each is refused in one line, or is one of those that do no harm.
 
 The default run tries a seeded sample; `--all` tries every mutation. In `sealed` folders the
-checksums were made anew after the damage, so that it has to be found in the files themselves.
+checksums were made again after the damage, so that it has to be found in the files themselves.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> Non
         )
         try:
             process.wait(moments.uniform(0.3, 1.0) * length)
-            shutil.rmtree(tmp_path / "run")  # it came to its end: begin anew
+            shutil.rmtree(tmp_path / "run")  # it came to its end: begin again
             # the run that was timed met a busier machine
             finished, length = finished + 1, 0.9 * length
             assert finished < 20

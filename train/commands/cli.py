@@ -21,7 +21,7 @@ from .verbs import ROAD, VERBS, options_of_verb
 if TYPE_CHECKING:
     from ..config import RunConfig
 
-# Nothing that imports torch may stand here: that takes seconds, a help text needs none of it, and
+# Nothing that imports torch may be here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
 
 
@@ -169,7 +169,7 @@ def _usage(of: str = "") -> str:
 
 
 def _folded(head: str, text: str) -> str:
-    """Return `head` and `text`, whose further lines stand under its first one."""
+    """Return `head` and `text`, whose further lines are under its first one."""
     columns = max(shutil.get_terminal_size().columns, 60)
     indent = " " * len(head)
     return textwrap.fill(text, columns, initial_indent=head, subsequent_indent=indent)

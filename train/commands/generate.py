@@ -24,7 +24,7 @@ from .chat import chat, check_template
 from .options import GenerateOptions as Options
 from .streaming import compare, in_color, legend, say, stream
 
-HEADING = 60  # characters of a prompt that stand above its reply
+HEADING = 60  # characters of a prompt that are shown above its reply
 
 
 def run(options: Options) -> None:

@@ -35,7 +35,7 @@ PROBE: JsonObject = {
 
 @dataclass
 class Run:
-    """Tokens that stand side by side and are all learned, or all not."""
+    """Tokens that are side by side and are all learned, or all not."""
 
     text: str
     learned: bool

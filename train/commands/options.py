@@ -179,7 +179,7 @@ class RegenerateOptions:
 class ExportOptions:
     """Write a drafter in the layout that a serving engine loads.
 
-    The command that serves it is printed, and a model card stands in the folder.
+    The command that serves it is printed, and a model card is in the folder.
     """
 
     examples: ClassVar[tuple[str, ...]] = (

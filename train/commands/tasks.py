@@ -1,4 +1,4 @@
-"""Conversations whose replies the target writes anew, and the file that they are appended to."""
+"""Conversations whose replies the target writes again, and the file that they are appended to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Task:
     said: list[JsonObject]
     """Messages so far, with the target's own replies."""
     ahead: deque[list[JsonObject]]
-    """For each reply after the next one, the messages that stand before it."""
+    """For each reply after the next one, the messages before it."""
     conversation: Conversation
     """The conversation as it was read."""
     events: list[JsonObject] = field(default_factory=list)
@@ -232,7 +232,7 @@ def answered_in(path: Path) -> Answered:
 def mend(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
     """Return the ids of the complete conversations in `out`, and how they were written.
 
-    The latter is the provenance of the last line, None if there is no line. Everything behind the
+    The latter is the provenance of the last line, None if there is no line. Everything after the
     last complete conversation, which a killed process left, is cut off; but only if every line
     before it was written by this command. Raises `UserError` for any other file. One unfinished
     line alone may be anybody's, and is cut off only if the file is `ours`.

@@ -191,7 +191,7 @@ class Turns:
 class Batches:
     """The endless stream of packed rows, divided by step, accumulation and rank.
 
-    Rows are shuffled anew each epoch. n ranks with m accumulations take the same rows in a step as
+    Rows are shuffled again each epoch. n ranks with m accumulations take the same rows in a step as
     one rank with n * m.
     """
 

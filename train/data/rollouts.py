@@ -112,7 +112,7 @@ class Written:
     def row(self, place: int) -> list[Document]:
         """Return the documents of row `place` of this kind, counted from its first row.
 
-        After the last row the first one comes again, until texts are written anew.
+        After the last row the first one comes again, until texts are written again.
         """
         return [self._documents[i] for i in self._packs[place % len(self._packs)]]
 

@@ -328,7 +328,7 @@ def served_texts(
         Progress(prompts, desc="server writes held-out replies"), replies, strict=True
     ):
         hidden = target.hidden_of(reply.states, taps)
-        # The last token has no state, and none is read, since nothing is drafted behind it. The
+        # The last token has no state, and none is read, since nothing is drafted after it. The
         # state before it stands in, so that there is one for each token.
         last, *tapped = (
             torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps)

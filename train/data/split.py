@@ -46,7 +46,7 @@ def chance(*what: object) -> float:
 def _moment(value: Any, where: str) -> float:
     """Return a time, given as a number or an ISO date, as a number.
 
-    Raises `UserError`, which names `where` it stands.
+    Raises `UserError`, which names `where` it is.
     """
     try:
         return float(value)

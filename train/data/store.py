@@ -118,7 +118,7 @@ class ShardWriter:
         has_last = real if self._layout.all_last else taught(batch)
         for r in range(len(batch.ids)):
             states_of = {"last": features.last[r][has_last[r].to(features.last.device)]}
-            # Padding stands at the end of a row, so a slice leaves it out.
+            # Padding is at the end of a row, so a slice leaves it out.
             for tap, states in zip(self._layout.taps, features.taps, strict=True):
                 states_of[f"tap{tap}"] = states[r, : int(real[r].sum())]
             for name, states in states_of.items():
@@ -281,7 +281,7 @@ class StoredFeatures:
                     f"{path} is missing from the feature store; {AGAIN}, which fills it in"
                 )
             # A shard of a whole store is verified once. One of a ring may have been deleted and
-            # written anew since it was.
+            # written again since it was.
             if self._layout.ring is not None or index not in self._verified:
                 verify_shard(path)
                 self._verified.add(index)

@@ -155,9 +155,9 @@ def prepare(
     seed: int,
     check: Callable[[str], None] = lambda identity: None,
 ) -> Tables:
-    """Return the tables in `folder`, built anew if something that they depend on has changed.
+    """Return the tables in `folder`, built again if something that they depend on has changed.
 
-    Damaged tables are built anew too, with a warning. `check` is called with the identity of the
+    Damaged tables are built again too, with a warning. `check` is called with the identity of the
     tables before anything is written; what it raises leaves `folder` as it was. Raises `UserError`
     for a source that cannot be read or that loses more rows than `data.max_lost_share` (naming the
     first), and if nothing is left to learn from or to hold out.
@@ -236,7 +236,7 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
         str(getattr(target.tokenizer, "chat_template", None)),
     ]
     for source in data.sources:
-        # A data set on the hub has no files here; its name stands in the settings.
+        # A data set on the hub has no files here; its name is in the settings.
         for file in source_files(source.path) or []:
             # Size and time instead of the contents, which would have to be read whole at every
             # start. Where they differ, the tables are built again and compared (`prepare`).
@@ -446,7 +446,7 @@ def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) ->
 def _has_label(encoded: Encoded) -> bool:
     """Return whether a draft can be learned: the target wrote a root and the token after it.
 
-    A root at position 0 does not count: no feature stands before it.
+    A root at position 0 does not count: no feature is before it.
     """
     mask = encoded.mask
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))

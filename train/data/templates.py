@@ -92,7 +92,7 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
     end = [tokenizer.eos_token_id] if ended else []
     if conversation.completion is None:
         return Encoded(ids + end, [True] * len(ids + end))
-    # Without special tokens: a beginning token stands before the prompt, if there is one.
+    # Without special tokens: a beginning token comes before the prompt, if there is one.
     tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], *end]
     return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
 
@@ -166,7 +166,7 @@ def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list
     sequences: list[tuple[str, list[Span]]] = []
     marked = has_marks(rendering.tokenizer)
     for i, message in enumerate(rendering.messages):
-        # A greeting that stands before everything answers no prompt.
+        # A greeting that is before everything answers no prompt.
         if message["role"] != "assistant" or i == 0:
             continue
         prompt, full = rendering.text(i, True), rendering.text(i + 1, False)

@@ -2,7 +2,7 @@
 
 A block is what DFlash (arXiv 2602.06036) and DSpark draft in one pass. The block of anchor a sees
 the context before a in its own document, and its own slots. It sees neither the feature of a, which
-does not exist while a is the root, nor any other block. Anchors are drawn anew for every row that
+does not exist while a is the root, nor any other block. Anchors are drawn again for every row that
 training sees.
 
 Example: a document from position 0 on, anchors 2 and 3, two slots a block; x marks what the slots
@@ -70,7 +70,7 @@ class Anchors:
         # R(a .. a + 1): the target wrote the root and the token that the first draft is about.
         valid = batch.reply_run(0, 1)
         # The positions with the smallest of random keys in [0, 1) are a uniform draw without
-        # repetition. The key 2 stands behind all of them: no root.
+        # repetition. The key 2 comes after all of them: no root.
         keys = torch.full(valid.shape, 2.0)
         for row, number in enumerate(batch.numbers):
             # Runs whose seeds differ by one share a draw only at rows that are a million apart.
@@ -298,7 +298,7 @@ def run_blocks(
     device, size = context[0][0].device, drafter.shape.block_size
     attention = BlockAttention(batch, places, size, device, backend)
     state = drafter.embed(send(batch.ids.gather(1, places), device))
-    # Slot j stands at a + j, counted within the anchor's document.
+    # Slot j is at a + j, counted within the anchor's document.
     positions = batch.positions.gather(1, places)[..., None] + torch.arange(size)
     cosines, sines = drafter.rotary(send(positions.flatten(1), device))
 

@@ -209,7 +209,7 @@ class BlockObjective:
                 losses = losses.masked_fill(labels < 0, 0.0)
         if config.feature_weight:
             target_state = last[positions][position_of].to(state.dtype)
-            # DSpark's states have columns for the token before the draft behind the hidden ones.
+            # DSpark's states have columns for the token before the draft after the hidden ones.
             draft_state = drafter.norm(state[..., : target_state.shape[-1]])
             distances = functional.smooth_l1_loss(draft_state, target_state, reduction="none")
             losses = losses + config.feature_weight * distances.mean(-1)

@@ -79,7 +79,7 @@ class EagleObjective:
     def row_weights(self, batch: Batch) -> Tensor:
         """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
         runs = torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
-        # Row t drafts from the root at t + 1, so the weights of drafts, which stand at their roots,
+        # Row t drafts from the root at t + 1, so the weights of drafts, which are at their roots,
         # move one row up; the last row has no root.
         draft_weights = batch.draft_weights(self.steps, self._accepted_weight)
         return runs * functional.pad(draft_weights[:, 1:], (0, 0, 0, 1))
@@ -108,7 +108,7 @@ class EagleObjective:
         vocabulary = VocabularyMap(drafter, last.device)
         measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
         ids = send(batch.ids.flatten(), last.device)
-        # The label stands one after its teacher. A teacher with weight is not the last position, so
+        # The label is one after its teacher. A teacher with weight is not the last position, so
         # the remainder never wraps; it keeps the index in range.
         labels = ids[(places.teachers + 1) % batch.ids.numel()]
         rows = (places.teachers, labels)

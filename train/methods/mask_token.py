@@ -1,4 +1,4 @@
-"""Choice of the mask token, which stands in the slots of a block that are to be drafted.
+"""Choice of the mask token, which is in the slots of a block that are to be drafted.
 
 It is one that texts do not hold, so that a drafter reads it as a slot and as nothing else. A text
 that holds it all the same is decoded as correctly as any other, only drafted worse.
@@ -73,7 +73,7 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
         return "has next to no embedding, from which nothing is drafted"
     if token in target.eos_ids:
         return "ends replies"
-    return f"stands {int(counts[token])} times in the training replies" if counts[token] else None
+    return f"occurs {int(counts[token])} times in the training replies" if counts[token] else None
 
 
 def row_sizes(ids: Tensor, target: TargetSource) -> Tensor:

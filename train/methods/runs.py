@@ -158,7 +158,7 @@ class BlockLoss(Memory):
     """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
     runs on little text."""
     anchors: int = 512
-    """Blocks in a packed row, at roots drawn anew each time that the row is seen. Rows with fewer
+    """Blocks in a packed row, at roots drawn again each time that the row is seen. Rows with fewer
     roots leave some over."""
     attention: Backend = "auto"
     """Backend of the blocks' attention: sdpa, flex (GPU), plain (a reference, block by block), or

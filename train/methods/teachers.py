@@ -77,7 +77,7 @@ class TeacherPlaces:
     def by_teacher(self, outputs: list[Tensor]) -> Tensor:
         """Return the outputs of the steps, D tensors `[B, S, H]`, as `[J, D, H]`.
 
-        Where a step has no weight, some other row stands; its factor is 0.
+        Where a step has no weight, some other row is taken; its factor is 0.
         """
         columns = [x.flatten(0, 1)[self._row_of[:, k]] for k, x in enumerate(outputs)]
         return torch.stack(columns, dim=1)

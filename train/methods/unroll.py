@@ -16,7 +16,7 @@ Example: a document of 4 rows at step 2; x marks what a row of step 2 attends to
     row 3      x  x  x  x               x              x
 
 Row 2 has its root at position 3. In decoding, the cache of that root holds features up to position
-2 (rows 0 .. 2 of step 0) and the rows of its own earlier drafts, which stand at the positions 3 and
+2 (rows 0 .. 2 of step 0) and the rows of its own earlier drafts, which are at the positions 3 and
 4 (row 2 of the steps 1 and 2). The drafts of other roots are in other rows.
 
 So attention is one causal block and k diagonals, never a matrix of S x (D S) scores.
@@ -223,7 +223,7 @@ def unroll(
     outputs = []
     for k in range(steps):
         # Row t reads x[t+1+k], the token of position t + 1 + k, but has rotary position t + k: a
-        # row of the drafter stands where its feature does, one before its token.
+        # row of the drafter is where its feature is, one before its token.
         cosines, sines = drafter.rotary(positions + k)
         output, *new_states = run(_ahead(token_parts, 1 + k), state, cosines, sines, *past)
         past += new_states
@@ -233,7 +233,7 @@ def unroll(
 
 
 def _ahead(x: Tensor, places: int) -> Tensor:
-    """Return `x` with what stands at t + `places` in row t, zeros past the end."""
+    """Return `x` with what is at t + `places` in row t, zeros past the end."""
     # Rows 0 1 2 3 with `places` 1 become 1 2 3 -. A text shorter than `places` has nothing left and
     # gets as many rows of zeros as it had rows.
     return functional.pad(x[:, places:], (0, 0, 0, min(places, x.shape[1])))

@@ -26,7 +26,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
     operations = shape.training_operations(reply_share) * options.tokens * config.epochs
     train = operations / (peak_hour * options.mfu)
-    # Without a store, features are made anew in each epoch. So they are through a ring, but a
+    # Without a store, features are made again in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
     return {

@@ -199,7 +199,7 @@ ENGINE = ServingEngine(
         read=_read,
         counts=COUNTERS,
         definition="1 + accepted / drafts of its counters: without steps that had no draft, with "
-        "drafts accepted behind a reply's end",
+        "drafts accepted after a reply's end",
         no_tokens="counts no tokens in /metrics as a vLLM does; start the vLLM without "
         "--disable-log-stats, and name the engine itself, not a gateway before it",
     ),

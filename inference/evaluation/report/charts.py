@@ -61,7 +61,7 @@ class Bar:
     colour: int
     interval: Interval = None
     text: str = ""
-    """The value as it is written behind the bar; two decimals if empty."""
+    """The value as it is written after the bar; two decimals if empty."""
 
     @property
     def written(self) -> str:
@@ -145,13 +145,13 @@ def bar_chart(
     width: int = HALF,
     dots: bool = False,
 ) -> str:
-    """Return groups of horizontal bars, each with its name before it and its value behind it.
+    """Return groups of horizontal bars, each with its name before it and its value after it.
 
     `groups` are headings (none if empty) with their bars; bars without a finite value are left out,
     and "" is returned if none remains. `label` is the axis's, `rule` a value that is drawn through
     all bars, `high` a value that the axis reaches at least. `dots` draws a marker at each value
-    instead of a bar, on an axis that does not have to begin at 0. Names too long to stand before
-    their bars stand above them.
+    instead of a bar, on an axis that does not have to begin at 0. Names too long to be before
+    their bars are above them.
     """
     finite_groups = []
     for name, group in groups:
@@ -206,7 +206,7 @@ def share_chart(rows: Sequence[Shares], names: Sequence[str], width: int = HALF)
     """Return wholes of equal width, cut into their parts; "" without rows.
 
     `names` are those of the parts, in the order of `Shares.parts`; a legend above the rows shows
-    them. The label of each whole stands behind it.
+    them. The label of each whole comes after it.
     """
     if not rows:
         return ""
@@ -344,7 +344,7 @@ def _end_labels(
     if not named:
         return []
     ends = [(across(line.points[-1][0]), up(line.points[-1][1])) for line in named]
-    # Lines may end at different x; all names stand in one column, right of the longest line.
+    # Lines may end at different x; all names are in one column, right of the longest line.
     x = max(across(line.points[-1][0]) for line in lines) + 20
     label_ys = spread([y for _, y in ends], 15, *between)
     elements = []
@@ -370,7 +370,7 @@ def _uprights(x: float, spans: Sequence[tuple[float, float]]) -> str:
 
 
 def _bar_name(bar: Bar, y: float, left: float, line: int | None) -> str:
-    """Return a bar's name, which ends before `left`, or stands above in a `line` so long."""
+    """Return a bar's name, which ends before `left`, or is above in a `line` so long."""
     place = f'text-anchor="end" x="{left - 8:.1f}"' if line is None else 'x="8"'
     text = escape(short(bar.name, line or LONGEST_NAME))
     return f'<text class="name" {place} y="{y + 12:.1f}">{text}</text>'
@@ -379,7 +379,7 @@ def _bar_name(bar: Bar, y: float, left: float, line: int | None) -> str:
 def _bar(bar: Bar, across: Scale, y: float, rule: float | None, dots: bool) -> str:
     """Return a bar or a marker with its interval and value; `y` is the top of its row.
 
-    The value stands behind whatever reaches furthest to the right, and behind the rule where that
+    The value comes after whatever reaches furthest to the right, and after the rule where that
     would go through it.
     """
     start, end, middle = across(0), across(bar.value), y + 8.5

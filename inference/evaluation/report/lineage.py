@@ -22,7 +22,7 @@ from .sections import BARS, command, numbered
 from .tables import NOTHING, TO, UNNAMED, Colours, Table, finite_pair, with_interval
 
 Named = tuple[str, Report]
-"""A report behind the path that it was read from."""
+"""A report after the path that it was read from."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Part:
 
 
 def parts_of_page(reports: Iterable[Named]) -> list[Part]:
-    """Return the reports in parts: those that `draftsmith compare` takes stand together.
+    """Return the reports in parts: those that `draftsmith compare` takes are together.
 
     They are of the same prompts, target, sampling and lengths, and share a drafter: one of the same
     name, or the only one of the same method and settings.

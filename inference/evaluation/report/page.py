@@ -53,7 +53,7 @@ class Figure:
     def html(self, alone: bool = False) -> str:
         """Return the chart under its title; "" if it is empty.
 
-        A chart that stands `alone` in its row is there twice: in half of the page's width, for
+        A chart that is `alone` in its row is there twice: in half of the page's width, for
         phones and print, and in all of it. The style shows one of them.
         """
         chart = self.draw(width=HALF)

@@ -84,7 +84,7 @@ def reply(sample: Sample) -> str:
 def quoted(text: str) -> str:
     """Return a token's text on one line, in quotation marks that show where it ends.
 
-    A text that runs from right to left is isolated, so that the numbers behind it stay there.
+    A text that runs from right to left is isolated, so that the numbers after it stay there.
     """
     line = text.replace("\n", "↵").replace("\t", "⇥").translate(_CONTROLS)
     if any(unicodedata.bidirectional(character) in ("R", "AL", "AN") for character in line):

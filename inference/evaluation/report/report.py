@@ -32,7 +32,7 @@ class Found:
     """Reports and training runs that the named files and folders hold."""
 
     reports: list[tuple[str, Report]]
-    """Each behind the path that it was read from."""
+    """Each after the path that it was read from."""
     trainings: list[Training]
 
 
@@ -165,7 +165,7 @@ def html(found: Found) -> bytes:
     if definitions:
         links.append(("definitions", "Definitions"))
         body.append(f'<h2 id="definitions">Definitions</h2>\n{definitions}')
-    # The contents stand under the title, but are known only now.
+    # The contents are under the title, but are known only now.
     anchors = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for anchor, name in links)
     body.insert(1, f"<nav aria-label=contents>{anchors}</nav>")
     return page(f"{title} - draftsmith report", "\n".join(body))

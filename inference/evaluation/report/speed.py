@@ -170,7 +170,7 @@ def times(report: Report) -> str:
             # of their time is the rest.
             if s.rounds and sum(parts[:-1]) > 0:
                 rows.append(Shares(name, parts, f"{sum(parts) / s.rounds * 1000:.2f} ms"))
-        note = "shares of a round; behind them its length"
+        note = "shares of a round; after them its length"
         if setting.batch != 1:
             note += ", shared among the batch's requests"
         chart = partial(share_chart, rows, list(PARTS.values()))

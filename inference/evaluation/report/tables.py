@@ -104,7 +104,7 @@ def interval(pair: Sequence[float | None] | None) -> str:
 
 
 def factor(value: object) -> str:
-    """Return a ratio with a multiplication sign behind it; a dash where there is none."""
+    """Return a ratio with a multiplication sign after it; a dash where there is none."""
     text = number(value)
     return text if text == NOTHING else text + TIMES
 
@@ -203,7 +203,7 @@ def summary(report: Report) -> Table:
     title = "Every setting"
     if any(not setting.lossless for setting in report.settings):
         title += ", LOSSY typical acceptance"
-    # What is the same in all rows stands above the charts already.
+    # What is the same in all rows is above the charts already.
     narrow = ["drafter", "speed-up", "tau", "replies equal to plain decoding's"]
     for place in (2, 3):
         if len({row[place] for row in rows}) > 1:

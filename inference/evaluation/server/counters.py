@@ -2,7 +2,7 @@
 
 vLLM has Prometheus counters that all requests share. Its `drafts` are the steps in which a request
 had a draft. A step without one (n-grams that find nothing) is in no counter, so 1 + accepted /
-drafts can be above the tokens emitted per step. Drafts accepted behind an end token count as
+drafts can be above the tokens emitted per step. Drafts accepted after an end token count as
 accepted. llama.cpp has the same counters under its own prefix, also where it does not speculate.
 
 SGLang sends its counts with every reply. `spec_verify_ct` are all verifications of a request. Its
@@ -197,7 +197,7 @@ def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list
             "is of other requests too"
         ]
     emitted = (delta.drafts or 0) + delta.accepted
-    # A reply may end within its last draft, whose tokens behind the end count as accepted.
+    # A reply may end within its last draft, whose tokens after the end count as accepted.
     most = tokens - replies + replies * len(delta.by_position)
     if emitted > most:
         return [

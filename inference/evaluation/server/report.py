@@ -1,6 +1,6 @@
 """The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
 
-The server decodes the same prompts as local drafters do, and its figures stand in the same table.
+The server decodes the same prompts as local drafters do, and its figures are in the same table.
 The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
 in this process as well. docs/metrics.md#servers-counters defines the figures.
 """
@@ -71,7 +71,7 @@ MEANINGS = {
     "tpot_quantiles_s": "time per later token, of each request",
     "chunk_gap_quantiles_s": "between chunks of one reply; quantiles over all gaps",
     "equal_to_plain": "greedy replies equal to plain decoding here, token for token, of `compared`",
-    "client_busy": "share of the time in which the process that measures was at work itself",
+    "client_busy": "share of the time in which the process that measures was busy itself",
     "in_flight_peak": "requests of draftsmith that were in flight at once",
 }
 
@@ -307,7 +307,7 @@ def compare_replies(
 
     Adds `equal_to_plain`, `compared` and `divergences` to the report's greedy settings. `results`
     are of the same prompts under the same greedy `sampling`, plain decoding first. Later turns
-    behind texts that differ are left out.
+    after texts that differ are left out.
     """
     sampling = sampling.resolved(target.repetition_penalty)
     plain_turns = next(iter(results.values()))
@@ -334,7 +334,7 @@ def _compare_load(
         expected = plain.get((reply.prompt.place, reply.turn))
         if reply.ids is None or expected is None:
             continue
-        # The server's reply to an earlier turn differed, and so does everything behind it.
+        # The server's reply to an earlier turn differed, and so does everything after it.
         if expected.prompt_ids != reply.prompt.token_ids:
             continue
         compared += 1

@@ -123,7 +123,7 @@ def verification(
     """Return the times of verifying trees of all sizes at each batch size and context.
 
     `text` is repeated and cut to make the prompts. Sizes take turns, round by round. `samples`:
-    rounds behind every median, fewer where the target's positions are few. `seconds`: the time for
+    rounds per median, fewer where the target's positions are few. `seconds`: the time for
     all of it, in equal shares; with less time there are fewer samples, and contexts whose prompts
     alone would take more than a share are left out, except for the first one of a batch size.
 
@@ -139,7 +139,7 @@ def verification(
             f"{max(NODES)} drafts"
         )
     rounds = samples * len(NODES) + SETTLE
-    # The rounds and the first sweep emit a token each, and the largest tree has to fit behind the
+    # The rounds and the first sweep emit a token each, and the largest tree has to fit after the
     # last of them, with its root.
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
     # The uncounted rounds, the uncounted sweep, and `FEWEST_ROUNDS` sweeps for the medians.
@@ -299,8 +299,8 @@ def drafting(
 ) -> tuple[DraftCosts, DraftCosts]:
     """Return the costs of the drafter's rounds and of plain rounds, at the same moments.
 
-    Rounds of some candidates, the `probes`, and of plain decoding are timed in turns, and costs for
-    all other candidates are fitted to them. The ratio of the two costs remains true on a machine
+    Rounds of some candidates, the `probes`, and of plain decoding are timed alternately, and costs
+    for all other candidates are fitted to them. The ratio of the two costs remains true on a machine
     that slows down later. Raises `UserError` for a target with too few positions.
     """
     drafter, plain = DraftCosts({}, {}, 0.0), DraftCosts({}, {}, 0.0)
@@ -345,7 +345,7 @@ def _sweeps(
     sampling: Sampling,
     timings: Timings,
 ) -> list[list[Round]]:
-    """Return the rounds of plain decoding and of each probe, in this order, timed in turns.
+    """Return the rounds of plain decoding and of each probe, in this order, timed alternately.
 
     A machine may be faster in one sweep than in another, so the times of every sweep are scaled to
     give plain rounds the same median in all of them. Raises `UserError` where a run has no round.

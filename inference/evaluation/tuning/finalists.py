@@ -150,7 +150,7 @@ def _with_gain(final: JsonObject, found: Gain) -> JsonObject:
 def decoded(
     target: Target, ways: Sequence[Candidate], prompts: Sequence[Prompt], setting: Setting
 ) -> list[list[Turn]]:
-    """Decode `prompts` with each of `ways` in turns, and return the replies of each."""
+    """Decode `prompts` with each of `ways` alternately, and return the replies of each."""
     loops = [_Ready(target, way) for way in ways]
     return list(decode_in_turns(target, loops, prompts, setting).values())
 

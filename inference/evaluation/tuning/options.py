@@ -68,7 +68,7 @@ class TuneOptions:
     repeats: int = 3
     """Timed runs of every request."""
     samples: int = SAMPLES
-    """Rounds behind every timing; fewer are quicker and less exact."""
+    """Rounds of every timing; fewer are quicker and less exact."""
     sampling: Sampling = field(default_factory=Sampling)
     """Other sampling settings."""
 

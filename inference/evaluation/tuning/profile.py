@@ -189,7 +189,7 @@ def untuned(ways: Sequence[object]) -> dict[str, tuple[str, bool]]:
     """Return, by the names of tuned drafters, the names of the same drafters without the profile.
 
     The second value is True where both draft the same tree: the profile keeps the one that the
-    drafter has without it. Tuned drafters of `ways` that stand alone are left out.
+    drafter has without it. Tuned drafters of `ways` that are alone are left out.
     """
     named = dict(zip(distinct_names(ways), ways, strict=True))
     by_given = {getattr(way, "given", None): name for name, way in named.items()}

@@ -81,7 +81,7 @@ class KnownTexts:
 
     @property
     def ids(self) -> Tensor:
-        """The whole texts `[texts, S]`. Padding stands behind each, so that no token sees it."""
+        """The whole texts `[texts, S]`. Padding comes after each, so that no token sees it."""
         return self._shared.ids
 
     def states(self, taps: tuple[int, ...]) -> Hidden:

@@ -92,7 +92,7 @@ def memory(name: str) -> int:
 
 
 def train(learner, data, arguments) -> None:
-    """Train over the rows in an order of the seed, anew in each epoch, and save the drafter."""
+    """Train over the rows in an order of the seed, again in each epoch, and save the drafter."""
     rows = list(range(len(data.shape.rows)))
     steps = round(arguments.epochs * len(rows))
     learner.begin(arguments.lr, steps)

@@ -391,7 +391,7 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
 def test_a_name_in_two_files_is_no_accident(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(UserError, match="x stands in two files"):
+    with pytest.raises(UserError, match="x is in two files"):
         StoredTensors(tmp_path)
 
 

@@ -250,5 +250,5 @@ def test_a_command_that_is_ended_early_says_so(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert errors.splitlines()[-1] in (
         "ended by SIGTERM; nothing was written",  # while modules are imported
-        "ended by SIGTERM; nothing was measured yet; the same command begins anew",
+        "ended by SIGTERM; nothing was measured yet; the same command begins again",
     )

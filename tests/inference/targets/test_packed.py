@@ -134,7 +134,7 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     file = tmp_path / "cache" / "packing.json"
     assert list(json.loads(file.read_text()).values()) == [[2.0, 1], [0.5, 1]]
     file.write_text("{")
-    assert not best_packing(small), "a damaged file is measured again, and written anew"
+    assert not best_packing(small), "a damaged file is measured again, and written again"
     assert list(json.loads(file.read_text()).values()) == [[0.5, 1]]
     monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
     monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: fast[0])

@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda t: (t / "model.safetensors").write_text(
             "version https://git-lfs.github.com/spec/v1"
         ),
-        "a pointer of Git LFS stands in its place",
+        "a pointer of Git LFS is in its place",
     ),
     "more than the machine holds": (
         lambda t: claims(t, 10**13),

@@ -233,7 +233,7 @@ def test_the_main_process_waits_for_other_workers_while_shards_come(tmp_path: Pa
     write(0)
     with pytest.raises(UserError, match="lacks 2 of 3 shards, and none came for 0 s"):
         wait_for_others(tmp_path, 3, 0.3)
-    # One comes every 0.5 s: each begins the patience of 0.9 s anew.
+    # One comes every 0.5 s: each begins the patience of 0.9 s again.
     others = [threading.Timer(0.5 * index, write, [index]) for index in (1, 2, 3)]
     for other in others:
         other.start()

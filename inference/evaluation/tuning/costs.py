@@ -300,8 +300,8 @@ def drafting(
     """Return the costs of the drafter's rounds and of plain rounds, at the same moments.
 
     Rounds of some candidates, the `probes`, and of plain decoding are timed alternately, and costs
-    for all other candidates are fitted to them. The ratio of the two costs remains true on a machine
-    that slows down later. Raises `UserError` for a target with too few positions.
+    for all other candidates are fitted to them. The ratio of the two costs remains true on a
+    machine that slows down later. Raises `UserError` for a target with too few positions.
     """
     drafter, plain = DraftCosts({}, {}, 0.0), DraftCosts({}, {}, 0.0)
     errors: list[float] = []

@@ -504,7 +504,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     for asked, message in (
         (0, "mask_token 0 has next to no embedding"),
         (1, "mask_token 1 ends replies"),
-        (7, "mask_token 7 stands 2 times in the training replies"),
+        (7, "mask_token 7 occurs 2 times in the training replies"),
         (9999, "mask_token 9999 is no token: the target has 291"),
     ):
         with pytest.raises(UserError, match=message):

@@ -130,7 +130,7 @@ class FileFacts(Struct):
 
 
 class Export(Struct):
-    """Facts about an export that are noted beside it."""
+    """Facts about an export that are noted next to it."""
 
     layout: str = "native"
     """Layout of its files; native is draftsmith's own."""
@@ -164,7 +164,7 @@ class OwnFile(Document):
     docs/checkpoint-formats.md#artifact describes the keys.
     """
 
-    what: ClassVar[str] = "what draftsmith wrote beside a drafter"
+    what: ClassVar[str] = "what draftsmith wrote next to a drafter"
     newest: ClassVar[int] = SCHEMA
 
     method: str

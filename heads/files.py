@@ -46,7 +46,7 @@ DISK_ERRORS = (
 
 @contextmanager
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty directory beside `path`, which becomes `path` on success.
+    """Yield an empty directory next to `path`, which becomes `path` on success.
 
     An existing `path` is replaced; on any error until then the new directory is removed. A reader
     never sees a half-written directory, whenever the process is killed. Where the system can
@@ -253,7 +253,7 @@ def check_space(path: Path, needed: float, remedy: str) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the path of a file beside `path`, which becomes `path` on success.
+    """Yield the path of a file next to `path`, which becomes `path` on success.
 
     On any error the file is removed. Raises `UserError` if the disk is full or refuses it.
     """

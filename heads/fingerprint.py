@@ -32,7 +32,7 @@ NUMBERS = re.compile(
     r"|(^|_)n_group$|topk_group|scoring_func"
 )
 TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
-# Keys that some configurations have beside the rotary parameters, and others within them.
+# Keys that some configurations have next to the rotary parameters, and others within them.
 BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
 

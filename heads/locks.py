@@ -23,7 +23,7 @@ from .errors import UserError
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"  # in a folder; that of a file is .NAME.lock beside it
+LOCK_FILE = ".lock"  # in a folder; that of a file is .NAME.lock next to it
 OLD_S = 24 * 3600.0
 """Seconds after which an unfinished file is nobody's, if its process cannot be asked for."""
 SKEW_S = 60.0  # seconds by which the clock of a file server may differ
@@ -38,7 +38,7 @@ def host_name() -> str:
 
 
 def partial_path(path: Path, ending: str = "partial") -> Path:
-    """Return a new path beside `path` for what will become it: `.NAME.HOST.PID.HEX.partial`.
+    """Return a new path next to `path` for what will become it: `.NAME.HOST.PID.HEX.partial`.
 
     With the ending `replaced`, for what it replaces.
     """

@@ -26,7 +26,7 @@ from .files import inside
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 PICKLES = ("*.bin", "*.pt", "*.pth")
-# Files that trainers write beside the weights.
+# Files that trainers write next to the weights.
 TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
 
 
@@ -68,7 +68,7 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of weights in `folder` that match `patterns`.
 
     They are those that an index names if there is one for such files, else all but those that a
-    trainer writes beside weights. Raises `UserError` if the index is broken.
+    trainer writes next to weights. Raises `UserError` if the index is broken.
     """
     matching = sorted(path for pattern in patterns for path in folder.glob(pattern))
     for index in sorted(folder.glob("*.index.json")):

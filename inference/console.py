@@ -116,7 +116,7 @@ class Progress(tqdm):
         self.update(n)
 
     def now(self, detail: str) -> None:
-        """Show `detail`, a description of the present step, beside the count."""
+        """Show `detail`, a description of the present step, next to the count."""
         self._detail = detail
         self.set_postfix_str(detail)
 

@@ -223,8 +223,8 @@ def pays_to_compile(device: torch.device, rows: int) -> bool:
 def drafts_ahead(device: torch.device) -> bool:
     """Return True if drafts are made while the host waits for the decision of the round before.
 
-    A GPU would be idle meanwhile. On a CPU nothing runs beside the host, and the drafts after the
-    end of a reply would be made for nothing.
+    A GPU would be idle otherwise. On a CPU nothing runs in parallel to the host, and the drafts
+    after the end of a reply would be made for nothing.
     """
     return device.type == "cuda"
 

@@ -55,7 +55,7 @@ class TreeSettings:
 TREE_SETTINGS = tuple(field.name for field in fields(TreeSettings))
 
 LOOKUP_SETTINGS = ("lookup", "lookup_length")
-"""Settings of a lookup beside a trained drafter (`proposers.with_lookup`)."""
+"""Settings of a lookup with a trained drafter (`proposers.with_lookup`)."""
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

@@ -14,7 +14,7 @@ from ..heads.files import JsonObject
 class TrainerState(Document, kw_only=True):
     """`trainer.json` of a checkpoint: facts that a resume needs.
 
-    Weights, optimiser and random number generators are stored beside it. The position in the data
+    Weights, optimiser and random number generators are stored next to it. The position in the data
     is a function of the step.
     """
 
@@ -57,7 +57,7 @@ class TrainerState(Document, kw_only=True):
 
 
 class Counts(Document):
-    """`counts.json` beside the token tables of a run: the origin and the size of the tables."""
+    """`counts.json` next to the token tables of a run: the origin and the size of the tables."""
 
     what: ClassVar[str] = "the note of a run's tables of tokens"
 
@@ -97,7 +97,7 @@ class ShardNote(Document):
 
 
 class Wanted(Document):
-    """`wanted.json` of a ring: the message of a trainer to the extractor beside it."""
+    """`wanted.json` of a ring: the message of a trainer to its extractor."""
 
     what: ClassVar[str] = "what a trainer says to its extractor"
 

@@ -2,7 +2,7 @@
 
 accelerate and transformers have both too, but by wrapping a module's own layers, and for models in
 training mode. draftsmith's own are needed because EAGLE's unrolled steps are not layers, draft
-models learn without dropout (in evaluation mode), and objectives read weights beside the modules
+models learn without dropout (in evaluation mode), and objectives read weights next to the modules
 that own them.
 """
 

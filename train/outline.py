@@ -86,7 +86,7 @@ def matrix_numbers(*modules: nn.Module) -> int:
 
 
 def config_at(path: str, trust: bool = False) -> Any:
-    """Return the config of a model on the hub or in a folder; `trust`: code beside it may be run.
+    """Return the config of a model on the hub or in a folder; `trust`: code next to it may be run.
 
     Raises `UserError` where there is none.
     """

@@ -177,7 +177,7 @@ def load_alone(directory: str | Path) -> Artifact:
     trained_for = document.target
     embedding_and_head = stand_in_for(trained_for).embedding_and_head
     if drafter_class(document.method) is DraftModel:
-        # `DraftModel.load` compares the tokenizer beside it with the target's. The target's is not
+        # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.
         embedding_and_head = replace(
             embedding_and_head,

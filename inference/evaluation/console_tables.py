@@ -205,7 +205,7 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
     categories = sorted({c for s in settings for n in names for c in by_category(s, n)})
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
-    # A column has ten characters for the name, which may be folded, and two beside them.
+    # A column has ten characters for the name, which may be folded, and two next to them.
     columns = max((width - first - 4) // 12, 1)
     tables = []
     for start in range(0, len(names), columns):

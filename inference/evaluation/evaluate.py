@@ -1,4 +1,4 @@
-"""`draftsmith evaluate`: drafters beside plain decoding and beside drafters without training.
+"""`draftsmith evaluate`: drafters compared with plain decoding and with drafters without training.
 
 All of them decode the same prompts in the same loop, in each setting: each temperature with each
 batch size.
@@ -211,7 +211,7 @@ def configured_figures(
 ) -> SettingFigures:
     """Return the part of the report about one setting: the figures of every way to decode.
 
-    Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers,
+    Tuned and engine-like ways have their tree settings and the drafter's spec next to the numbers,
     tuned ones their gain over the same drafter as it is named without the profile, whose replies
     and figures they share where the profile changes nothing. `samples` replies of each way are
     shown token by token.

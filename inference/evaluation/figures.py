@@ -83,7 +83,7 @@ def figures_of_setting(
 def figures_of_drafter(
     turns: Sequence[Turn], plain: Sequence[Generation], size: int
 ) -> DrafterFigures:
-    """Return the figures of one way to decode, from its replies beside those of plain decoding.
+    """Return the figures of one way to decode, from its replies and those of plain decoding.
 
     `size` is the number of requests that were decoded together.
     """

@@ -76,7 +76,7 @@ def interval(
 def effective(units: Sequence[Sums]) -> float:
     """Return the effective number of units: (sum of w)^2 / sum of w^2 (Kish 1965, section 11.7).
 
-    The weight w of a unit is its share of the sums, the mean over the columns. Long replies beside
+    The weight w of a unit is its share of the sums, the mean over the columns. Long replies among
     short ones decide both the statistic and its variance, so that the latter is known less well
     than from as many equal units.
     """

@@ -1,6 +1,6 @@
 """Journal of a long measurement on disk, with which the same command goes on after a kill.
 
-It is a hidden file of JSON lines beside the report. The first line is what is measured (target,
+It is a hidden file of JSON lines next to the report. The first line is what is measured (target,
 prompts, drafters, options, machine); every further line is one finished piece of work. The journal
 is deleted when the report is whole.
 """
@@ -28,7 +28,7 @@ class Journal:
     """Finished pieces of work by their keys. Without a path nothing is remembered."""
 
     def __init__(self, report: str | None, identity: JsonObject, what: str) -> None:
-        """Open the journal beside `report`, the file that the measurement will write.
+        """Open the journal next to `report`, the file that the measurement will write.
 
         A journal that is there with another `identity` is replaced. `what` names the kind of
         work in the log, such as "an evaluation". Raises `UserError` where the folder cannot be
@@ -126,7 +126,7 @@ def _entry(key: object, value: object) -> JsonObject:
 
 
 def journal_path(report: str) -> Path:
-    """Return the path of a report's journal, a hidden file beside it."""
+    """Return the path of a report's journal, a hidden file next to it."""
     path = Path(report)
     return path.parent / f".{path.name}.progress"
 

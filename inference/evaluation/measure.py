@@ -1,4 +1,4 @@
-"""Measurement of drafters beside plain decoding in one setting, in the loop that users decode with.
+"""Measurement of drafters and plain decoding in one setting, in the loop that users decode with.
 
 All ways to decode take turns on each batch of prompts, so that a machine that slows down slows all
 of them, in an order that is drawn for each run, so that none always follows the same other one. Of

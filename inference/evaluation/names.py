@@ -1,4 +1,4 @@
-"""Names of drafters in tables, reports and lists of models: short, and distinct beside each other.
+"""Names of drafters in tables, reports and lists of models: short, and distinct from each other.
 
 A trained drafter is called after its folder, without its settings, or as its setting `name` says.
 """
@@ -20,7 +20,7 @@ CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 
 
 def short_name(spec: str) -> str:
-    """Return a drafter's name if there is no other beside it.
+    """Return a drafter's name if there is no other.
 
     Examples: `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays as it is, and a setting
     `name=mine` makes it `mine`.
@@ -57,7 +57,7 @@ def longer_names(folder: str) -> Iterator[str]:
 
 
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
-    """Return the name of each spec beside the others.
+    """Return the name of each spec among the others.
 
     Drafters of equal names are told apart by more of their paths, and by the settings in which they
     differ. Only those that a user called alike, or that are alike, keep one name.

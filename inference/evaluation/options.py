@@ -16,7 +16,7 @@ from .gains import GPUS
 
 @dataclass
 class EvaluateOptions:
-    """Acceptance and speed of drafters on held-out prompts, beside plain decoding in the same loop.
+    """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """

@@ -178,7 +178,7 @@ def _gains(
 
 
 def from_report(path: str, longest: int) -> dict[str, JsonObject]:
-    """Return the model's figures beside the measured ones for each drafter and setting of a report.
+    """Return the model's figures and the measured ones for each drafter and setting of a report.
 
     Raises `UserError` for a report that lacks times or acceptances. The best chain is None where
     what was drafted is not a chain.

@@ -1,4 +1,4 @@
-"""A trained drafter with a lookup beside it.
+"""A trained drafter with a lookup with it.
 
 Where the last tokens of the text were in it before, the tokens that followed them there are
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
@@ -38,7 +38,7 @@ class WithLookup(Proposer):
     """
 
     def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
-        """Put a lookup beside `trained`. Raises `UserError` for settings out of range."""
+        """Put a lookup with `trained`. Raises `UserError` for settings out of range."""
         positive("lookup", lookup)
         self.trained = trained
         self._lookup = NgramLookup(positive("lookup_length", lookup_length), lookup, lookup)

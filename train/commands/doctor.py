@@ -236,7 +236,7 @@ def check_memory(config: TargetConfig) -> Finding | None:
         f"{gigabytes(free)} free"
     )
     if needed > SNUG * free:
-        return Finding("target memory", "warning", f"{text}: little is left for training beside it")
+        return Finding("target memory", "warning", f"{text}: little is left for training")
     if not cuda and config.dtype == "auto" and needed > stored.stored_bytes:
         text += "; --target.dtype bfloat16 keeps them as stored"
     return Finding("target memory", "ok", text)

@@ -201,7 +201,7 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
     rows = []
     for setting in report.settings:
         for name, drafter_figures in setting.drafters.items():
-            # A lookup beside the drafter is no part of the export.
+            # A lookup with the drafter is no part of the export.
             if "lookup=" in (drafter_figures.kind or name):
                 continue
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.

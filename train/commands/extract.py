@@ -2,7 +2,7 @@
 
 There may be any number of workers: each writes its own shards, and a second call with the same
 arguments writes those that are missing. With `--ring N` there are never more than N shards: this
-command then runs beside the training, which reads them as they come.
+command then runs next to the training, which reads them as they come.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def wait_for_others(store: Path, shards: int, patience_s: float) -> None:
 
 
 def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> TargetSource:
-    """Load the run's target, or the part of it that a server needs beside it.
+    """Load the run's target, or the part of it that is needed with a server.
 
     Raises `UserError` for a ring of a target that all ranks run together.
     """
@@ -237,7 +237,7 @@ def begin(
     """Write everything of a store but its shards, the manifest last; the main process calls this.
 
     For a store that has been begun, check instead that it is of the same run, and write what is
-    missing or damaged beside the shards. `held_out` makes the texts, if they are needed. Raises
+    missing or damaged next to the shards. `held_out` makes the texts, if they are needed. Raises
     `UserError` for a store of another run.
     """
     identity = data_module.noted(store / "data").identity

@@ -53,7 +53,7 @@ class ExtractOptions:
     rows_per_shard: int = 64
     """Number of packed rows in a shard."""
     ring: int | None = None
-    """Largest number of shards that are kept: those that the training beside this needs next."""
+    """Largest number of shards that are kept: those that the training needs next."""
 
     def __post_init__(self) -> None:
         if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):

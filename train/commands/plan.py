@@ -2,7 +2,7 @@
 
 They follow from the configs alone: target and drafter are built without weights. Bytes and hours
 are arithmetic on shapes; the memory is that of one training step on tensors without memory.
-Assumptions are printed beside the figures.
+Assumptions are printed next to the figures.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def show(
         console.print(
             f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: "
             "train live, or keep a bounded ring "
-            "beside the training (draftsmith data extract --ring 8)."
+            "next to the training (draftsmith data extract --ring 8)."
         )
 
 
@@ -165,7 +165,7 @@ def show_sending(step: Step, options: Options) -> None:
 
 def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple[str, float, str]]:
     """Return name, bytes and remark of each row of the plan that is about a GPU's memory."""
-    extraction = "beside these, before the drafter's step" if memory.extraction else "from a store"
+    extraction = "besides these, before the drafter's step" if memory.extraction else "from a store"
     return [
         ("target", memory.target, f"{count(shape.target_params)}, {sharded}"),
         ("drafter", memory.drafter + memory.moments, "fp32 weights and AdamW's moments"),

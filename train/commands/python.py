@@ -90,7 +90,7 @@ def evaluate(
     tokenizer: Any = None,
     **options: Any,
 ) -> Report:
-    """Return acceptance and speed of drafters on held-out prompts, beside plain decoding.
+    """Return acceptance and speed of drafters on held-out prompts, compared with plain decoding.
 
     `drafter` is a folder, a name such as ngram, or several of them; `prompts` a file of prompts;
     `target` a path, or a loaded model with its `tokenizer`. `options` are those of the command,

@@ -79,7 +79,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
 ROAD = {
     "data regenerate": "let the target write the replies that a drafter learns from",
     "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
-    "evaluate": "measure it on held-out prompts, beside plain decoding",
+    "evaluate": "measure it on held-out prompts, compared with plain decoding",
     "generate": "look at a reply and its accepted drafts",
     "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
 }

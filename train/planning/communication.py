@@ -50,7 +50,7 @@ class Network:
         """Return the bytes a second that each GPU of a ring sends.
 
         A ring leaves each node once, so its GPUs share nothing but the way out: as many rings as
-        there are cards run beside each other.
+        there are cards run in parallel.
         """
         return 1e9 * (self.link if gpus <= GPUS_OF_A_NODE else min(self.link, self.node))
 

@@ -81,11 +81,11 @@ class StepMemory:
     features: int
     """Hidden states of one batch, in the target's dtype."""
     extraction: int
-    """The most that the target's forward pass takes beside these; 0 from a feature store."""
+    """The most that the target's forward pass takes besides these; 0 from a feature store."""
     activations: int
     """Bytes that the drafter's forward pass leaves for its backward pass."""
     step: int
-    """The most that both passes take beside weights, moments and features, gradients included."""
+    """The most that both passes take besides weights, moments and features, gradients included."""
 
     @property
     def resident(self) -> int:

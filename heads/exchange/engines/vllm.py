@@ -46,7 +46,7 @@ def _with_head(files: NativeFiles) -> Files:
     """Return Medusa heads with the target's output matrix, which vLLM takes from there only."""
     if files.head is None:
         raise UserError(
-            "vllm wants the target's output matrix beside heads that share it; name the "
+            "vllm wants the target's output matrix next to heads that share it; name the "
             "target with --target"
         )
     matrix = files.head.detach().to("cpu", next(iter(files.tensors.values())).dtype)

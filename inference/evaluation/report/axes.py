@@ -1,4 +1,4 @@
-"""Axes of the charts: round numbers along them, and room for the texts beside them."""
+"""Axes of the charts: round numbers along them, and room for the texts next to them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .axes import (
     spread,
 )
 
-COLOURS, SHAPES = 7, 4  # of lines beside the neutral one, and of their markers
+COLOURS, SHAPES = 7, 4  # of lines besides the neutral one, and of their markers
 # Colour and shape both advance from drafter to drafter. The two counts have no common factor, so
 # this many drafters differ in at least one of them.
 LOOKS = COLOURS * SHAPES

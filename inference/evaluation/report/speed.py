@@ -182,6 +182,6 @@ def times(report: Report) -> str:
     meaning = (
         "draft: the drafter's own passes. verify: the target's pass over the draft tree. accept: "
         "the acceptance rule. cache: moving accepted tokens in the caches. rest: what the loop "
-        "takes beside these."
+        "takes besides these."
     )
     return f'{charts}<p class="note">{meaning}</p>\n'

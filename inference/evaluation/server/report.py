@@ -352,7 +352,7 @@ def _compare_load(
 
 
 def show(server: ServerReport, local: Sequence[SettingFigures], console: Console) -> None:
-    """Print the server's figures: acceptance beside that of `local` drafters, then the times."""
+    """Print the server's figures: acceptance next to that of `local` drafters, then the times."""
     for temperature in dict.fromkeys(setting.temperature for setting in server.settings):
         rows = [setting for setting in server.settings if setting.temperature == temperature]
         beside = [setting for setting in local if setting.temperature == temperature]

@@ -182,7 +182,7 @@ def finalists_that_fit(
     """
 
     def cost():
-        # Plain decoding and the default tree run beside the finalists; the default and one
+        # Plain decoding and the default tree run with the finalists; the default and one
         # finalist run again on the other prompts.
         return repeats * (sum(runs[: 2 + finalists]) + again * sum(runs[1 : 1 + AGAIN]))
 

@@ -1,6 +1,6 @@
 """Choice of `draftsmith tune` between the default tree and the best of the finalists.
 
-The finalists are measured beside the default on one half of the prompts. The best one is taken only
+The finalists are measured with the default on one half of the prompts. The best one is taken only
 if the interval of its gain excludes no gain. The best of several on the prompts that it was chosen
 on is also the luckiest, so what is reported is its gain on the other half of the prompts, which had
 no part in the choice.
@@ -48,7 +48,7 @@ def level_of(finalists: int) -> float:
 
 @dataclass
 class Choice:
-    """Best finalist beside the default: its gains, and whether it is taken."""
+    """Best finalist and the default: its gains, and whether it is taken."""
 
     default: str
     """Label of the default."""

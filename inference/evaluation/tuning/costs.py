@@ -225,7 +225,7 @@ def run(
 
 @dataclass
 class DraftCosts:
-    """Costs of one drafter's rounds beside verification, by batch size."""
+    """Costs of one drafter's rounds besides verification, by batch size."""
 
     weights: dict[int, list[float]]
     """Seconds for each of `features`, fitted by least squares over the probes."""

@@ -1,4 +1,4 @@
-"""Measurement of the finalists of `draftsmith tune` beside the default tree and plain decoding."""
+"""Measurement of the finalists of `draftsmith tune` with the default tree and plain decoding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measured_row(
 ) -> JsonObject:
     """Measure the best predictions in about `seconds`, and return a row of the profile.
 
-    The default and plain decoding are measured beside them. Predictions are scaled by `pace`, plain
+    The default and plain decoding are measured with them. Predictions are scaled by `pace`, plain
     decoding's measured speed over its predicted one: machines speed up and slow down, and
     candidates are compared with plain decoding at the moment of the measurement.
     """
@@ -111,7 +111,7 @@ def measured_row(
 def _finals(
     search: Search, ways: Sequence[Candidate], results: Sequence[Sequence[Turn]], batch: int
 ) -> tuple[list[JsonObject], float]:
-    """Return each way with its prediction beside its measurement, and plain decoding's pace."""
+    """Return each way with its prediction next to its measurement, and plain decoding's pace."""
     finals: list[JsonObject] = []
     pace = 1.0
     for way, turns in zip(ways, results, strict=True):

@@ -17,7 +17,7 @@ class TuneOptions:
     """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
 
     The acceptance of every chain, fixed tree and dynamic tree is counted on the target's own
-    replies, and the cost of rounds is timed. The best few predictions are then decoded beside the
+    replies, and the cost of rounds is timed. The best few predictions are then decoded with the
     default, which the profile keeps unless the best of them surely gains.
     """
 
@@ -64,7 +64,7 @@ class TuneOptions:
     """Minutes that tuning may take, roughly: prompts, reply lengths, timings and finalists are cut
     to fit. 0 sets no limit."""
     finalists: int = 3
-    """Number of the best predictions that are measured, beside the tree without a profile."""
+    """Number of the best predictions that are measured, besides the tree without a profile."""
     repeats: int = 3
     """Timed runs of every request."""
     samples: int = SAMPLES

@@ -203,7 +203,7 @@ def untuned(ways: Sequence[object]) -> dict[str, tuple[str, bool]]:
 
 def _tree_of(proposer: Any) -> tuple[object, ...]:
     """Return everything about what a proposer drafts that the settings of a profile may change."""
-    proposer = getattr(proposer, "trained", proposer)  # beside a lookup
+    proposer = getattr(proposer, "trained", proposer)  # of a drafter with a lookup
     own = proposer.max_drafted, getattr(proposer, "slots", None), getattr(proposer, "ranks", None)
     plan = getattr(proposer, "plan", proposer)
     names = ("fixed", "length", "width", "nodes", "threshold", "score_temperature")
@@ -214,7 +214,7 @@ def key_of(spec: str) -> str:
     """Return a drafter's name in a profile.
 
     It is the absolute path of its folder, or its own name, followed by the settings that do not
-    concern its tree, nor a lookup beside it.
+    concern its tree, nor a lookup with it.
     """
     name, _ = parse_spec(spec)
     short = without_tree(spec, (*LOOKUP_SETTINGS, "name"))

@@ -1,7 +1,7 @@
 """`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 Every candidate's tokens per second are predicted from known texts and timed rounds; then the best
-predictions are measured beside the default tree, and what `choice` takes goes into the profile.
+predictions are measured with the default tree, and what `choice` takes goes into the profile.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class Bench:
         self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float
     ) -> Timings:
         """Return the numbers of rounds and of prompt tokens that can be timed in `seconds`."""
-        ways = [PLAIN, *probes]  # plain decoding runs beside the probes
+        ways = [PLAIN, *probes]  # plain decoding runs with the probes
         node_s = self._step(max(NODES)) / max(NODES)
         round_s = 0.0
         for batch in self.batches:
@@ -344,7 +344,7 @@ class Bench:
 
 
 def show(profile: JsonObject, console: Console) -> None:
-    """Print the results of each drafter, predicted beside measured."""
+    """Print the results of each drafter, predicted next to measured."""
     names = distinct_labels(profile["drafters"])
     for key, rows in profile["drafters"].items():
         for row in rows:

@@ -194,8 +194,8 @@ def decode(
         )
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     ends = _EndConditions(eos_ids, stop, target.tokenizer)
-    batch = _Batch(target, proposer, requests, max_new_tokens, sampling, ends)
-    # After `_Batch` was made: a prompt that it refuses must not leave the proposer marked.
+    batch = _RunningBatch(target, proposer, requests, max_new_tokens, sampling, ends)
+    # After `_RunningBatch` was made: a prompt that it refuses must not leave the proposer marked.
     proposer.in_use = True
     try:
         given_up = yield batch.start()
@@ -229,7 +229,7 @@ def drafts_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class _Row:
+class _RunningRow:
     """Running request: one row of the batch."""
 
     def __init__(self, index: int, request: Request, limit: int, max_positions: int) -> None:
@@ -272,7 +272,7 @@ class _EndConditions:
         return "stop" if self._stop is not None and self._stop.end_with(tokens) else None
 
 
-class _Batch:
+class _RunningBatch:
     """Requests that are still running, one per row."""
 
     def __init__(
@@ -289,7 +289,9 @@ class _Batch:
         self.target, self.proposer, self.ends = target, proposer, ends
         self.sampling = sampling.resolved(target.repetition_penalty)
         self.rows = [
-            _Row(index, request, request.max_new_tokens or max_new_tokens, target.max_positions)
+            _RunningRow(
+                index, request, request.max_new_tokens or max_new_tokens, target.max_positions
+            )
             for index, request in enumerate(requests)
         ]
         self.clock = Clock(target.device)

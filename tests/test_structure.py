@@ -106,6 +106,16 @@ def test_no_module_imports_itself_through_others() -> None:
     assert len([*graphlib.TopologicalSorter(IMPORTS).static_order()]) == len(MODULES)
 
 
+def test_names_of_classes_are_unique() -> None:
+    """One meaning for each name, with or without an underscore."""
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(f"{file}:{node.lineno}")
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb() -> None:
     names = [
         "train.commands.cli",

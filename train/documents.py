@@ -56,7 +56,7 @@ class TrainerState(Document, kw_only=True):
         return msgspec.to_builtins(self)
 
 
-class Counts(Document):
+class TableCounts(Document):
     """`counts.json` next to the token tables of a run: the origin and the size of the tables."""
 
     what: ClassVar[str] = "the note of a run's tables of tokens"

@@ -89,7 +89,7 @@ class Message(Struct):
 Messages = Annotated[list[Message], Meta(min_length=1)]
 
 
-class Turn(Struct, rename={"speaker": "from"}):
+class ShareGptEntry(Struct, rename={"speaker": "from"}):
     """Entry of ShareGPT's `conversations`."""
 
     speaker: Literal[
@@ -98,24 +98,24 @@ class Turn(Struct, rename={"speaker": "from"}):
     value: str
 
 
-class Choice(Struct):
+class LoggedChoice(Struct):
     """Answer of a server to a request."""
 
     message: Message
     finish_reason: str | None = None
 
 
-class Response(Struct):
+class LoggedResponse(Struct):
     """Response to a request, with its answers; batch files have them below `body`."""
 
-    choices: list[Choice] = []
-    body: Response | None = None
+    choices: list[LoggedChoice] = []
+    body: LoggedResponse | None = None
 
     def __post_init__(self) -> None:
         demand(bool(self.choices) or self.body is not None, "there is no choices[0].message")
 
 
-class Request(Struct):
+class LoggedRequest(Struct):
     """Request to a server."""
 
     messages: Messages
@@ -196,7 +196,7 @@ class MessagesRow(ChatRow, kw_only=True):
 class ShareGptRow(ChatRow, kw_only=True):
     """Row of turns with `from` and `value` (ShareGPT)."""
 
-    conversations: Annotated[list[Turn], Meta(min_length=1)]
+    conversations: Annotated[list[ShareGptEntry], Meta(min_length=1)]
 
     def conversation(self, row: JsonObject) -> Conversation:
         return self.of(
@@ -207,9 +207,9 @@ class ShareGptRow(ChatRow, kw_only=True):
 class LogRow(Struct):
     """Row of a request with its response, as servers and batch files log them."""
 
-    request: Request | None = None
-    body: Request | None = None
-    response: Response | str | None = None
+    request: LoggedRequest | None = None
+    body: LoggedRequest | None = None
+    response: LoggedResponse | str | None = None
 
     def conversation(self, row: JsonObject) -> Conversation:
         name = "request" if self.request is not None else "body"

@@ -27,7 +27,7 @@ from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import MOST, positive
 
 
-class _Row:
+class _WindowRow:
     """Window and pool of one request.
 
     `rows[l][j]` is the guess of level l in column j; `root` is the text's last token.
@@ -90,7 +90,7 @@ class Lookahead(Proposer):
             )
         self.shape = self._make_shape()
         self.max_drafted = self.shape.drafted
-        self._rows: list[_Row] = []
+        self._rows: list[_WindowRow] = []
 
     def _make_shape(self) -> TreeShape:
         """Return the shape: root, window level by level, and a chain for each candidate."""
@@ -110,7 +110,8 @@ class Lookahead(Proposer):
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [
-            _Row(tokens, self._window, self._depth, self._candidates) for tokens in prompts.tokens
+            _WindowRow(tokens, self._window, self._depth, self._candidates)
+            for tokens in prompts.tokens
         ]
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:

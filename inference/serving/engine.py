@@ -71,7 +71,7 @@ class Job:
     """Time at which it was made."""
 
 
-class _Batch:
+class _ServedBatch:
     """Jobs that are decoded together; those in `open` have not ended."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
@@ -146,7 +146,7 @@ class Engine:
         """Positions that the padded prompts of a batch may hold: as many as one prompt of the
         target's full length, which has to fit in any case."""
         self._waiting: deque[Job] = deque()
-        self._running: list[_Batch] = []
+        self._running: list[_ServedBatch] = []
         self._idle: dict[str, list[Proposer]] = {name: [one] for name, one in proposers.items()}
         self._changed = threading.Condition()
         self._closed = False
@@ -216,7 +216,7 @@ class Engine:
     def _turn(self) -> None:
         """Begin a batch if one is due, and run a round of each."""
         if jobs := self._next_jobs():
-            self._running.append(_Batch(jobs))
+            self._running.append(_ServedBatch(jobs))
         for batch in list(self._running):
             self._advance(batch)
 
@@ -226,7 +226,7 @@ class Engine:
             batch.fail(message, self.counters)
             self._release(batch)
 
-    def _release(self, batch: _Batch) -> None:
+    def _release(self, batch: _ServedBatch) -> None:
         """Take out a batch that has ended, whose proposer can take another one."""
         self._running.remove(batch)
         if batch.proposer is not None:
@@ -287,7 +287,7 @@ class Engine:
         idle = self._idle[name]
         return idle.pop() if idle else proposer_like(self.proposers[name])
 
-    def _advance(self, batch: _Batch) -> None:
+    def _advance(self, batch: _ServedBatch) -> None:
         """Run a round of a batch; a batch that has ended or failed is released."""
         try:
             if batch.proposer is None:

@@ -138,7 +138,7 @@ def rounds(
         accepted.drafted, accepted.refused = [levels] * rows, [False] * rows
         accepted.choices = [[7] * 64] * rows
 
-    original = decode._Batch.round
+    original = decode._RunningBatch.round
     seen = Counter[str]()
 
     def one_round(self: Any) -> Any:
@@ -150,7 +150,7 @@ def rounds(
             watch.on = False
 
     with (
-        patch.object(decode._Batch, "round", one_round),
+        patch.object(decode._RunningBatch, "round", one_round),
         patch.object(Accepted, "_unpack", unpack),
         patch.object(outcome, "read_later", lambda tensor: tensor.tolist),
         patch.object(decode, "compiled", lambda function, *rest: function),

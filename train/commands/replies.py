@@ -122,7 +122,7 @@ def _request(task: Task, options: Options) -> JsonObject:
     return request
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     """Reply in the form of OpenAI's protocol, with its token ids as vLLM adds them."""
 
     message: JsonObject
@@ -144,14 +144,16 @@ class Choice(msgspec.Struct):
         return self.message.get("content") or ""
 
 
-class Answer(msgspec.Struct):
+class CompletionAnswer(msgspec.Struct):
     """Answer of a server to one request."""
 
-    choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
+    choices: Annotated[list[CompletionChoice], msgspec.Meta(min_length=1)]
     prompt_token_ids: list[Token] | None = None
 
 
-async def _post(client: httpx.AsyncClient, request: JsonObject, options: Options) -> Answer:
+async def _post(
+    client: httpx.AsyncClient, request: JsonObject, options: Options
+) -> CompletionAnswer:
     """Return the answer to a request.
 
     A server that fails, or answers in another form, is asked again `retries` times, with growing
@@ -175,7 +177,7 @@ async def _post(client: httpx.AsyncClient, request: JsonObject, options: Options
             continue
         if response.status_code == 200:
             try:
-                return convert(response.json(), Answer)
+                return convert(response.json(), CompletionAnswer)
             except DocumentError as error:
                 problem = f"it answers in another form than OpenAI's: {error}"
             except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
 COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
-class Row(Protocol):
+class CheckedRow(Protocol):
     """What is compared of a row."""
 
     source: str
@@ -37,7 +37,7 @@ class Row(Protocol):
     """Text of user and model."""
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=CheckedRow)
 
 
 @dataclass
@@ -78,9 +78,9 @@ def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str,
 
 
 def _common(
-    held_out: Sequence[Row],
+    held_out: Sequence[CheckedRow],
     grams: Sequence[set[int]],
-    train: Sequence[Row],
+    train: Sequence[CheckedRow],
     shared: Sequence[set[int]],
 ) -> set[int]:
     """Return the n-grams that many units have.
@@ -107,7 +107,7 @@ def _common(
     return set(common)
 
 
-def _units(rows: Sequence[Row], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
+def _units(rows: Sequence[CheckedRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
     """Return how many units have each n-gram, and how many units there are."""
     by_unit: dict[int, set[int]] = {}
     for row, own in zip(rows, grams, strict=True):
@@ -115,14 +115,14 @@ def _units(rows: Sequence[Row], grams: Sequence[set[int]]) -> tuple[Counter[int]
     return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
 
 
-def _found(rows: Sequence[tuple[Row, set[int]]]) -> Contamination:
+def _found(rows: Sequence[tuple[CheckedRow, set[int]]]) -> Contamination:
     """Return the contamination of a source, from its rows and the runs that each shares."""
     counts = Counter(gram for _, own in rows for gram in own)
     worst, count = _most_frequent(counts, [row for row, _ in rows]) if counts else ("", 0)
     return Contamination(len(rows), worst, count)
 
 
-def _most_frequent(counts: Mapping[int, int], rows: Sequence[Row]) -> tuple[str, int]:
+def _most_frequent(counts: Mapping[int, int], rows: Sequence[CheckedRow]) -> tuple[str, int]:
     """Return the words and the number of the n-gram of most `counts`, of equals the first."""
     most = max(counts.values())
     for row in rows:

@@ -44,7 +44,7 @@ ID_TYPES = ("I64", "I32")  # by the names of safetensors
 STATE_TYPES = ("F32", "BF16", "F16")
 
 
-class _Choice(Struct):
+class _StatesChoice(Struct):
     """Text that the server wrote."""
 
     token_ids: Annotated[list[Token], Meta(min_length=1)]
@@ -56,10 +56,10 @@ class _Handed(Struct):
     hidden_states_path: Annotated[str, Meta(pattern=r"^[^\0]+$")] | None = None
 
 
-class _Answer(Struct):
+class _StatesAnswer(Struct):
     """Answer of the server to one request, as far as it is read."""
 
-    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    choices: Annotated[list[_StatesChoice], Meta(min_length=1)]
     kv_transfer_params: _Handed | None = None
 
 
@@ -132,7 +132,7 @@ class Client:
                 "check its limits"
             )
         try:
-            reply = convert(answer.json(), _Answer)
+            reply = convert(answer.json(), _StatesAnswer)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"server {self._http.base_url} answers in an unknown form ({first_line(error)}); "

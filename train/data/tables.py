@@ -39,7 +39,7 @@ from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
-from ..documents import Counts
+from ..documents import TableCounts
 from .contamination import clean, refuse
 from .split import chance, is_held_out
 from .templates import Encoded, encode
@@ -192,9 +192,9 @@ def prepare(
     return tables
 
 
-def noted(folder: Path) -> Counts:
+def noted(folder: Path) -> TableCounts:
     """Return what `counts.json` holds about the tables in `folder`. Raises `UserError`."""
-    return read_document(folder / COUNTS_FILE, Counts, again_for(folder))[0]
+    return read_document(folder / COUNTS_FILE, TableCounts, again_for(folder))[0]
 
 
 def load(folder: Path) -> Tables:
@@ -249,8 +249,8 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
 
     Returns the tables. Errors are those of `prepare`.
     """
-    train: list[_Row] = []
-    held_out: list[_Row] = []
+    train: list[_SourceRow] = []
+    held_out: list[_SourceRow] = []
     counts: dict[str, Counter[str]] = {}
     units = units_of(data)
     for source in data.sources:
@@ -293,7 +293,7 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
 
 
 @dataclass
-class _Row:
+class _SourceRow:
     """A row of a source that can be learned from."""
 
     source: str
@@ -313,7 +313,7 @@ class _Row:
     """Source and category."""
 
 
-def _table(rows: list[_Row], groups: list[Group]) -> TokenTable:
+def _table(rows: list[_SourceRow], groups: list[Group]) -> TokenTable:
     """Return the table of all sequences of `rows`."""
     documents: list[Encoded] = []
     copies: list[int] = []
@@ -337,7 +337,7 @@ def _read(
     seed: int,
     count: Counter[str],
     lost: list[str],
-) -> Iterator[_Row]:
+) -> Iterator[_SourceRow]:
     """Yield the usable rows of a source.
 
     What becomes of the others is added to `count`; `lost` gets the name and the reason of each row
@@ -393,7 +393,7 @@ def _read(
                 reason = f"{longest} tokens, data.max_length is {data.max_length}"
             lost.append(f"{row_name} ({reason})")
             continue
-        yield _Row(
+        yield _SourceRow(
             name,
             useful,
             conversation.words(),
@@ -477,7 +477,9 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
         log.warning("data source %s: lost row %s", name, row)
 
 
-def _distinct(rows: list[_Row], seen: set[bytes], counts: dict[str, Counter[str]]) -> list[_Row]:
+def _distinct(
+    rows: list[_SourceRow], seen: set[bytes], counts: dict[str, Counter[str]]
+) -> list[_SourceRow]:
     """Return the rows whose tokens are not in `seen` yet, by their hashes, and add them there.
 
     The others are counted in `counts`.

@@ -144,7 +144,7 @@ def merged(part: Part) -> Report:
 
 
 @dataclass
-class _Row:
+class _LineageRow:
     """A change with where it was measured: the drafter, the setting and the later report."""
 
     drafter: str
@@ -153,13 +153,13 @@ class _Row:
     label: str
 
 
-def _rows(part: Part) -> list[_Row]:
+def _rows(part: Part) -> list[_LineageRow]:
     """Return every change of a part, by drafter and setting."""
     rows = []
     for drafter, settings in part.comparisons.items():
         for setting in settings:
             for change in setting.rows:
-                rows.append(_Row(drafter, setting, change, part.labels[change.report]))
+                rows.append(_LineageRow(drafter, setting, change, part.labels[change.report]))
     return rows
 
 
@@ -188,11 +188,11 @@ def compare_table(part: Part) -> Table | None:
     return _table(part, _rows(part)) if part.comparisons else None
 
 
-def _where(row: _Row) -> str:
+def _where(row: _LineageRow) -> str:
     return f"T = {row.setting.temperature:g}, batch {row.setting.batch}"
 
 
-def _subject(part: Part, row: _Row) -> str:
+def _subject(part: Part, row: _LineageRow) -> str:
     """Return the drafter of a row, and which of several later reports it is of."""
     return row.drafter if len(part.reports) == 2 else versioned(row.drafter, row.label)
 
@@ -205,7 +205,7 @@ def _outcome(change: Change) -> str:
     return "gained" if low > 0 else "lost" if high < 0 else "no clear change"
 
 
-def _sentences(part: Part, rows: Sequence[_Row]) -> list[str]:
+def _sentences(part: Part, rows: Sequence[_LineageRow]) -> list[str]:
     """Return paragraphs: the change over all prompts, and what has regressed."""
     said = []
     seen = set()
@@ -254,9 +254,9 @@ def _percent_interval(change: Change) -> str:
     return f"{low:+.1%} to {high:+.1%}"
 
 
-def _charts(part: Part, rows: Sequence[_Row], colours: Colours) -> str:
+def _charts(part: Part, rows: Sequence[_LineageRow], colours: Colours) -> str:
     """Return charts of the changes with their intervals, those of larger batches folded."""
-    by_setting: dict[str, list[_Row]] = {}
+    by_setting: dict[str, list[_LineageRow]] = {}
     smallest: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.setting.batch):
         by_setting.setdefault(_where(row), []).append(row)
@@ -268,7 +268,9 @@ def _charts(part: Part, rows: Sequence[_Row], colours: Colours) -> str:
     return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
 
 
-def _figures_of(part: Part, where: str, rows: Sequence[_Row], colours: Colours) -> list[Figure]:
+def _figures_of(
+    part: Part, where: str, rows: Sequence[_LineageRow], colours: Colours
+) -> list[Figure]:
     """Return the charts of one setting: a group of categories for each drafter."""
     groups: dict[str, list[Bar]] = {}
     for row in rows:
@@ -294,7 +296,7 @@ def _figures_of(part: Part, where: str, rows: Sequence[_Row], colours: Colours) 
     return figures
 
 
-def _table(part: Part, rows: Sequence[_Row]) -> Table:
+def _table(part: Part, rows: Sequence[_LineageRow]) -> Table:
     """Return every change as a row; columns that would hold one value only are left out."""
     several_drafters, several_reports = len(part.comparisons) > 1, len(part.reports) > 2
     columns = ["category", "change", "temperature", "batch size"]

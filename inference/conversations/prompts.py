@@ -53,13 +53,13 @@ def read_prompts(
     are no prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
-    rows: list[_PromptRow] = []
+    rows: list[_ReadRow] = []
     for name, raw in rows_of(str(path), split):
         try:
             # a line that is not JSON is itself an error
             if isinstance(raw, RowError):
                 raise raw
-            rows.append(_PromptRow(name, raw, conversation_of(raw)))
+            rows.append(_ReadRow(name, raw, conversation_of(raw)))
             units.add(raw, rows[-1].conversation)
         except RowError as error:
             left_out.add(name, error)
@@ -100,7 +100,7 @@ def read_prompts(
 
 
 @dataclass
-class _PromptRow:
+class _ReadRow:
     """Row of a file of prompts."""
 
     name: str

@@ -6,7 +6,7 @@ Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -50,6 +50,8 @@ class Proposer:
     traceable: bool = False
     """True if `propose` and `commit` use tensors alone where rounds are compiled: `propose` is
     compiled then, and may be called before the host knows what was accepted."""
+    drafter: Any = None
+    """The drafter's module, which says what it is; None for one without weights."""
     in_use: bool = False
     """True while it has a batch, to which its state belongs."""
 

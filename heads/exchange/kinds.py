@@ -27,5 +27,5 @@ def facts_of(artifact: Artifact) -> DrafterFacts:
 
 def titles(kinds: Iterable[str], word: str = "or") -> str:
     """Return the titles of kinds as a list in a sentence, with `word` before the last."""
-    *first, last = (TITLES[kind] for kind in kinds)
+    *first, last = (TITLES.get(kind, kind) for kind in kinds)
     return f"{', '.join(first)} {word} {last}" if first else last

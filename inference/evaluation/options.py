@@ -67,8 +67,8 @@ class EvaluateOptions:
     profile: str | None = None
     """Profile that draftsmith tune wrote: drafters in it are measured with its settings as well."""
     like: list[str] = field(default_factory=list)
-    """Engine to decode like, with its shape, drafts and rule: vllm, sglang or llamacpp; settings
-    follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
+    """Engine to decode like, with its shape, drafts and rule, such as vllm, sglang or llamacpp;
+    settings follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
     baselines: bool = True
     """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a
     draft model is among the drafters."""

@@ -207,6 +207,8 @@ class Draws:
         out of tokens, and the distribution `[B, M, V]` that they were drawn from. K is `count`, or
         V if that is less. `nodes` are node ids `[M]`, or one; `paths` as in `scores`.
 
+        Under greedy decoding the draws are those of the logits as they are. Give a tree the
+        distribution only where `sampling.compares_distributions`.
         The noise is fresh for every root and node id, and independent of the verifier's. The first
         `count` of Gumbel-perturbed log-probabilities are draws without replacement (Kool et al.,
         arXiv 1903.06059).

@@ -117,8 +117,8 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
     if isinstance(proposer, WithLookup):
         raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")
     raise UserError(
-        f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune "
-        "trained drafters or lookups"
+        f"{spec} cannot be tuned: it does not draft by a plan of trees; tune another trained "
+        "drafter, or a lookup"
     )
 
 

@@ -49,12 +49,12 @@ def test_a_drafter_is_exported_to_it(tmp_path: Path) -> None:
 def test_it_says_what_it_does_not_take() -> None:
     with pytest.raises(UserError, match="toy cannot serve this drafter: its fc has a bias"):
         recipe_for("toy", eagle(fc_bias=True))
-    with pytest.raises(UserError, match="toy takes EAGLE-3, not Medusa heads; .* to vllm, tgi, hf"):
+    with pytest.raises(UserError, match="toy takes EAGLE-3, not Medusa heads; .* to vllm, .*hf"):
         recipe_for("toy", heads())
 
 
 def test_it_is_listed_where_others_write_the_same_files() -> None:
-    assert also_read_by("vllm", eagle()) == ["sglang", "trtllm", "llamacpp", "toy"]
+    assert {"sglang", "trtllm", "llamacpp", "toy"} <= {*also_read_by("vllm", eagle())}
 
 
 def test_it_is_imitated_with_its_defaults() -> None:

@@ -33,7 +33,7 @@ train medusa
 say "4/5 training an EAGLE-3 drafter"
 train eagle
 
-say "5/5 held-out prompts: plain decoding beside both"
+say "5/5 held-out prompts: plain decoding and both drafters"
 # The target is so small that one thread decodes faster than two.
 OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --drafter $run/eagle/best \
     --no-baselines --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json

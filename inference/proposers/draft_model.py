@@ -111,15 +111,18 @@ class DraftModelProposer(Planned):
         # seen by nothing and not committed.
         count = self._cache.width(self._next, 2)
         tokens, causal = root[:, None], None
+        alike = bool(self._next.here) and min(self._next.here) == count
         if count > 1:
-            first = torch.where(self._next.there > 1, self._before, root)
+            first = self._before
+            if not alike:
+                first = torch.where(self._next.there > 1, self._before, root)
             tokens = torch.stack([first, root], dim=1)
             causal = torch.ones(1, 2, 2, dtype=torch.bool, device=root.device).tril()
         depths = row_of(tuple(range(count)), root.device)
         hidden = self.model.forward(tokens, Pass(depths=depths, visible=causal), self._cache)
         self._cache.commit(self._next)
-        if count == 1:
-            return hidden.last[:, 0]
+        if alike:
+            return hidden.last[:, -1]
         return hidden.last[torch.arange(len(root), device=root.device), self._next.there - 1]
 
     def commit(self, accepted: Accepted) -> None:

@@ -180,6 +180,8 @@ def cells_of(figures: DrafterFigures) -> dict[str, str]:
 
 def over_untuned(figures: DrafterFigures) -> str:
     """Return what a tuned drafter gains over the same one without the profile, in words."""
+    if figures.gain_over_default == 1:
+        return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
     low, high = (written(end, ".2f") for end in figures.gain_ci95 or (None, None))
     between = f" (95%: {low} to {high})" if "-" not in (low, high) else ""
     ratio = written(figures.gain_over_default, ".2f") + "x"

@@ -296,7 +296,9 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     ]
     done = run_cli("evaluate", *shared, "--prompts", str(prompts), *more, "--json", out)
     assert done.returncode == 0, done.stderr
-    assert "the tokens per second of medusa." in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    kept = "medusa:tuned: the profile keeps the tree of medusa, so both are one decoding."
+    assert "the tokens per second of medusa." in said or kept in said
     rows = json.loads(profile.read_text())["drafters"][key_of(MEDUSA)]
     for setting in json.loads(Path(out).read_text())["settings"]:
         assert list(setting["drafters"]) == ["plain", "medusa", "medusa:tuned"]

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Error that the user can mend.
+    """Error that the user can correct.
 
     The message is one line: what is wrong, then what to do about it.
     """

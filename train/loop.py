@@ -64,7 +64,7 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
     Raises `Stopped` after a last checkpoint if the run was asked to end, and `UserError` for what
-    the user can mend.
+    the user can correct.
     """
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))

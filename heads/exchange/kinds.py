@@ -16,7 +16,6 @@ PAPERS = {
     "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
     "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
 }  # fmt: skip
-BLOCKS = ("dflash", "dspark")
 
 
 def facts_of(artifact: Artifact) -> DrafterFacts:

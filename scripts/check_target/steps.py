@@ -503,7 +503,7 @@ def needs_target(plan: Plan, method: str, engine: str) -> bool:
 
 
 def exported(plan: Plan, method: str, engines: Sequence[str]) -> str:
-    """Which engines' folders were written; at least one of them, if any takes such a drafter."""
+    """Which engines' folders were written; at least one of them."""
     there = [
         engine
         for engine in engines

@@ -113,7 +113,7 @@ Remark = Callable[[DrafterFacts], str | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one kind of drafter is served by one engine."""
+    """Export of one kind of drafter to one engine, and its serve command."""
 
     serve: Callable[[ExportRequest, Any], str]
     """Function of a request and the drafter that returns the serve command."""
@@ -153,7 +153,7 @@ class Like:
     settings: Settings
     """Names of the settings with their defaults."""
     shapes: Mapping[str, Shape]
-    """What is drafted, by kinds of drafters; `ngram` is the lookup of n-grams."""
+    """Functions of the drafts by kinds of drafters; `ngram` is the lookup of n-grams."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of the settings that are words; the others are whole numbers."""
     least: Mapping[str, int] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class ServingEngine:
     title: str
     """Name in sentences."""
     recipes: Mapping[str, Recipe]
-    """How drafters are exported, by kind."""
+    """Exports by kind of drafter."""
     place: int = 100
     """Place in lists of engines."""
     chains_only: bool = True

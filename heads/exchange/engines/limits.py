@@ -1,4 +1,4 @@
-"""What several engines cannot express, and remarks that several make: parts of their recipes."""
+"""Parts of recipes that several engines share: what they cannot express, and remarks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Token = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What an engine's own answers say of a server."""
+    """Facts of a server by the engine's own answers."""
 
     version: str
     """Empty where the server does not give it."""

@@ -74,9 +74,7 @@ class Candidate:
             setting |= {"length": max(map(len, shape)), "nodes": len(shape)}
         if self.kind == "chain":
             setting.pop("width", None)
-        return " ".join(
-            [self.kind, *(f"{key}={value}" for key, value in setting.items() if key != "tree")]
-        )
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in setting.items())])
 
 
 def candidates(

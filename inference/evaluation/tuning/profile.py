@@ -204,7 +204,7 @@ def untuned(ways: Sequence[object]) -> dict[str, tuple[str, bool]]:
 def _tree_of(proposer: Any) -> tuple[object, ...]:
     """Return everything about what a proposer drafts that the settings of a profile may change."""
     proposer = getattr(proposer, "trained", proposer)  # of a drafter with a lookup
-    own = proposer.max_drafted, getattr(proposer, "slots", None), getattr(proposer, "ranks", None)
+    own = proposer.max_drafted, getattr(proposer, "slots", None)
     plan = getattr(proposer, "plan", proposer)
     names = ("fixed", "length", "width", "nodes", "threshold", "score_temperature")
     return *own, *(getattr(plan, name, None) for name in names)

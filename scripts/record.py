@@ -5,10 +5,10 @@ nothing.
     PYTHONPATH=OLD python scripts/record.py --root OLD --out old.json
     python scripts/record.py --compare old.json new.json
 
-Decoding: token ids and rounds of every committed drafter and of four that need no training, for ten
+Decoding: token ids and rounds of every committed drafter and of five that need no training, for ten
 prompts, greedy, sampled with coupled noise, and sampled by rejection. Training: a hash of every
-tensor after ten steps of every method. `--root` names another checkout, whose package has to be the
-one that Python imports.
+tensor after ten steps of every method that has a quickstart configuration. `--root` names another
+checkout, whose package has to be the one that Python imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-METHODS = ("medusa", "eagle", "dflash", "dspark", "distill")
 UNTRAINED = ("none", "ngram", "suffix", "lookahead", "early-exit:layers=3")
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -50,7 +49,8 @@ def main() -> None:
     else:
         record = {"decoding": _child(arguments.root), "training": trained(arguments.root)}
         arguments.out.write_text(json.dumps(record, indent=1))
-        print(f"{arguments.out}: {len(record['decoding'])} decodings, {METHODS} trained")
+        found = ", ".join(record["training"])
+        print(f"{arguments.out}: {len(record['decoding'])} decodings; trained: {found}")
 
 
 def _child(root: Path) -> Any:
@@ -86,6 +86,7 @@ def trained(root: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     hashes = {}
+    methods = sorted(file.parent.name for file in root.glob("configs/*/quickstart.yaml"))
     with tempfile.TemporaryDirectory() as name:
         # Held out by source, so that rows do not change sides when the split by row does.
         texts, held = Path(name, "texts.jsonl"), Path(name, "held.jsonl")
@@ -94,7 +95,7 @@ def trained(root: Path) -> dict[str, Any]:
         rows = [json.dumps({"text": part}) + "\n" for part in parts if part]
         texts.write_text("".join(rows[:-8]))
         held.write_text("".join(rows[-8:]))
-        for method in METHODS:
+        for method in methods:
             out = Path(name, method)
             command = [
                 sys.executable, "-m", "draftsmith.train", method, "--config",

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.errors import UserError
 from draftsmith.train.config import Evaluation
+from draftsmith.train.method import METHODS as TRAINED
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.data.test_tables import chat, write
 
@@ -62,6 +63,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "errors": WRITTEN,
     },
 }
+
+
+def test_every_method_goes_through_the_tests_of_the_loop() -> None:
+    assert {name.rstrip("1") for name in METHODS} == set(TRAINED)
 
 
 def make_config(tmp_path: Path, target: Path, method: str = "medusa", **changes: Any) -> Path:

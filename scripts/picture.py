@@ -38,7 +38,7 @@ def pieces_of(reply: Reply, tokenizer: object) -> list[tuple[str, str]]:
 
 
 def svg(pieces: list[tuple[str, str]], caption: str) -> str:
-    """Return the picture; every token is a coloured box behind its text."""
+    """Return the picture; every token is a coloured box around its text."""
     boxes, words = [], []
     column = row = widest = 0
     for piece, colour in pieces:

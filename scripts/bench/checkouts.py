@@ -1,4 +1,4 @@
-"""Tokens per CPU-second and per second of several checkouts, in turns on the same prompts.
+"""Tokens per CPU-second and per second of several checkouts, alternating on the same prompts.
 
     git worktree add ../old COMMIT
     OMP_NUM_THREADS=1 python scripts/bench/checkouts.py --checkout ../old --checkout . \
@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def report(arguments: argparse.Namespace, ways: list[tuple[str, dict[str, Any]]]) -> None:
-    """Decode in turns and print a row for each drafter and way."""
+    """Decode alternately and print a row for each drafter and way."""
     texts = json.loads(arguments.prompts.read_text()) if arguments.prompts else PROMPTS
     batches = [texts[i : i + arguments.batch] for i in range(0, len(texts), arguments.batch)]
     folder = tempfile.TemporaryDirectory()

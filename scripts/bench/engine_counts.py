@@ -1,4 +1,4 @@
-"""An engine's counters beside ours, prompt by prompt, for one drafter: greedy, float32.
+"""An engine's counters compared with ours, prompt by prompt, for one drafter: greedy, float32.
 
     python scripts/bench/engine_counts.py --engine llamacpp \
         --python "$(scripts/llamacpp/environment.sh)" --target models/smollm2-135m-instruct \
@@ -158,7 +158,7 @@ def counts_of(reply: Generation, options: argparse.Namespace) -> Counts:
     """Return the counts of our rounds as the engine counts.
 
     llama.cpp drafts no more than can be emitted before the limit, one token being the target's own;
-    vLLM always drafts a whole chain, as we do. Drafts behind an end token count as accepted.
+    vLLM always drafts a whole chain, as we do. Drafts after an end token count as accepted.
     """
     emitted, accepted_of = 1, []  # the first token is the prefill's
     for round_ in reply.rounds:

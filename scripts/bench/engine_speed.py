@@ -1,4 +1,4 @@
-"""Speed of an engine with and without a drafter on this machine: servers measured in turns.
+"""Speed of an engine with and without a drafter on this machine: servers measured alternately.
 
     python scripts/bench/engine_speed.py --engine llamacpp \
         --python "$(scripts/llamacpp/environment.sh)" --target models/smollm2-135m-instruct \
@@ -51,7 +51,7 @@ GGUF = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0"}
 PATIENCE_S = 300
 PASSES = 9  # of each number of tokens
 MOST_AT_ONCE = 8
-# vLLM serves from a process of its own, and binds threads to cores unless it is told not to.
+# vLLM serves from a process of its own, and binds threads to cores unless it is asked not to.
 SERVING = {**CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Start the servers, measure them in turns, print the table."""
+    """Start the servers, measure them alternately, print the table."""
     wanted = options.wanted
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)

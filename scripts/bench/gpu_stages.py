@@ -351,7 +351,7 @@ def training(report: Report, device: torch.device, tiny: bool) -> None:
 
 
 def peers(report: Report, device: torch.device, tiny: bool) -> None:
-    """speculators' training step of EAGLE-3 beside ours, on the same features, in turns."""
+    """speculators' training step of EAGLE-3 and ours, alternating on the same features."""
     from speed import EIGHT_B, Sizes, compare, make_data, missing
 
     libraries = ["draftsmith", "speculators"]

@@ -3,7 +3,7 @@
 # rich, pytest, hypothesis and peft:
 #     ./scripts/bench/gpu_wheels.sh wheels
 #     python scripts/bench/gpu.py --out OUT --wheels wheels     # there
-# msgspec is needed by everything, the rest by the stage `peers`, which measures speculators' step beside ours.
+# msgspec is needed by everything, the rest by the stage `peers`, which compares speculators' step with ours.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 case "${1:-}" in -*) no_options "$1" ;; esac

@@ -4,7 +4,7 @@
         --dtype bfloat16
 
 The four take turns; times are medians in milliseconds of CPU, the output head included. The last
-column is the largest difference of a logit from transformers' pass, beside its own largest logit.
+column is the largest difference of a logit from transformers' pass, next to its own largest logit.
 Above them stands the bound of plain decoding: the time in which one thread reads as many bytes as a
 step's weights have.
 """
@@ -79,7 +79,7 @@ def bound(target: Target, repeats: int) -> str:
 
 
 def over_chain(target: Target, count: int) -> Callable[[], Tensor]:
-    """Return a function of one forward pass over `count` nodes behind a prompt."""
+    """Return a function of one forward pass over `count` nodes after a prompt."""
     ids = (torch.arange(COMMITTED) * 7 % target.vocab_size)[None]
     cache = TreeCache(1, 2 * COMMITTED)
     target.prefill(ids, [COMMITTED], cache)
@@ -95,7 +95,7 @@ def over_chain(target: Target, count: int) -> Callable[[], Tensor]:
 
 
 def report(count: int, passes: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    """Time the passes in turns, print a line, and return the milliseconds of each."""
+    """Time the passes alternately, print a line, and return the milliseconds of each."""
     logits = {name: run() for name, run in passes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches in turns, and
+"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches alternately, and
 as the server does it: with 2, and more after a wait.
 
     python scripts/bench/serving.py --target TARGET --drafter DRAFTER --clients 16 --requests 96
@@ -52,7 +52,7 @@ def main() -> None:
         speeds, waits = zip(*runs, strict=True)
         more = "" if patience == math.inf else f", and more after {patience} s"
         print(
-            f"{batches} batches in turns{more}: {statistics.median(speeds):.0f} tokens/s, first "
+            f"{batches} batches alternately{more}: {statistics.median(speeds):.0f} tokens/s, first "
             f"token after {statistics.median(waits):.2f} s (median)"
         )
 

@@ -11,7 +11,7 @@ vocabulary 2048, batch 2 x 256; and three steps at hidden 256, 4 heads, 2 KV hea
 vocabulary 4096, draft vocabulary 1024, one row of 512. A step is forward, backward, clipping and
 AdamW, with metrics in every tenth step. Best tokens are random, so that of a draft vocabulary of a
 quarter of the tokens only a quarter of the positions has a loss (`--vocab 2049`: nearly all). The
-speed of a large matrix product on the same thread is printed beside it, so that figures of
+speed of a large matrix product on the same thread is printed next to it, so that figures of
 different machines can be compared. Peak memory is the process's, each shape in a process of its
 own.
 """

@@ -1,5 +1,5 @@
 """Tokens per second of writing replies to many prompts: our loop as `data regenerate` uses it, and
-transformers' `generate`, in turns on the same batch of prompts.
+transformers' `generate`, alternating on the same batch of prompts.
 
     python scripts/bench/writing.py --target models/smollm2-135m-instruct --dtype bfloat16 \
         --prompts runs/smollm2/valid.prompts.jsonl --batch-size 64 --max-new-tokens 128

@@ -41,7 +41,7 @@ class Command:
 
     @property
     def entry(self) -> Callable[[list[str]], None] | None:
-        """The function behind a program of this package; None for another program."""
+        """The function of a program of this package; None for another program."""
         entries = {("draftsmith",): cli.main, TRAIN: cli.train_main}
         return entries.get(tuple(self.program))
 

@@ -1,5 +1,5 @@
-"""Do other programs get the target's own text? Greedy replies of `draftsmith serve` beside those of
-`generate`, and transformers' `generate` with an export's `custom_generate` beside itself.
+"""Do other programs get the target's own text? Greedy replies of `draftsmith serve` compared with those of
+`generate`, and transformers' `generate` with an export's `custom_generate` compared with itself.
 
     python scripts/check_target/serving.py --target TARGET --prompts FILE --drafter FOLDER [...]
 
@@ -72,7 +72,7 @@ def served(decoder: Decoder, prompts: Sequence[Prompt], given: argparse.Namespac
                 replies = list(clients.map(ask, range(len(ids))))
             bad = [different(decoder, a, tokens) for a, tokens in zip(alone, replies, strict=True)]
             same = sum(a.token_ids == b for a, b in zip(alone, replies, strict=True))
-            print(f"served by {model}, beside generate: {same} of {len(ids)} equal")
+            print(f"served by {model}, compared with generate: {same} of {len(ids)} equal")
             wrong += sum(bad)
         left = httpx.get(f"{address}/metrics").text
         assert "vllm:num_requests_running 0.0" in left, "rows run on in the server"
@@ -143,7 +143,7 @@ def by_transformers(decoder: Decoder, drafter: str, prompts: Sequence[Prompt], l
             same += plain == ours
             wrong += different(decoder, Generation(list(prompt.token_ids), plain), ours)
     name = Path(drafter).parent.name
-    print(f"custom_generate of {name}, beside plain: {same} of {len(prompts)} equal")
+    print(f"custom_generate of {name}, compared with plain: {same} of {len(prompts)} equal")
     return wrong
 
 

@@ -6,7 +6,7 @@ it.
         --tokens 16e6 \\
         --tokenizer scripts/quickstart/target
 
-Data: the functions (`functions.py`) of the standard library and of the packages installed beside
+Data: the functions (`functions.py`) of the standard library and of the packages installed next to
 it. Held-out modules are left out, and so is every training function that shares a 13-gram with one
 (vendored copies and backports are common). The same script runs on a CPU or a GPU; it needs torch,
 transformers, tokenizers and safetensors only.

@@ -5,9 +5,9 @@
 #   temperatures   every drafter and baseline at T = 0, 0.7, 1 and batches of 1, 2, 4, 8; eight prompts (20 min)
 #   bfloat16       the table for a bfloat16 target, 16 prompts (4 min a drafter)
 #   long           prompts of 1,000 and 4,000 tokens (10 min)
-#   estimate       estimated beside measured tau, float32 (15 min)
+#   estimate       estimated tau compared with measured tau, float32 (15 min)
 #   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
-#   counts         counters of llama.cpp and vLLM beside ours (15 min)
+#   counts         counters of llama.cpp and vLLM compared with ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
 # Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with

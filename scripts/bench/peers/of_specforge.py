@@ -1,7 +1,7 @@
 """EAGLE-3 by SpecForge 0.2.0: its model, collator, loss, optimiser and schedule.
 
 Its trainer needs a server or CUDA, so that its training strategy is called directly. On a CPU its
-loss is the reference that stands beside its Triton kernel in the same module.
+loss is the reference next to its Triton kernel in the same module.
 """
 
 # pyright: reportMissingImports=false

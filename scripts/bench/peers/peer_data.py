@@ -62,7 +62,7 @@ class Data:
 
 
 def write(folder: Path, shape: Shape, documents: list[Document]) -> None:
-    """Write shape and documents beside the target that is in `folder`."""
+    """Write shape and documents next to the target in `folder`."""
     names = ("ids", "loss_mask", "taps", "raw", "last")
     tensors = {name: torch.cat([getattr(d, name) for d in documents]) for name in names}
     lengths = torch.tensor([0, *(len(d.ids) for d in documents)])

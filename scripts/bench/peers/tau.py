@@ -194,7 +194,7 @@ def measure(drafters: list[Path], prompts: str, out: Path) -> list[list[float]]:
     subprocess.run(command, check=True, env=environment)
     taus = []
     for setting in json.loads(out.read_text())["settings"]:
-        # In the order in which they were given, behind plain decoding.
+        # In the order in which they were given, after plain decoding.
         figures = list(setting["drafters"].values())[1:]
         assert len(figures) == len(drafters)
         taus.append([figure["tau_incl_bonus"] for figure in figures])

@@ -5,7 +5,7 @@
 
 LIBRARY is draftsmith, speculators or specforge. In the first form every step's seconds of CPU time
 (or of a GPU's time, with --device cuda) and loss are printed, and at the end the peak memory of the
-steps after the first two beside what was resident before the first.
+steps after the first two compared with what was resident before the first.
 """
 
 from __future__ import annotations

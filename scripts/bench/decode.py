@@ -1,4 +1,4 @@
-"""Cost of decoding in every way, alternating on the same prompts, and of a forward pass over N nodes.
+"""Cost of decoding in every way, alternating on the same prompts, and of a pass over N nodes.
 
     python scripts/quickstart/functions.py --split test --count 16 --out runs/bench/prompts.jsonl
     OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target \

@@ -1,5 +1,5 @@
-"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches alternately, and
-as the server does it: with 2, and more after a wait.
+"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches alternately,
+and as the server does it: with 2, and more after a wait.
 
     python scripts/bench/serving.py --target TARGET --drafter DRAFTER --clients 16 --requests 96
 

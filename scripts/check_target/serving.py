@@ -1,5 +1,6 @@
-"""Do other programs get the target's own text? Greedy replies of `draftsmith serve` compared with those of
-`generate`, and transformers' `generate` with an export's `custom_generate` compared with itself.
+"""Do other programs get the target's own text? Greedy replies of `draftsmith serve` compared with
+those of `generate`, and transformers' `generate` with an export's `custom_generate` compared with
+itself.
 
     python scripts/check_target/serving.py --target TARGET --prompts FILE --drafter FOLDER [...]
 

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
 from ...inference.replay import RANKS, rank_of
-from ..data.batches import Batch
+from ..data.batches import Batch, collate
 
 
 def batch_of_text(ids: Tensor) -> Batch:
-    """Return a text `[S]` as a batch of one document, on the CPU.
-
-    No weights are asked of this batch, so its loss mask is anything.
-    """
-    length = len(ids)
-    return Batch(
-        ids[None].cpu(),
-        torch.arange(length)[None],
-        torch.zeros(1, length, dtype=torch.long),
-        torch.ones(1, length, dtype=torch.bool),
-    )
+    """Return a text `[S]` as a batch of one document, on the CPU, all of which is reply."""
+    return collate([[(ids.cpu().numpy(), np.ones(len(ids), np.bool_))]])
 
 
 def ranks_in(logits: Tensor, columns: Tensor) -> Tensor:

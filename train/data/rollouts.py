@@ -97,8 +97,7 @@ class Written:
             texts = gather_object(texts)
         # In the order of the prompts, so that the rows are the same on any number of ranks.
         texts.sort(key=lambda pair: pair[0])
-        # A prompt takes at most half of a packed row, but the reply may be longer than the other
-        # half.
+        # A prompt takes at most half of a packed row, but the reply may be longer than the rest.
         longest = self._batches.max_length
         documents = []
         for _, (ids, mask, rounds) in texts:
@@ -196,8 +195,7 @@ def decoded_rounds(
 def rounds_of(text: Generation) -> np.ndarray:
     """Return how many drafts were looked at, at the root of each round of a text `[S]`.
 
-    It is m > 0 if the last of these m was rejected, -m if all m were accepted, and 0 at positions
-    that are no roots.
+    See `Batch.rounds`.
     """
     start = len(text.prompt_ids)
     rounds = np.zeros(start + len(text.token_ids), np.int64)
@@ -233,14 +231,8 @@ def _in_batches(
     ):
         for at in range(0, len(prompts), config.batch_size):
             batch = prompts[at : at + config.batch_size]
-            texts += generate(
-                target,
-                proposer,
-                batch,
-                config.max_new_tokens,
-                config.sampling(seed),
-                eos_ids,
-            )
+            sampling = config.sampling(seed)
+            texts += generate(target, proposer, batch, config.max_new_tokens, sampling, eos_ids)
             progress.update(len(batch))
     return texts
 

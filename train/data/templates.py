@@ -52,8 +52,11 @@ def encode(
     win. Raises `RowError` for a row that the template cannot render, `UserError` for a target
     without a template.
     """
-    if conversation.token_ids is not None:
-        return [_from_spans(conversation.token_ids, conversation.response_spans)]
+    if (token_ids := conversation.token_ids) is not None:
+        mask = [False] * len(token_ids)
+        for start, end in conversation.response_spans:
+            mask[start:end] = [True] * (end - start)
+        return [Encoded(token_ids, mask)]
     if conversation.messages is None:
         return [_plain_text(conversation, tokenizer)]
     template_of(tokenizer, target_name)
@@ -72,14 +75,6 @@ def has_marks(tokenizer: Any) -> bool:
     """Return whether the tokenizer's chat template marks what the assistant wrote."""
     # A tokenizer may have several templates by name, which are a table.
     return isinstance(tokenizer.chat_template, str) and bool(MARKS.search(tokenizer.chat_template))
-
-
-def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
-    """Return exact tokens with the mask true in the spans [start, end)."""
-    mask = [False] * len(token_ids)
-    for start, end in spans:
-        mask[start:end] = [True] * (end - start)
-    return Encoded(token_ids, mask)
 
 
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
@@ -217,11 +212,7 @@ def _content_of(message: JsonObject) -> str:
 
 
 def _mask_spans(
-    text: str,
-    spans: list[Span],
-    tokenizer: Any,
-    eos_ids: frozenset[int],
-    cut: bool,
+    text: str, spans: list[Span], tokenizer: Any, eos_ids: frozenset[int], cut: bool
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true where the target wrote.
 
@@ -234,10 +225,7 @@ def _mask_spans(
     mask = [False] * len(ids)
     for number, (start, end, content) in enumerate(spans, 1):
         # A token without characters (first == past) belongs to no span.
-        inside = []
-        for i, (first, past) in enumerate(offsets):
-            if start <= first < end and past > first:
-                inside.append(i)
+        inside = [i for i, (first, past) in enumerate(offsets) if start <= first < min(end, past)]
         tokens = [(ids[i], text[slice(*offsets[i])]) for i in inside]
         last_cut = cut and number == len(spans)
         written = _written(tokens, content.strip(), eos_ids, special, last_cut)

@@ -10,7 +10,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from .split import SourceRow
@@ -24,22 +23,14 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
 COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
-@dataclass
-class Contamination:
-    """Rows of one source that were removed."""
-
-    rows: int
-    shared: str
-    """What most of them share with held-out rows, as a part of a message."""
-
-
 def clean(
-    train: Sequence[SourceRow], held_out: Sequence[SourceRow]
-) -> tuple[list[SourceRow], dict[str, Contamination]]:
-    """Return the training rows that are not contaminated, and the others by source.
+    train: Sequence[SourceRow], held_out: Sequence[SourceRow], allowed: float
+) -> list[SourceRow]:
+    """Return the training rows that are not contaminated.
 
     A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
-    not common (`COMMON_UNITS`).
+    not common (`COMMON_UNITS`). Raises `UserError` if a source loses more than the share `allowed`
+    of its training rows; otherwise the losses are logged.
     """
     prompts = {row.prompt for row in held_out}
     grams = [ngrams(row.words) for row in held_out]
@@ -54,7 +45,9 @@ def clean(
             removed.setdefault(row.source, []).append((row, own - common))
         else:
             cleaned.append(row)
-    return cleaned, {source: _found(rows) for source, rows in removed.items()}
+    for source, lost in removed.items():
+        _refuse(source, lost, sum(row.source == source for row in train), allowed)
+    return cleaned
 
 
 def _common(
@@ -95,15 +88,6 @@ def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counte
     return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
 
 
-def _found(rows: Sequence[tuple[SourceRow, set[int]]]) -> Contamination:
-    """Return the contamination of a source, from its rows and the runs that each shares."""
-    counts = Counter(gram for _, own in rows for gram in own)
-    if not counts:
-        return Contamination(len(rows), "they have the prompt of a held-out row")
-    worst, count = _most_frequent(counts, [row for row, _ in rows])
-    return Contamination(len(rows), f'"{worst}" is in {count} of them')
-
-
 def _most_frequent(counts: Mapping[int, int], rows: Sequence[SourceRow]) -> tuple[str, int]:
     """Return the words and the number of the n-gram of most `counts`, of equals the first."""
     most = max(counts.values())
@@ -114,21 +98,26 @@ def _most_frequent(counts: Mapping[int, int], rows: Sequence[SourceRow]) -> tupl
     raise AssertionError("the n-grams are those of the rows")
 
 
-def refuse(removed: Mapping[str, Contamination], before: Mapping[str, int], allowed: float) -> None:
-    """Raise `UserError` if a source loses more than the share `allowed` of its training rows.
+def _refuse(
+    source: str, removed: Sequence[tuple[SourceRow, set[int]]], total: int, allowed: float
+) -> None:
+    """Raise `UserError` if a source loses more than the share `allowed` of its `total` rows.
 
-    `before` has the number of these rows by source. Otherwise the losses are logged.
+    `removed` are these rows and the runs that each shares. Otherwise the loss is logged.
     """
-    for source, found in removed.items():
-        share = found.rows / before[source]
-        lost = f"{found.rows} of {before[source]} training rows share words with held-out rows"
-        if share > allowed:
-            raise UserError(
-                f"data source {source}: {lost} ({found.shared}); hold out whole sources, accept it "
-                f"with data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
-                "data.decontaminate to false"
-            )
-        log.warning("data source %s: %s and are left out (%s)", source, lost, found.shared)
+    share = len(removed) / total
+    lost = f"{len(removed)} of {total} training rows share words with held-out rows"
+    found = "they have the prompt of a held-out row"
+    if counts := Counter(gram for _, own in removed for gram in own):
+        worst, count = _most_frequent(counts, [row for row, _ in removed])
+        found = f'"{worst}" is in {count} of them'
+    if share > allowed:
+        raise UserError(
+            f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "
+            f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
+            "data.decontaminate to false"
+        )
+    log.warning("data source %s: %s and are left out (%s)", source, lost, found)
 
 
 def ngrams(text: str) -> set[int]:

@@ -1,8 +1,7 @@
 """Tables of tokens, for training and held out, made from sources of conversations.
 
-Every row that is lost on the way is counted. The main process writes the tables once into the run's
-folder and every rank reads them from there. A key, a hash of the sources, the settings and the
-tokenizer, shows when they are out of date.
+Every row that is lost on the way is counted. The main process writes the tables into the run's
+folder and every rank reads them there. A key (`tables_key`) shows when they are out of date.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
-from .contamination import clean, refuse
+from .contamination import clean
 from .split import SourceRow, chance, is_held_out
 from .templates import Encoded, encode
 
@@ -151,12 +150,11 @@ def prepare(
     seed: int,
     check: Callable[[str], None] = lambda identity: None,
 ) -> Tables:
-    """Return the tables in `folder`, built again if something that they depend on has changed.
+    """Return the tables in `folder`, built again if they are damaged or out of date.
 
-    Damaged tables are built again too, with a warning. `check` is called with the identity of the
-    tables before anything is written; what it raises leaves `folder` as it was. Raises `UserError`
-    for a source that cannot be read or that loses more rows than `data.max_lost_share` (naming the
-    first), and if nothing is left to learn from or to hold out.
+    `check` is called with the identity of the tables before anything is written; what it raises
+    leaves `folder` as it was. Raises `UserError` for a source that cannot be read or that loses
+    more rows than `data.max_lost_share`, and if nothing is left to learn from or to hold out.
     """
     refuse_link(folder)
     key = tables_key(data, target, seed)
@@ -259,11 +257,11 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
     if data.decontaminate:
-        before = Counter(row.source for row in train)
-        train, removed = clean(train, held_out)
-        for name, found in removed.items():
-            counts[name]["shares words with held-out rows"] += found.rows
-        refuse(removed, before, data.max_contaminated_share)
+        cleaned = clean(train, held_out, data.max_contaminated_share)
+        lost_rows = Counter(row.source for row in train) - Counter(row.source for row in cleaned)
+        for name, number in lost_rows.items():
+            counts[name]["shares words with held-out rows"] += number
+        train = cleaned
     if train and not held_out and data.held_out.by == "row":
         raise UserError(
             f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
@@ -395,10 +393,9 @@ def _conversation(raw: Any) -> Conversation | RowError:
 
 
 def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
-    """Raise `RowError` for exact token ids that are not the target's.
+    """Raise `RowError` for exact token ids of another tokenizer than the target's.
 
-    `tokenizer` is its tokenizer's hash, `vocab_size` the number of its tokens. Ids of another
-    tokenizer would otherwise be learned without any sign that they are wrong.
+    `tokenizer` is the hash of the target's, `vocab_size` the number of its tokens.
     """
     if conversation.token_ids is None:
         return

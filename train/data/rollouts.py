@@ -159,9 +159,8 @@ def draft_model_texts(
 ) -> list[Document]:
     """Return the draft model's own replies to prompts, with all of their tokens in the loss mask.
 
-    No gradient passes through the sampling. Prompt tokens that a draft model of a smaller
-    vocabulary lacks are given to it as its last token, as in decoding; the documents have the
-    prompts as they were.
+    Prompt tokens that a draft model of a smaller vocabulary lacks are given to it as its last
+    token, as in decoding; the documents have the prompts as they were.
     """
     readable = []
     for request in prompts:

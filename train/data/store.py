@@ -1,10 +1,9 @@
 """Feature store: the target's features on disk, read without the target in memory.
 
-A shard holds the features of n = `rows_per_shard` packed rows end to end, without padding. In a
-whole store shard i has the packs i * n .. i * n + n - 1 of the data, each once; training shuffles
-over all of them. A ring has the rows of the training stream in its order, and only the shards from
-the one that the trainer reads to some ahead of it: the extractor waits for the trainer, and the
-trainer for the extractor.
+A shard holds the features of n = `rows_per_shard` packed rows end to end, without padding. Shard i
+of a whole store has the packs i * n .. i * n + n - 1 of the data. A ring has the rows of the
+training stream in its order, and only the shards from the one that the trainer reads to some ahead
+of it: the extractor waits for the trainer, and the trainer for the extractor.
 
     shards/shard-000017.safetensors   last, tapN [S, Ht]: states of all rows; last_starts,
                                       tap_starts [rows + 1]: where each row begins in them; with
@@ -103,8 +102,7 @@ class ShardWriter:
     def add(self, features: Features) -> None:
         """Append every row of a batch."""
         batch = features.batch
-        # Masks are on the CPU, so that what follows from them is known without waiting for a
-        # device.
+        # Masks are on the CPU: what follows from them is known without waiting for a device.
         real = batch.documents != PADDING
         has_last = real if self._layout.all_last else taught(batch)
         for r, length in enumerate(real.sum(-1).tolist()):
@@ -142,9 +140,8 @@ def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
     """
     if dtype != "fp8":
         return {name: states.to(getattr(torch, dtype)).contiguous()}
-    # float8_e4m3fn reaches from 2^-9 to 448 only. With one scale for all positions, a position of
-    # large states would leave those of small ones near 0, where few digits are left.
-    # The least scale keeps a position of zeros from a division by zero.
+    # float8_e4m3fn reaches from 2^-9 to 448 only: with one scale for all positions, those of small
+    # states would be near 0, where few digits are left. The least scale is for positions of zeros.
     scale = states.float().abs().amax(-1).clamp(min=1e-12) / FP8_LARGEST
     return {
         name: (states.float() / scale[:, None]).to(torch.float8_e4m3fn).contiguous(),
@@ -221,8 +218,8 @@ class StoredFeatures:
         self._verified: set[int] = set()
         self._told = -1
         """Shard from which on the extractor knows that shards are needed."""
-        # A step may begin at the last row of a shard, and all its rows have to exist at once.
-        # With 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
+        # A step may begin at the last row of a shard, and all its rows have to exist at once: with
+        # 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
         needed = batches.rows_per_step + facts.rows_per_shard - 1
         if facts.ring is not None and (held := facts.ring * facts.rows_per_shard) < needed:
             raise UserError(
@@ -283,8 +280,7 @@ class StoredFeatures:
     def _await(self, path: Path) -> None:
         """Wait until a ring's shard is complete, with a warning now and then.
 
-        Raises `UserError` if the run is asked to stop meanwhile: the extractor may never come, and
-        a step cannot be left half done.
+        Raises `UserError` if the run is asked to stop meanwhile: the extractor may never come.
         """
         since = time.monotonic()
         while not shard_done(path):
@@ -306,7 +302,6 @@ class StoredFeatures:
         Every rank is done with them, since a step ends with a sum over ranks. Rows of the same step
         may still be read by another rank.
         """
-        # With 8 rows a step, row 21 is of the step that begins at row 16.
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
         if index != self._told:

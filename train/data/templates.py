@@ -1,11 +1,11 @@
 """Chat templates: from a conversation to tokens and their loss mask.
 
 The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
-taken from the rendering in which it is the last, as the server saw it: the template is rendered up
-to the turn with the generation prompt, and through the turn, and the text in between is the turn.
-Where a template does not continue its own generation prompt, its marks (`{% generation %}`) say
-where the turn begins. A template that rewrites earlier turns (it removes their reasoning, for
-example) cannot show several turns in one rendering; each such turn becomes a sequence of its own.
+taken from the rendering in which it is the last, as the server saw it: what the rendering through
+the turn has after that up to the turn with the generation prompt. Where a template does not
+continue its own generation prompt, its marks (`{% generation %}`) say where the turn begins. A turn
+after which a template rewrites earlier ones (it removes their reasoning, for example) begins a
+sequence of its own.
 """
 
 from __future__ import annotations
@@ -153,10 +153,8 @@ def _common(one: str, other: str) -> int:
 def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list[Encoded]:
     """Return the sequences of a conversation, found by rendering it turn by turn.
 
-    A turn joins the sequence before it if its rendering begins with that sequence's text, and
-    begins a new one if the template has rewritten what came before. `cut`: the last reply has no
-    end. Raises `RowError` for a turn of which neither prefixes nor marks tell where it begins, and
-    for one without its reasoning.
+    `cut`: the last reply has no end. Raises `RowError` for a turn of which neither prefixes nor
+    marks tell where it begins, and for one without its reasoning.
     """
     sequences: list[tuple[str, list[Span]]] = []
     marked = has_marks(rendering.tokenizer)

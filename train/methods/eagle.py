@@ -44,7 +44,7 @@ from .ranks import (
     batch_of_text,
     comparable_roots,
     rank_calibration,
-    ranks_in,
+    ranks_by_root,
 )
 from .runs import EagleRun
 from .unroll import unroll
@@ -148,23 +148,13 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
     def teacher_forced(
         self, drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
     ) -> Tensor:
-        """Return ranks `[S, D]` by the training pass.
-
-        Row n, column k is the place of the text's own token x[n+1+k] among the best of the draft of
-        depth k + 1 from root n. It is -1 where the token is not among the best, cannot be drafted,
-        or lies outside the text.
-        """
-        length, taps = len(ids), tuple(tap[None] for tap in hidden.taps)
+        """Return `ranks_by_root` of the training pass."""
+        taps = tuple(tap[None] for tap in hidden.taps)
         outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
-        vocabulary = VocabularyMap(drafter, ids.device)
-        ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
-        for k in range(min(steps, length - 2)):
-            # Rows t = 0 .. S - 3 - k have a label x[t+2+k], and the root of row t is t + 1. With 5
-            # tokens and k = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
-            rows = length - 2 - k
-            labels = vocabulary.columns(ids[2 + k :])
-            ranks[1 : 1 + rows, k] = ranks_in(drafter.logits(outputs[k][0, :rows]), labels)
-        return ranks
+        columns = VocabularyMap(drafter, ids.device).columns(ids)
+        return ranks_by_root(
+            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
+        )
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the drafter, and the tree of evaluation."""

@@ -35,10 +35,9 @@ def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> JsonObject:
     Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
     more of the last two than the row before; `best_adaptive` picks one.
 
-    `outcomes` has a pair for each text: a table `[S, 2]` and the start of the reply. The table says
-    for each root whether the drafter's best token is the text's own next one, and how likely the
-    drafter held it. Rounds are replayed as in decoding. Drafts past the first wrong one are taken
-    to be as likely as those of the text.
+    `outcomes` has a pair for each text: the table `[S, 2]` of `DistillMethod.teacher_forced` and
+    the start of the reply. Rounds are replayed as in decoding. Drafts past the first wrong one are
+    taken to be as likely as those of the text.
     """
     replies = [outcome[start:] for outcome, start in outcomes]
     right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]

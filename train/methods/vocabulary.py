@@ -15,10 +15,7 @@ from ..data.batches import Batches
 
 
 def special_ids(target: TargetSource) -> set[int]:
-    """Return tokens that have to be drafted for a reply ever to end.
-
-    These are the end tokens and all that the tokenizer calls special.
-    """
+    """Return the end tokens, without which no draft ends a reply, and all special tokens."""
     special = set(target.eos_ids)
     if (tokenizer := target.tokenizer) is not None:
         tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
@@ -78,8 +75,7 @@ class VocabularyMap:
     def teacher(self, loss: str, target_logits: Tensor) -> Tensor:
         """Return the log-probabilities `[J, Vd]` that teach by `loss`, of logits `[J, V]`.
 
-        Losses that renormalise them are spared the softmax over all tokens; the others get the mass
-        that tokens have in the whole vocabulary.
+        Losses that renormalise them are spared the softmax over all tokens.
         """
         if loss in RENORMALISED:
             return log_probs(self.restrict(target_logits))

@@ -5,7 +5,9 @@ Shapes: S positions of a text.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
 
 from torch import Tensor
 
@@ -84,13 +86,10 @@ def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
     brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
     """
     lengths = []
-    chances = sure.tolist()
-    for root in range(len(chances)):
-        product, count = 1.0, 0
-        while count < longest:
-            product *= chances[min(root + count, len(chances) - 1)]
-            count += 1
-            if product < threshold:
-                break
-        lengths.append(count)
+    # Drafts past the end of the text are as likely as its last one.
+    chances = sure.tolist() + sure[-1:].tolist() * longest
+    for root in range(len(sure)):
+        products = accumulate(chances[root : root + longest], operator.mul)
+        above = sum(1 for _ in takewhile(lambda product: product >= threshold, products))
+        lengths.append(min(above + 1, longest))
     return lengths

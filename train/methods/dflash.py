@@ -19,7 +19,6 @@ weight, H hidden size, V vocabulary, Vd draft vocabulary, n roots that are run t
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -72,8 +71,6 @@ from .ranks import (
 from .runs import BlockLoss, DFlashRun
 from .vocabulary import VocabularyMap, draft_vocabulary
 
-log = logging.getLogger(__name__)
-
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
 from a mask token's embedding give the tokens of texts low probabilities."""
@@ -115,10 +112,8 @@ class BlockObjective:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the sum of the weights of a batch's drafts, from masks alone."""
-        # `forward` draws the same anchors again, since the draw is a function of seed and rows.
-        return {
-            "drafts": float((self.anchors(batch).weights * self._decay).sum(dtype=torch.float64))
-        }
+        weights = self.anchors(batch).weights * self._decay  # `forward` draws the same anchors
+        return {"drafts": float(weights.sum(dtype=torch.float64))}
 
     def forward(
         self,
@@ -133,7 +128,7 @@ class BlockObjective:
         context = contexts(drafter, batch, features.taps)
         outputs = run_blocks(drafter, batch, anchors.places, context, config.attention, config)
         # Weights only fall within a block, so a block whose first draft has none has none at all.
-        # The index is made on the CPU, where its length is known without waiting; it may be empty.
+        # The index is made on the CPU, where its length is known without waiting.
         blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
         device_blocks = send(blocks, device)
         # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
@@ -148,7 +143,7 @@ class BlockObjective:
         # In a batch without any draft there is nothing to divide, but the denominator may be 0.
         factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
-            partial(self._table, drafter, last, VocabularyMap(drafter, device), measured),
+            partial(self._table, drafter, last, VocabularyMap(drafter), measured),
             drafter.state(outputs.flatten(0, 1)[device_blocks], before),
             (teachers, labels, factors),
             drafter.head_parameters,
@@ -274,10 +269,9 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
     the size of the first logits follows from all of it.
     """
-    norm = target.final_norm_weight()
     shape = drafter.shape
     ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
-    block_weights(drafter, norm.float().cpu() if norm is not None else None, ids)
+    block_weights(drafter, target.final_norm_weight(), ids)
     # `keep=False`: nothing is trained yet, so what the drafter computes may change.
     rescale(drafter, target.tap_sizes(drafter.taps), keep=False)
     # One position is left over, because a server writes a token with every request.
@@ -380,7 +374,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d
         from root n. It is -1 where the token is not among the best, or lies outside the text.
         """
-        vocabulary = VocabularyMap(drafter, ids.device)
+        vocabulary = VocabularyMap(drafter)
         ranks = []
         for outputs, before, labels in forced_blocks(drafter, hidden, ids):
             logits = drafter.logits(drafter.state(outputs, before))

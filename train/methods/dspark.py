@@ -146,7 +146,7 @@ class DSparkMethod(DFlashMethod):
     @torch.no_grad()
     def teacher_forced(self, drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `[S, D, 2]`, float: ranks as DFlash's, then the confidences' logits."""
-        vocabulary = VocabularyMap(drafter, ids.device)
+        vocabulary = VocabularyMap(drafter)
         outcomes = []
         for outputs, before, labels in forced_blocks(drafter, hidden, ids):
             state = drafter.state(outputs, before)

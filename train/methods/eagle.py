@@ -1,14 +1,13 @@
-"""Training of EAGLE drafters: settings of a run, and the method.
+"""Training of EAGLE drafters; the loss is in `eagle_loss.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
-step towards the target's next feature. The loss is in `eagle_loss.py`.
+step towards the target's next feature.
 
 Shapes: S positions, D unrolled steps.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -49,8 +48,6 @@ from .ranks import (
 from .runs import EagleRun
 from .unroll import unroll
 from .vocabulary import VocabularyMap, draft_vocabulary
-
-log = logging.getLogger(__name__)
 
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
@@ -99,10 +96,8 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
         ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
-        norm = target.final_norm_weight()
-        weight = norm.float().cpu() if norm is not None else None
-        head = target.head_weight.float().cpu()
-        first_weights(drafter, head, weight, ids, target.tap_sizes(shape.taps))
+        norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
+        first_weights(drafter, target.head_weight, norm, ids, tap_sizes)
         loss = run.objective.resolved(shape.version)
         # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
         # own scale, and needs the target's norm as it is.
@@ -151,7 +146,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         """Return `ranks_by_root` of the training pass."""
         taps = tuple(tap[None] for tap in hidden.taps)
         outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
-        columns = VocabularyMap(drafter, ids.device).columns(ids)
+        columns = VocabularyMap(drafter).columns(ids)
         return ranks_by_root(
             ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
         )

@@ -97,7 +97,7 @@ class EagleObjective:
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
         # Teachers are the target's states without the noise that the drafter reads.
-        vocabulary = VocabularyMap(drafter, last.device)
+        vocabulary = VocabularyMap(drafter)
         measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
         ids = send(batch.ids.flatten(), last.device)
         # The label is one after its teacher. A teacher with weight is not the last position, so

@@ -42,14 +42,12 @@ class VocabularyMap:
     -1 -1 0 -1 -1 1 2 -1. Without a draft vocabulary, columns are ids.
     """
 
-    def __init__(self, drafter: VocabularyMaps, device: torch.device) -> None:
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        if self._draft_vocab_ids is not None:
+    def __init__(self, drafter: VocabularyMaps) -> None:
+        self._draft_vocab_ids = ids = drafter.draft_vocab_ids
+        if ids is not None:
             assert drafter.t2d is not None
-            self._columns = torch.full((len(drafter.t2d),), -1, dtype=torch.long, device=device)
-            self._columns[self._draft_vocab_ids] = torch.arange(
-                len(self._draft_vocab_ids), device=device
-            )
+            self._columns = torch.full(drafter.t2d.shape, -1, dtype=torch.long, device=ids.device)
+            self._columns[ids] = torch.arange(len(ids), device=ids.device)
 
     @property
     def reduced(self) -> bool:

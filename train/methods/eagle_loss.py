@@ -56,7 +56,6 @@ class EagleObjective:
 
         `accepted_weight` is that of accepted drafts in texts decoded with the drafter.
         """
-        assert config.steps is not None, "resolve the config first"
         self.taps, self.all_last = drafter.taps, drafter.reads_last
         self._accepted_weight = accepted_weight
         self.config, self._target_head, self._seed = config, target_head, seed
@@ -64,7 +63,7 @@ class EagleObjective:
 
     def begin(self, progress: float) -> None:
         """Set the steps of an optimiser step that begins after this share of the run."""
-        assert self.config.steps is not None
+        assert self.config.steps is not None, "resolve the config first"
         self.steps = 1 if progress < self.config.single_step_share else self.config.steps
         self.step_weights = static_decay(self.steps, self.config.decay)
 

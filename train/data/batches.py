@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Batch:
     def draft_weights(self, steps: int, accepted: float) -> Tensor:
         """Return the weight of the draft of each depth from a root at each position `[B, S, D]`.
 
-        D is `steps`. The weight is 1 in ordinary texts. In decoded texts it is 1 for the draft that
+        D is `steps`. The weight is 1 in ordinary texts; in decoded ones it is 1 for the draft that
         was rejected, `accepted` for those that were accepted, and 0 for what was not looked at.
         """
         if self.rounds is None:
@@ -70,9 +71,8 @@ class Batch:
     def row_weights(self, accepted: float) -> Tensor:
         """Return the weight of each row `[B, S]` for a draft model.
 
-        Its row t drafts x[t+1] whatever the root. These are the `draft_weights` by root and depth,
-        moved to the rows: the draft of depth d of root n is made at row n + d - 1. Rounds do not
-        overlap, so a row gets the weight of one draft at most.
+        These are the `draft_weights`, moved to the rows that make the drafts: that of depth d of
+        root n is made at row n + d - 1. Rounds do not overlap, so a row gets one weight at most.
         """
         if self.rounds is None:
             return torch.ones(self.ids.shape)
@@ -83,8 +83,7 @@ class Batch:
         # `total` already, so they are taken out here.
         table = self.draft_weights(max(depths, 1), accepted) * (decoded != 0)[..., None]
         for d in range(depths):  # depth d + 1
-            # Depth 2 (d = 1) in a row of 5 positions: the rows 1 .. 4 get the weights of the roots
-            # 0 .. 3.
+            # Depth 2 in a row of 5 positions: rows 1 .. 4 get the weights of the roots 0 .. 3.
             row, root = slice(d, None), slice(None, table.shape[1] - d)
             # A text may have been cut within its last round, and the row then belongs to the next
             # document.
@@ -146,8 +145,8 @@ def pack_rows(lengths: list[int], capacity: int) -> list[list[int]]:
 class Turns:
     """Division of an endless stream of rows among several parts.
 
-    Each part takes a share of the rows, from a first row on, evenly spread; no row goes to two
-    parts. All other rows go to one more part after the last.
+    Each part takes a share of the rows, from a first row on, evenly spread. All other rows go to
+    one more part after the last.
 
     Row n goes to the part in whose interval of [0, 1) the fraction of (n + 1/2) * GOLDEN lies. Any
     stretch of these fractions is spread evenly over [0, 1), so a part gets its share in any stretch
@@ -168,9 +167,8 @@ class Turns:
         # Counts of the blocks before this one, each made once, in order.
         while len(self._before) <= block:
             owners = self._owners(len(self._before) - 1)
-            self._before.append(
-                self._before[-1] + np.bincount(owners, minlength=len(self._parts) + 1)
-            )
+            counts = np.bincount(owners, minlength=len(self._parts) + 1)
+            self._before.append(self._before[-1] + counts)
         owners = self._owners(block)
         owner = int(owners[inside])
         return owner, int(self._before[block][owner] + (owners[:inside] == owner).sum())
@@ -206,33 +204,22 @@ class Batches:
     ) -> None:
         """Pack the documents of `table` into rows of at most `max_length` tokens.
 
-        `rows` are the packed rows of one forward pass of a rank.
+        `rows` are the packed rows of one forward pass of a rank, `accumulation` its micro-batches
+        in a step.
         """
         self.table = table
         self._documents: list[int] = []  # of an epoch: a document may be in it several times
         for document, copies in enumerate(table.copies.tolist()):
             self._documents += [document] * copies
         self._packs = pack_rows([table.length(d) for d in self._documents], max_length)
-        self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
-        self.max_length = max_length
+        self.packs = len(self._packs)
+        """Number of packed rows in an epoch, without those written during training."""
+        self._rows, self.accumulation, self._ranks = rows, accumulation, ranks
+        self.rows_per_step = rows * accumulation * ranks
+        self.max_length, self.seed = max_length, seed
         self.written_parts: list[Any] = []
         """Parts of the stream that are written during training, see `rollouts.Written`."""
-        self._turns: Turns | None = None
         self._epoch, self._order = -1, np.arange(0)
-
-    @property
-    def accumulation(self) -> int:
-        """Number of micro-batches of a rank in a step."""
-        return self._accumulation
-
-    @property
-    def packs(self) -> int:
-        """Number of packed rows in an epoch, without those written during training."""
-        return len(self._packs)
-
-    @property
-    def rows_per_step(self) -> int:
-        return self._rows * self._accumulation * self._ranks
 
     @property
     def fill(self) -> float:
@@ -244,10 +231,10 @@ class Batches:
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
         """Return what `rank` sees in the given accumulation of `step` (all from 0)."""
-        # The rows of a step are numbered by accumulation, then by rank.
+        # The rows of a step are numbered by accumulation, then by rank. With 3 rows, 2 ranks and 2
+        # accumulations: accumulation 0 has the rows 0 1 2 and 3 4 5, accumulation 1 has 6 7 8 and
+        # 9 10 11, and the next step begins at 12.
         first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
-        # With 3 rows, 2 ranks and 2 accumulations: accumulation 0 has the rows 0 1 2 and 3 4 5,
-        # accumulation 1 has 6 7 8 and 9 10 11, and the next step begins at 12.
         numbers = range(first, first + self._rows)
         return collate([self._row(number) for number in numbers], tuple(numbers))
 
@@ -258,26 +245,25 @@ class Batches:
 
     def sample(self, count: int) -> list[Tensor]:
         """Return token ids `[S]` of `count` documents evenly spread over the data, or of all."""
+        return [torch.from_numpy(ids.astype(np.int64)) for ids, _ in self._spread(count)]
+
+    def sample_ids(self, longest: int) -> list[int]:
+        """Return pieces of 8 documents evenly spread over the data, joined, as token ids.
+
+        A piece has 32 tokens around the place where the first reply begins; the whole has at most
+        `longest`.
+        """
+        pieces: list[int] = []
+        for ids, written in self._spread(8):
+            start = max(int(written.argmax()) - 16, 0)
+            pieces += ids[start : start + 32].tolist()
+        return pieces[:longest]
+
+    def _spread(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return `count` documents evenly spread over the data, or all of fewer."""
         # Of fewer documents than `count` the same one would be chosen several times.
         chosen = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
-        return [
-            torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64))
-            for i in chosen
-        ]
-
-    def sample_ids(self, longest: int, texts: int = 8, piece: int = 32) -> list[int]:
-        """Return pieces of `texts` documents evenly spread over the data, joined, as token ids.
-
-        A piece has `piece` tokens around the place where the first reply begins; the whole has at
-        most `longest`.
-        """
-        chosen = np.unique(np.linspace(0, len(self._documents) - 1, texts).astype(int))
-        pieces: list[int] = []
-        for i in chosen:
-            ids, written, *_ = self.table.document(self._documents[i])
-            start = max(int(written.argmax()) - piece // 2, 0)
-            pieces += ids[start : start + piece].tolist()
-        return pieces[:longest]
+        return [self.table.document(self._documents[i]) for i in chosen]
 
     def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
         """Return how often the target writes each token in an epoch `[V]`, V = `vocab_size`.
@@ -301,17 +287,18 @@ class Batches:
 
         Each is (ids, mask), or (ids, mask, rounds) if it was written during training.
         """
-        if not self.written_parts:
-            return self._pack_at(number)
-        if self._turns is None:
-            shares = [(written.config.share, written.first_row) for written in self.written_parts]
-            self._turns = Turns(shares)
-        owner, index = self._turns.of(number)
-        if owner < len(self.written_parts):
-            return self.written_parts[owner].row(index)
-        # Counted among the data's own rows only, so that an epoch of them still has every pack
-        # once.
-        return self._pack_at(index)
+        if self.written_parts:
+            # From here on the number counts the rows of one part. The data's own are counted apart,
+            # so that an epoch of them still has every pack once.
+            owner, number = self._turns.of(number)
+            if owner < len(self.written_parts):
+                return self.written_parts[owner].row(number)
+        return self.documents_of_pack(self.pack_of(number))
+
+    @cached_property
+    def _turns(self) -> Turns:
+        """Division of the stream, made when the first row is asked for: parts are added before."""
+        return Turns([(written.config.share, written.first_row) for written in self.written_parts])
 
     def pack_of(self, number: int) -> int:
         """Return which pack is row `number` of the endless stream of the data's own rows."""
@@ -327,9 +314,6 @@ class Batches:
         """Return the documents of a pack, (ids, mask) each."""
         return [self.table.document(self._documents[i]) for i in self._packs[index]]
 
-    def _pack_at(self, number: int) -> list[tuple[np.ndarray, ...]]:
-        return self.documents_of_pack(self.pack_of(number))
-
 
 def collate(
     rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()
@@ -338,10 +322,8 @@ def collate(
 
     A document is (ids, mask), with its `rounds` if it was decoded with the drafter; see `Batch`.
     """
-    width, with_rounds = 0, False
-    for row in rows:
-        width = max(width, sum(len(ids) for ids, *_ in row))
-        with_rounds = with_rounds or any(len(document) > 2 for document in row)
+    width = max(sum(len(ids) for ids, *_ in row) for row in rows)
+    with_rounds = any(len(document) > 2 for row in rows for document in row)
     shape = (len(rows), width)
     # Tables hold ids as int32, but torch's indices are int64.
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -358,12 +340,5 @@ def collate(
             at += len(document)
         # Padding restarts at 0 as a document does, so that it sees none of them.
         positions[r, at:] = np.arange(width - at)
-    as_tensor = torch.from_numpy
-    return Batch(
-        as_tensor(ids),
-        as_tensor(positions),
-        as_tensor(documents),
-        as_tensor(mask),
-        numbers,
-        as_tensor(rounds) if rounds is not None else None,
-    )
+    tensors = map(torch.from_numpy, (ids, positions, documents, mask))
+    return Batch(*tensors, numbers, None if rounds is None else torch.from_numpy(rounds))

@@ -10,10 +10,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from ...heads.errors import UserError
+from .split import SourceRow
 
 log = logging.getLogger(__name__)
 
@@ -24,42 +23,14 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
 COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
-class CheckedRow(Protocol):
-    """What is compared of a row."""
-
-    source: str
-    """Name of the source."""
-    unit: int
-    """Number of its conversation or prompt."""
-    prompt: int
-    """Number of its prompt."""
-    words: str
-    """Text of user and model."""
-
-
-R = TypeVar("R", bound=CheckedRow)
-
-
-@dataclass
-class Contamination:
-    """Rows of one source that were removed, and what most of them share with held-out rows."""
-
-    rows: int
-    worst: str
-    """The run of words that most of them share; empty where they share prompts only."""
-    worst_rows: int
-
-    def __str__(self) -> str:
-        if not self.worst:
-            return "they have the prompt of a held-out row"
-        return f'"{self.worst}" is in {self.worst_rows} of them'
-
-
-def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str, Contamination]]:
-    """Return the training rows that are not contaminated, and the others by source.
+def clean(
+    train: Sequence[SourceRow], held_out: Sequence[SourceRow], allowed: float
+) -> list[SourceRow]:
+    """Return the training rows that are not contaminated.
 
     A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
-    not common (`COMMON_UNITS`).
+    not common (`COMMON_UNITS`). Raises `UserError` if a source loses more than the share `allowed`
+    of its training rows; otherwise the losses are logged.
     """
     prompts = {row.prompt for row in held_out}
     grams = [ngrams(row.words) for row in held_out]
@@ -67,20 +38,22 @@ def clean(train: Sequence[R], held_out: Sequence[R]) -> tuple[list[R], dict[str,
     forbidden: set[int] = set().union(*grams)
     shared = [ngrams(row.words) & forbidden for row in train]
     common = _common(held_out, grams, train, shared)
-    removed: dict[str, list[tuple[R, set[int]]]] = {}
+    removed: dict[str, list[tuple[SourceRow, set[int]]]] = {}
     cleaned = []
     for row, own in zip(train, shared, strict=True):
         if row.prompt in prompts or own - common:
             removed.setdefault(row.source, []).append((row, own - common))
         else:
             cleaned.append(row)
-    return cleaned, {source: _found(rows) for source, rows in removed.items()}
+    for source, lost in removed.items():
+        _refuse(source, lost, sum(row.source == source for row in train), allowed)
+    return cleaned
 
 
 def _common(
-    held_out: Sequence[CheckedRow],
+    held_out: Sequence[SourceRow],
     grams: Sequence[set[int]],
-    train: Sequence[CheckedRow],
+    train: Sequence[SourceRow],
     shared: Sequence[set[int]],
 ) -> set[int]:
     """Return the n-grams that many units have.
@@ -107,7 +80,7 @@ def _common(
     return set(common)
 
 
-def _units(rows: Sequence[CheckedRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
+def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
     """Return how many units have each n-gram, and how many units there are."""
     by_unit: dict[int, set[int]] = {}
     for row, own in zip(rows, grams, strict=True):
@@ -115,14 +88,7 @@ def _units(rows: Sequence[CheckedRow], grams: Sequence[set[int]]) -> tuple[Count
     return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
 
 
-def _found(rows: Sequence[tuple[CheckedRow, set[int]]]) -> Contamination:
-    """Return the contamination of a source, from its rows and the runs that each shares."""
-    counts = Counter(gram for _, own in rows for gram in own)
-    worst, count = _most_frequent(counts, [row for row, _ in rows]) if counts else ("", 0)
-    return Contamination(len(rows), worst, count)
-
-
-def _most_frequent(counts: Mapping[int, int], rows: Sequence[CheckedRow]) -> tuple[str, int]:
+def _most_frequent(counts: Mapping[int, int], rows: Sequence[SourceRow]) -> tuple[str, int]:
     """Return the words and the number of the n-gram of most `counts`, of equals the first."""
     most = max(counts.values())
     for row in rows:
@@ -132,21 +98,26 @@ def _most_frequent(counts: Mapping[int, int], rows: Sequence[CheckedRow]) -> tup
     raise AssertionError("the n-grams are those of the rows")
 
 
-def refuse(removed: Mapping[str, Contamination], before: Mapping[str, int], allowed: float) -> None:
-    """Raise `UserError` if a source loses more than the share `allowed` of its training rows.
+def _refuse(
+    source: str, removed: Sequence[tuple[SourceRow, set[int]]], total: int, allowed: float
+) -> None:
+    """Raise `UserError` if a source loses more than the share `allowed` of its `total` rows.
 
-    `before` has the number of these rows by source. Otherwise the losses are logged.
+    `removed` are these rows and the runs that each shares. Otherwise the loss is logged.
     """
-    for source, found in removed.items():
-        share = found.rows / before[source]
-        lost = f"{found.rows} of {before[source]} training rows share words with held-out rows"
-        if share > allowed:
-            raise UserError(
-                f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "
-                f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
-                "data.decontaminate to false"
-            )
-        log.warning("data source %s: %s and are left out (%s)", source, lost, found)
+    share = len(removed) / total
+    lost = f"{len(removed)} of {total} training rows share words with held-out rows"
+    found = "they have the prompt of a held-out row"
+    if counts := Counter(gram for _, own in removed for gram in own):
+        worst, count = _most_frequent(counts, [row for row, _ in removed])
+        found = f'"{worst}" is in {count} of them'
+    if share > allowed:
+        raise UserError(
+            f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "
+            f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
+            "data.decontaminate to false"
+        )
+    log.warning("data source %s: %s and are left out (%s)", source, lost, found)
 
 
 def ngrams(text: str) -> set[int]:

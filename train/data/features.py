@@ -98,11 +98,11 @@ def check_packing(model: CausalModel, name: str) -> None:
 
     The model attends to each document by itself from here on, if it can. If not, transformers makes
     a mask from positions that restart at 0; where that does not separate documents, every packed
-    row is given an explicit mask. Raises `UserError` if even that does not help. `name` is the
-    model's in the message.
+    row is given an explicit mask. Raises `UserError`, with the model's `name`, if that does not
+    help.
     """
-    # In low precision the rows are computed in another shape than each document alone, and rounding
-    # grows with depth: 3% of the largest feature in 32 layers of bfloat16.
+    # Rows are computed in another shape than each document alone, and rounding grows with depth: 3%
+    # of the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
     if takes_documents(model, tolerance):
         return

@@ -97,8 +97,7 @@ class Written:
             texts = gather_object(texts)
         # In the order of the prompts, so that the rows are the same on any number of ranks.
         texts.sort(key=lambda pair: pair[0])
-        # A prompt takes at most half of a packed row, but the reply may be longer than the other
-        # half.
+        # A prompt takes at most half of a packed row, but the reply may be longer than the rest.
         longest = self._batches.max_length
         documents = []
         for _, (ids, mask, rounds) in texts:
@@ -158,24 +157,21 @@ def draft_model_texts(
     prompts: Sequence[Request],
     seed: int,
 ) -> list[Document]:
-    """Return the draft model's own replies to prompts, with all of their tokens in the loss mask.
+    """Return the draft model's own replies to prompts.
 
-    No gradient passes through the sampling. Prompt tokens that a draft model of a smaller
-    vocabulary lacks are given to it as its last token, as in decoding; the documents have the
-    prompts as they were.
+    Prompt tokens that a draft model of a smaller vocabulary lacks are given to it as its last
+    token, as in decoding; the documents have the prompts as they were.
     """
     readable = []
     for request in prompts:
         known_ids = [min(token, draft_model.vocab_size - 1) for token in request.prompt_ids]
         readable.append(Request(known_ids, request.id))
     texts = _in_batches(config, draft_model, PlainDecoding(), readable, seed, eos_ids)
-    documents = []
-    for text, request in zip(texts, prompts, strict=True):
-        # As it was before ids were replaced: the target, which judges the text, has all tokens.
-        text.prompt_ids = list(request.prompt_ids)
-        length = len(text.prompt_ids) + len(text.token_ids)
-        documents.append(_document(text, np.full(length, ANY, np.int64)))
-    return documents
+    # Prompts as they were before ids were replaced: the target, which judges the texts, has them.
+    return [
+        _document(request.prompt_ids, text.token_ids)
+        for request, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def decoded_rounds(
@@ -188,7 +184,7 @@ def decoded_rounds(
     artifact = Artifact(drafter, target.fingerprint())
     proposer = proposer_of(artifact, length=config.length, width=1)
     return [
-        _document(text, rounds_of(text))
+        _document(text.prompt_ids, text.token_ids, rounds_of(text))
         for text in _in_batches(config, target, proposer, prompts, seed, None)
     ]
 
@@ -196,8 +192,7 @@ def decoded_rounds(
 def rounds_of(text: Generation) -> np.ndarray:
     """Return how many drafts were looked at, at the root of each round of a text `[S]`.
 
-    It is m > 0 if the last of these m was rejected, -m if all m were accepted, and 0 at positions
-    that are no roots.
+    See `Batch.rounds`.
     """
     start = len(text.prompt_ids)
     rounds = np.zeros(start + len(text.token_ids), np.int64)
@@ -233,19 +228,16 @@ def _in_batches(
     ):
         for at in range(0, len(prompts), config.batch_size):
             batch = prompts[at : at + config.batch_size]
-            texts += generate(
-                target,
-                proposer,
-                batch,
-                config.max_new_tokens,
-                config.sampling(seed),
-                eos_ids,
-            )
+            sampling = config.sampling(seed)
+            texts += generate(target, proposer, batch, config.max_new_tokens, sampling, eos_ids)
             progress.update(len(batch))
     return texts
 
 
-def _document(text: Generation, rounds: np.ndarray) -> Document:
-    """Return a generated text as a document, with the reply in the loss mask."""
-    ids = np.array([*text.prompt_ids, *text.token_ids], np.int64)
-    return ids, np.arange(len(ids)) >= len(text.prompt_ids), rounds
+def _document(
+    prompt_ids: Sequence[int], reply_ids: Sequence[int], rounds: np.ndarray | None = None
+) -> Document:
+    """Return a prompt and its reply as a document, an ordinary text if it has no `rounds`."""
+    ids = np.array([*prompt_ids, *reply_ids], np.int64)
+    written = np.arange(len(ids)) >= len(prompt_ids)
+    return ids, written, np.full(len(ids), ANY, np.int64) if rounds is None else rounds

@@ -194,8 +194,8 @@ class Client:
                 f"server {self._http.base_url} sent the states of another text in {path}; use one "
                 "prompt a request and no prefix"
             )
-        for file_to_delete in (path, lock):
-            file_to_delete.unlink(missing_ok=True)
+        for read in (path, lock):
+            read.unlink(missing_ok=True)
         return tensors["hidden_states"]
 
     def _check_header(self, path: Path, texts: list[list[int]]) -> None:
@@ -244,17 +244,14 @@ class ServedTarget(StoredTarget):
         states = states.to(self.device, self.dtype)
         norm: Any = self.final_norm()
         with torch.no_grad():
-            return Hidden(
-                norm(states[:, index_of[self.num_layers]]),
-                tuple(states[:, index_of[tap]] for tap in taps),
-            )
+            last = norm(states[:, index_of[self.num_layers]])
+        return Hidden(last, tuple(states[:, index_of[tap]] for tap in taps))
 
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
-        check_layers(self, taps, self.client.layers)
         # One position less than `Target.tap_sizes` may take: the server writes a token too.
         ids = spread_ids(self.vocab_size, min(128, self.max_positions - 1)).tolist()
-        hidden = self.hidden_of(next(self.client.ask([ids])).states, taps)
-        return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in hidden.taps)
+        sample = self.tap_sample(ids, taps)
+        return tuple(float(tap.square().mean(-1).sqrt().median()) for tap in sample)
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
         check_layers(self, taps, self.client.layers)
@@ -279,19 +276,14 @@ class ServedFeatures:
                     positions = (batch.documents[row] == document).nonzero()[:, 0]
                     spans.append((row, slice(int(positions[0]), int(positions[-1]) + 1)))
         replies = target.client.ask([batch.ids[row, span].tolist() for row, span in spans])
-
-        def zeros():
-            return torch.zeros(
-                *batch.ids.shape, target.hidden_size, dtype=target.dtype, device=target.device
-            )
-
-        last, taps = zeros(), tuple(zeros() for _ in self._taps)
+        shape = (1 + len(self._taps), *batch.ids.shape, target.hidden_size)
+        last, *taps = torch.zeros(shape, dtype=target.dtype, device=target.device)
         for (row, span), reply in zip(spans, replies, strict=True):
             hidden = target.hidden_of(reply.states, self._taps)
             last[row, span] = hidden.last
             for tap, states in zip(taps, hidden.taps, strict=True):
                 tap[row, span] = states
-        return Features(batch, last, taps)
+        return Features(batch, last, tuple(taps))
 
     def finish(self) -> None: ...
 
@@ -301,20 +293,16 @@ def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int])
 
     vLLM would change ids that are not ascending and distinct without a message.
     """
-    if (
-        layers != sorted(set(layers))
-        or not layers
-        or not 0 <= layers[0] <= layers[-1] <= target.num_layers
-    ):
+    last, needed = target.num_layers, sorted({*taps, target.num_layers})
+    in_order = layers == sorted(set(layers))
+    if not (layers and in_order and layers[0] >= 0 and layers[-1] <= last):
         raise UserError(
-            f"features.server_layers {layers} must be ascending, distinct and at most "
-            f"{target.num_layers}"
+            f"features.server_layers {layers} must be ascending, distinct and at most {last}"
         )
-    if missing := sorted({*taps, target.num_layers} - set(layers)):
+    if missing := sorted(set(needed) - set(layers)):
         raise UserError(
             f"this run needs layers {missing} of the server too (the last one is the state before "
-            f"the final norm); start it with {sorted({*taps, target.num_layers})} and name them in "
-            "features.server_layers"
+            f"the final norm); start it with {needed} and name them in features.server_layers"
         )
 
 

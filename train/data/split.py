@@ -1,13 +1,38 @@
-"""The split of rows into those that are learned and those that are held out."""
+"""Rows of sources, and their split into those that are learned and those that are held out."""
 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from ...heads.errors import UserError
+from ...inference.conversations.choice import Group
 from ..config import HeldOutConfig
+from .templates import Encoded
+
+
+@dataclass
+class SourceRow:
+    """A row of a source that can be learned from."""
+
+    source: str
+    """Name of the source."""
+    encoded: list[Encoded]
+    """The conversation as one or more sequences of tokens."""
+    words: str
+    """Text of user and model, which is compared for contamination."""
+    held_out: bool
+    copies: int
+    """Number of times that an epoch takes the row."""
+    unit: int
+    """Number of its conversation or prompt."""
+    prompt: int
+    """Number of its prompt."""
+    group: Group
+    """Source and category."""
 
 
 def is_held_out(
@@ -48,10 +73,8 @@ def _moment(value: Any, where: str) -> float:
 
     Raises `UserError`, which names `where` it is.
     """
-    try:
+    with suppress(TypeError, ValueError):
         return float(value)
-    except (TypeError, ValueError):
-        pass
     try:
         return datetime.fromisoformat(str(value)).timestamp()
     except ValueError as error:

@@ -1,10 +1,9 @@
 """Feature store: the target's features on disk, read without the target in memory.
 
-A shard holds the features of n = `rows_per_shard` packed rows end to end, without padding. In a
-whole store shard i has the packs i * n .. i * n + n - 1 of the data, each once; training shuffles
-over all of them. A ring has the rows of the training stream in its order, and only the shards from
-the one that the trainer reads to some ahead of it: the extractor waits for the trainer, and the
-trainer for the extractor.
+A shard holds the features of n = `rows_per_shard` packed rows end to end, without padding. Shard i
+of a whole store has the packs i * n .. i * n + n - 1 of the data. A ring has the rows of the
+training stream in its order, and only the shards from the one that the trainer reads to some ahead
+of it: the extractor waits for the trainer, and the trainer for the extractor.
 
     shards/shard-000017.safetensors   last, tapN [S, Ht]: states of all rows; last_starts,
                                       tap_starts [rows + 1]: where each row begins in them; with
@@ -34,7 +33,7 @@ from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
 from ...inference.rounds.device import send
-from ...inference.targets.stored import Manifest, manifest_of
+from ...inference.targets.stored import manifest_of
 from ...inference.targets.target import TargetSource
 from ..config import StoreType
 from ..documents import ShardNote, Wanted
@@ -73,12 +72,6 @@ def shard_done(path: Path) -> bool:
     return path.with_suffix(".json").is_file()
 
 
-def remove_shard(path: Path) -> None:
-    # First the file by which it counts as complete.
-    path.with_suffix(".json").unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
-
-
 def taught(batch: Batch) -> Tensor:
     """Return the positions whose next token is a reply token of the same document `[B, S]`, bool.
 
@@ -90,9 +83,8 @@ def taught(batch: Batch) -> Tensor:
 def verify_shard(path: Path) -> None:
     """Raise `UserError` unless a shard is what was written, by its size and checksum."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
-    if (
-        reason := differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)
-    ) is not None:
+    reason = differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)
+    if reason is not None:
         raise UserError(
             f"{path.parent}: {reason}; delete {path.stem}.* and {AGAIN}, which fills it in"
         )
@@ -103,28 +95,24 @@ class ShardWriter:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._rows: dict[str, list[Tensor]] = {
-            "last": [],
-            **{f"tap{tap}": [] for tap in layout.taps},
-        }
+        names = ["last", *(f"tap{tap}" for tap in layout.taps)]
+        self._rows: dict[str, list[Tensor]] = {name: [] for name in names}
         self._lengths: dict[str, list[int]] = {"last": [], "tap": []}
 
     def add(self, features: Features) -> None:
         """Append every row of a batch."""
         batch = features.batch
-        # Masks are on the CPU, so that what follows from them is known without waiting for a
-        # device.
+        # Masks are on the CPU: what follows from them is known without waiting for a device.
         real = batch.documents != PADDING
         has_last = real if self._layout.all_last else taught(batch)
-        for r in range(len(batch.ids)):
-            states_of = {"last": features.last[r][has_last[r].to(features.last.device)]}
+        for r, length in enumerate(real.sum(-1).tolist()):
+            last = features.last[r][has_last[r].to(features.last.device)]
+            self._rows["last"].append(last.cpu())
             # Padding is at the end of a row, so a slice leaves it out.
             for tap, states in zip(self._layout.taps, features.taps, strict=True):
-                states_of[f"tap{tap}"] = states[r, : int(real[r].sum())]
-            for name, states in states_of.items():
-                self._rows[name].append(states.cpu())
-            self._lengths["last"].append(int(has_last[r].sum()))
-            self._lengths["tap"].append(int(real[r].sum()))
+                self._rows[f"tap{tap}"].append(states[r, :length].cpu())
+            self._lengths["last"].append(len(last))
+            self._lengths["tap"].append(length)
 
     def write(self, path: Path) -> None:
         """Write the shard to `path`, then the file with its checksum by which it is complete."""
@@ -152,9 +140,8 @@ def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
     """
     if dtype != "fp8":
         return {name: states.to(getattr(torch, dtype)).contiguous()}
-    # float8_e4m3fn reaches from 2^-9 to 448 only. With one scale for all positions, a position of
-    # large states would leave those of small ones near 0, where few digits are left.
-    # The least scale keeps a position of zeros from a division by zero.
+    # float8_e4m3fn reaches from 2^-9 to 448 only: with one scale for all positions, those of small
+    # states would be near 0, where few digits are left. The least scale is for positions of zeros.
     scale = states.float().abs().amax(-1).clamp(min=1e-12) / FP8_LARGEST
     return {
         name: (states.float() / scale[:, None]).to(torch.float8_e4m3fn).contiguous(),
@@ -169,7 +156,8 @@ class Shard:
         """Raises `UserError` for a file that is not a shard."""
         try:
             self._file: Any = safe_open(path, framework="pt")
-            names = set(self._file.keys())
+            names = self._file.keys()
+            self._scaled = "last_scale" in names
             self._starts = {
                 name: self._file.get_tensor(f"{name}_starts").tolist() for name in ("last", "tap")
             }
@@ -177,13 +165,9 @@ class Shard:
             raise UserError(
                 f"{path} is not a shard of features ({error}); delete it and {AGAIN}"
             ) from error
-        self._scaled = any(name.endswith("_scale") for name in names)
 
     def row(self, name: str, place: int) -> Tensor:
-        """Return the part of tensor `name` that row `place` of this shard has `[S, Ht]`.
-
-        S are the positions of this row.
-        """
+        """Return row `place` of tensor `name`, `[S, Ht]` for the S positions of this row."""
         starts = self._starts["last" if name == "last" else "tap"]
         span = slice(starts[place], starts[place + 1])
         # Of the mapped file only this span is read.
@@ -214,8 +198,10 @@ class StoredFeatures:
         true once the run was asked to stop. Raises `UserError` if the store lacks what the run
         reads, or is a ring too small for one step.
         """
-        self._store, manifest = Path(store), manifest_of(store)
-        self._layout = layout_of(manifest)
+        self._store, facts = Path(store), manifest_of(store).layout
+        self._layout = Layout(
+            tuple(facts.taps), facts.all_last, facts.dtype, facts.rows_per_shard, facts.ring
+        )
         if missing := sorted(set(taps) - set(self._layout.taps)):
             raise UserError(
                 f"{store} has taps {list(self._layout.taps)}, not {missing}; extract again with "
@@ -232,15 +218,13 @@ class StoredFeatures:
         self._verified: set[int] = set()
         self._told = -1
         """Shard from which on the extractor knows that shards are needed."""
-        # A step may begin at the last row of a shard, and all its rows have to exist at once.
-        # With 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
-        if (ring := self._layout.ring) is not None and ring * self._layout.rows_per_shard < (
-            needed := batches.rows_per_step + self._layout.rows_per_shard - 1
-        ):
+        # A step may begin at the last row of a shard, and all its rows have to exist at once: with
+        # 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
+        needed = batches.rows_per_step + facts.rows_per_shard - 1
+        if facts.ring is not None and (held := facts.ring * facts.rows_per_shard) < needed:
             raise UserError(
                 f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a "
-                f"time, its ring holds {ring * self._layout.rows_per_shard}; extract with a larger "
-                "--ring or --rows-per-shard"
+                f"time, its ring holds {held}; extract with a larger --ring or --rows-per-shard"
             )
 
     def features(self, batch: Batch) -> Features:
@@ -286,8 +270,7 @@ class StoredFeatures:
                 verify_shard(path)
                 self._verified.add(index)
             if len(self._shards) >= self.OPEN:
-                # A dictionary keeps the order of insertion, so its first key was used least
-                # recently.
+                # A dictionary keeps the order of insertion: the first key was used least recently.
                 self._shards.pop(next(iter(self._shards)))
             self._shards[index] = Shard(path)
         # Move it to the end, which is closed last.
@@ -297,8 +280,7 @@ class StoredFeatures:
     def _await(self, path: Path) -> None:
         """Wait until a ring's shard is complete, with a warning now and then.
 
-        Raises `UserError` if the run is asked to stop meanwhile: the extractor may never come, and
-        a step cannot be left half done.
+        Raises `UserError` if the run is asked to stop meanwhile: the extractor may never come.
         """
         since = time.monotonic()
         while not shard_done(path):
@@ -320,7 +302,6 @@ class StoredFeatures:
         Every rank is done with them, since a step ends with a sum over ranks. Rows of the same step
         may still be read by another rank.
         """
-        # With 8 rows a step, row 21 is of the step that begins at row 16.
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
         if index != self._told:
@@ -334,11 +315,6 @@ class StoredFeatures:
         """End a ring's extractor."""
         if self._layout.ring is not None and self._main:
             tell(self._store, 0, done=True)
-
-
-def layout_of(manifest: Manifest) -> Layout:
-    facts = manifest.layout
-    return Layout(tuple(facts.taps), facts.all_last, facts.dtype, facts.rows_per_shard, facts.ring)
 
 
 def tell(store: Path, first: int, done: bool = False) -> None:
@@ -380,14 +356,12 @@ def shards_of_ring(store: Path, layout: Layout, rank: int, ranks: int) -> Iterat
                 index = int(note.stem.removeprefix("shard-"))
                 # Shards ahead of the ring are from before the trainer was set back by a resume.
                 if not lowest <= index < lowest + layout.ring:
-                    remove_shard(note.with_suffix(".safetensors"))
-        missing = None
+                    note.unlink(missing_ok=True)  # first, since the shard counts by it
+                    note.with_suffix(".safetensors").unlink(missing_ok=True)
         for index in range(lowest, lowest + layout.ring):
             # Each number belongs to one worker, so that no two write the same shard.
             if index % ranks == rank and not shard_done(shard_path(store, index)):
-                missing = index
+                yield index
                 break
-        if missing is None:
-            time.sleep(0.02)
         else:
-            yield missing
+            time.sleep(0.02)

@@ -1,8 +1,7 @@
 """Tables of tokens, for training and held out, made from sources of conversations.
 
-Every row that is lost on the way is counted. The main process writes the tables once into the run's
-folder and every rank reads them from there. A key, a hash of the sources, the settings and the
-tokenizer, shows when they are out of date.
+Every row that is lost on the way is counted. The main process writes the tables into the run's
+folder and every rank reads them there. A key (`tables_key`) shows when they are out of date.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
-from .contamination import clean, refuse
-from .split import chance, is_held_out
+from .contamination import clean
+from .split import SourceRow, chance, is_held_out
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
@@ -89,11 +88,8 @@ class TokenTable:
             raise ValueError("its parts do not fit together")
         if not 0 <= self.groups.min() <= self.groups.max() < groups:
             raise ValueError("its groups have no names")
-        if (
-            self.starts[0] != 0
-            or self.starts[-1] != len(self.ids)
-            or (np.diff(self.starts) < 0).any()
-        ):
+        ends = self.starts[[0, -1]].tolist()
+        if ends != [0, len(self.ids)] or (np.diff(self.starts) < 0).any():
             raise ValueError("its documents overlap")
 
     def facts(self) -> JsonObject:
@@ -101,11 +97,10 @@ class TokenTable:
         digest = hashlib.sha256()
         for array in (self.ids, self.mask, self.starts):
             digest.update(np.ascontiguousarray(array).data)
-        written = int(self.mask.sum())
         return {
             "documents": len(self),
             "tokens": len(self.ids),
-            "written": written,
+            "written": int(self.mask.sum()),
             "sha256": digest.hexdigest(),
         }
 
@@ -155,16 +150,14 @@ def prepare(
     seed: int,
     check: Callable[[str], None] = lambda identity: None,
 ) -> Tables:
-    """Return the tables in `folder`, built again if something that they depend on has changed.
+    """Return the tables in `folder`, built again if they are damaged or out of date.
 
-    Damaged tables are built again too, with a warning. `check` is called with the identity of the
-    tables before anything is written; what it raises leaves `folder` as it was. Raises `UserError`
-    for a source that cannot be read or that loses more rows than `data.max_lost_share` (naming the
-    first), and if nothing is left to learn from or to hold out.
+    `check` is called with the identity of the tables before anything is written; what it raises
+    leaves `folder` as it was. Raises `UserError` for a source that cannot be read or that loses
+    more rows than `data.max_lost_share`, and if nothing is left to learn from or to hold out.
     """
     refuse_link(folder)
     key = tables_key(data, target, seed)
-    before = found = None
     if folder.exists():
         try:
             before = noted(folder)
@@ -174,9 +167,10 @@ def prepare(
             log.warning(
                 "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
             )
-    if found is not None and before is not None:
-        check(before.identity)
-        return found
+        else:
+            if found is not None:
+                check(before.identity)
+                return found
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
         for name, table in (("train", tables.train), ("held_out", tables.held_out)):
@@ -245,12 +239,9 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
 
 
 def build(data: Data, target: TargetSource, seed: int) -> Tables:
-    """Read, encode, split, deduplicate and decontaminate the sources.
-
-    Returns the tables. Errors are those of `prepare`.
-    """
-    train: list[_SourceRow] = []
-    held_out: list[_SourceRow] = []
+    """Return the tables of the sources, deduplicated and decontaminated; errors as of `prepare`."""
+    train: list[SourceRow] = []
+    held_out: list[SourceRow] = []
     counts: dict[str, Counter[str]] = {}
     units = units_of(data)
     for source in data.sources:
@@ -266,23 +257,21 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
     if data.decontaminate:
-        before = Counter(row.source for row in train)
-        train, removed = clean(train, held_out)
-        for name, found in removed.items():
-            counts[name]["shares words with held-out rows"] += found.rows
-        refuse(removed, before, data.max_contaminated_share)
-    for rows, kind in ((train, "to learn from"), (held_out, "held out")):
-        if not rows:
-            if kind == "held out" and data.held_out.by == "row":
-                raise UserError(
-                    f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
-                    f"{data.held_out.share:g}, each prompt by chance; give a larger share or more "
-                    "prompts"
-                )
-            raise UserError(
-                f"no rows are left {kind} ({_describe(counts)}); check data.sources and "
-                "data.held_out"
-            )
+        cleaned = clean(train, held_out, data.max_contaminated_share)
+        lost_rows = Counter(row.source for row in train) - Counter(row.source for row in cleaned)
+        for name, number in lost_rows.items():
+            counts[name]["shares words with held-out rows"] += number
+        train = cleaned
+    if train and not held_out and data.held_out.by == "row":
+        raise UserError(
+            f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
+            f"{data.held_out.share:g}, each prompt by chance; give a larger share or more prompts"
+        )
+    if not train or not held_out:
+        raise UserError(
+            f"no rows are left {'held out' if train else 'to learn from'} ({_describe(counts)}); "
+            "check data.sources and data.held_out"
+        )
     for kind, rows in (("train", train), ("held out", held_out)):
         for row in rows:
             counts[row.source][kind] += 1
@@ -292,41 +281,17 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     return Tables(_table(train, groups), _table(held_out, groups), plain, groups)
 
 
-@dataclass
-class _SourceRow:
-    """A row of a source that can be learned from."""
-
-    source: str
-    """Name of the source."""
-    encoded: list[Encoded]
-    """The conversation as one or more sequences of tokens."""
-    words: str
-    """Text that is compared for contamination."""
-    held_out: bool
-    copies: int
-    """Number of times that an epoch takes the row."""
-    unit: int
-    """Number of its conversation or prompt."""
-    prompt: int
-    """Number of its prompt."""
-    group: Group
-    """Source and category."""
-
-
-def _table(rows: list[_SourceRow], groups: list[Group]) -> TokenTable:
+def _table(rows: list[SourceRow], groups: list[Group]) -> TokenTable:
     """Return the table of all sequences of `rows`."""
-    documents: list[Encoded] = []
-    copies: list[int] = []
-    units: list[int] = []
-    of_groups: list[int] = []
     index = {group: number for number, group in enumerate(groups)}
-    for row in rows:
-        count = len(row.encoded)
-        documents += row.encoded
-        copies += [row.copies] * count
-        units += [row.unit] * count
-        of_groups += [index[row.group]] * count
-    return TokenTable.of(documents, copies, units, of_groups)
+    documents = [encoded for row in rows for encoded in row.encoded]
+    row_of = [row for row in rows for _ in row.encoded]
+    return TokenTable.of(
+        documents,
+        [row.copies for row in row_of],
+        [row.unit for row in row_of],
+        [index[row.group] for row in row_of],
+    )
 
 
 def _read(
@@ -337,11 +302,11 @@ def _read(
     seed: int,
     count: Counter[str],
     lost: list[str],
-) -> Iterator[_SourceRow]:
+) -> Iterator[SourceRow]:
     """Yield the usable rows of a source.
 
-    What becomes of the others is added to `count`; `lost` gets the name and the reason of each row
-    that is malformed, too long, or has nothing to learn from.
+    What becomes of the others is added to `count`; `lost` gets the name and the reason of each that
+    counts as `LOST`.
     """
     name = source.name or source.path
     left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
@@ -384,16 +349,16 @@ def _read(
         if useful and len(fits) < len(encoded):
             count["overlong turns"] += len(encoded) - len(fits)
         if not useful:
-            longest = max((len(e.token_ids) for e in encoded), default=0)
             if fits or not encoded:
                 count["nothing to learn"] += 1
                 reason = "no token of the assistant's"
             else:
                 count["overlong"] += 1
+                longest = max(len(e.token_ids) for e in encoded)
                 reason = f"{longest} tokens, data.max_length is {data.max_length}"
             lost.append(f"{row_name} ({reason})")
             continue
-        yield _SourceRow(
+        yield SourceRow(
             name,
             useful,
             conversation.words(),
@@ -428,10 +393,9 @@ def _conversation(raw: Any) -> Conversation | RowError:
 
 
 def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
-    """Raise `RowError` for exact token ids that are not the target's.
+    """Raise `RowError` for exact token ids of another tokenizer than the target's.
 
-    `tokenizer` is its tokenizer's hash, `vocab_size` the number of its tokens. Ids of another
-    tokenizer would otherwise be learned without any sign that they are wrong.
+    `tokenizer` is the hash of the target's, `vocab_size` the number of its tokens.
     """
     if conversation.token_ids is None:
         return
@@ -478,8 +442,8 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
 
 
 def _distinct(
-    rows: list[_SourceRow], seen: set[bytes], counts: dict[str, Counter[str]]
-) -> list[_SourceRow]:
+    rows: list[SourceRow], seen: set[bytes], counts: dict[str, Counter[str]]
+) -> list[SourceRow]:
     """Return the rows whose tokens are not in `seen` yet, by their hashes, and add them there.
 
     The others are counted in `counts`.

@@ -1,11 +1,11 @@
 """Chat templates: from a conversation to tokens and their loss mask.
 
 The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
-taken from the rendering in which it is the last, as the server saw it: the template is rendered up
-to the turn with the generation prompt, and through the turn, and the text in between is the turn.
-Where a template does not continue its own generation prompt, its marks (`{% generation %}`) say
-where the turn begins. A template that rewrites earlier turns (it removes their reasoning, for
-example) cannot show several turns in one rendering; each such turn becomes a sequence of its own.
+taken from the rendering in which it is the last, as the server saw it: what the rendering through
+the turn has after that up to the turn with the generation prompt. Where a template does not
+continue its own generation prompt, its marks (`{% generation %}`) say where the turn begins. A turn
+after which a template rewrites earlier ones (it removes their reasoning, for example) begins a
+sequence of its own.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def encode(
     win. Raises `RowError` for a row that the template cannot render, `UserError` for a target
     without a template.
     """
-    if conversation.token_ids is not None:
-        return [_from_spans(conversation.token_ids, conversation.response_spans)]
+    if (token_ids := conversation.token_ids) is not None:
+        mask = [False] * len(token_ids)
+        for start, end in conversation.response_spans:
+            mask[start:end] = [True] * (end - start)
+        return [Encoded(token_ids, mask)]
     if conversation.messages is None:
         return [_plain_text(conversation, tokenizer)]
     template_of(tokenizer, target_name)
@@ -72,14 +75,6 @@ def has_marks(tokenizer: Any) -> bool:
     """Return whether the tokenizer's chat template marks what the assistant wrote."""
     # A tokenizer may have several templates by name, which are a table.
     return isinstance(tokenizer.chat_template, str) and bool(MARKS.search(tokenizer.chat_template))
-
-
-def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
-    """Return exact tokens with the mask true in the spans [start, end)."""
-    mask = [False] * len(token_ids)
-    for start, end in spans:
-        mask[start:end] = [True] * (end - start)
-    return Encoded(token_ids, mask)
 
 
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
@@ -158,10 +153,8 @@ def _common(one: str, other: str) -> int:
 def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list[Encoded]:
     """Return the sequences of a conversation, found by rendering it turn by turn.
 
-    A turn joins the sequence before it if its rendering begins with that sequence's text, and
-    begins a new one if the template has rewritten what came before. `cut`: the last reply has no
-    end. Raises `RowError` for a turn of which neither prefixes nor marks tell where it begins, and
-    for one without its reasoning.
+    `cut`: the last reply has no end. Raises `RowError` for a turn of which neither prefixes nor
+    marks tell where it begins, and for one without its reasoning.
     """
     sequences: list[tuple[str, list[Span]]] = []
     marked = has_marks(rendering.tokenizer)
@@ -217,11 +210,7 @@ def _content_of(message: JsonObject) -> str:
 
 
 def _mask_spans(
-    text: str,
-    spans: list[Span],
-    tokenizer: Any,
-    eos_ids: frozenset[int],
-    cut: bool,
+    text: str, spans: list[Span], tokenizer: Any, eos_ids: frozenset[int], cut: bool
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true where the target wrote.
 
@@ -234,10 +223,7 @@ def _mask_spans(
     mask = [False] * len(ids)
     for number, (start, end, content) in enumerate(spans, 1):
         # A token without characters (first == past) belongs to no span.
-        inside = []
-        for i, (first, past) in enumerate(offsets):
-            if start <= first < end and past > first:
-                inside.append(i)
+        inside = [i for i, (first, past) in enumerate(offsets) if start <= first < min(end, past)]
         tokens = [(ids[i], text[slice(*offsets[i])]) for i in inside]
         last_cut = cut and number == len(spans)
         written = _written(tokens, content.strip(), eos_ids, special, last_cut)

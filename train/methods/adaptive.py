@@ -5,7 +5,9 @@ Shapes: S positions of a text.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
 
 from torch import Tensor
 
@@ -35,10 +37,9 @@ def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> JsonObject:
     Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
     more of the last two than the row before; `best_adaptive` picks one.
 
-    `outcomes` has a pair for each text: a table `[S, 2]` and the start of the reply. The table says
-    for each root whether the drafter's best token is the text's own next one, and how likely the
-    drafter held it. Rounds are replayed as in decoding. Drafts past the first wrong one are taken
-    to be as likely as those of the text.
+    `outcomes` has a pair for each text: the table `[S, 2]` of `DistillMethod.teacher_forced` and
+    the start of the reply. Rounds are replayed as in decoding. Drafts past the first wrong one are
+    taken to be as likely as those of the text.
     """
     replies = [outcome[start:] for outcome, start in outcomes]
     right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]
@@ -85,13 +86,10 @@ def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
     brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
     """
     lengths = []
-    chances = sure.tolist()
-    for root in range(len(chances)):
-        product, count = 1.0, 0
-        while count < longest:
-            product *= chances[min(root + count, len(chances) - 1)]
-            count += 1
-            if product < threshold:
-                break
-        lengths.append(count)
+    # Drafts past the end of the text are as likely as its last one.
+    chances = sure.tolist() + sure[-1:].tolist() * longest
+    for root in range(len(sure)):
+        products = accumulate(chances[root : root + longest], operator.mul)
+        above = sum(1 for _ in takewhile(lambda product: product >= threshold, products))
+        lengths.append(min(above + 1, longest))
     return lengths

@@ -55,8 +55,7 @@ def has_triton() -> bool:
 def bucket(length: int) -> int:
     """Return the next of 128, 192, 256, 384, 512, .. that is at least `length`.
 
-    A batch is as wide as its longest row, and a compiled kernel is made for one width. Rounding up
-    to few widths compiles few kernels. Example: 129 .. 192 become 192, 193 .. 256 become 256.
+    A batch is as wide as its longest row, and a kernel is compiled for each width.
     """
     power = max(128, 1 << (length - 1).bit_length())
     return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
@@ -65,8 +64,8 @@ def bucket(length: int) -> int:
 def flex_for(device: torch.device) -> Any:
     """Return FlexAttention for a device: as it is on a CPU, else compiled once for the process.
 
-    Uncompiled it holds all scores. torch goes there without an error after eight shapes, unless
-    the limit is higher and the whole graph is asked for.
+    Uncompiled it holds all scores, which torch falls back to without an error after eight shapes,
+    unless the limit is higher and the whole graph is asked for.
     """
     return _STAND_INS[-1] if _STAND_INS else _compiled("attention", flex_attention, device)
 

@@ -50,22 +50,17 @@ class Anchors:
     places: Tensor
     """[B, Sa]: positions, ascending in each row; anchors left over repeat the last one."""
     weights: Tensor
-    """[B, Sa, D]: R(a .. a + d), 1 where draft d is reached through tokens that the target wrote.
-
-    It is 0 for all drafts of an anchor that is left over.
-    """
+    """[B, Sa, D]: R(a .. a + d) (docs/notation.md#positions), 1 where draft d is reached through
+    tokens that the target wrote; 0 for all drafts of an anchor that is left over."""
 
     @classmethod
     def drawn(cls, batch: Batch, count: int, drafts: int, seed: int) -> Anchors:
         """Draw `count` roots in each row, uniformly among those with a reply token to draft.
 
         None is drawn twice; a row with fewer roots leaves anchors over, which keep the shapes fixed
-        and have no weight. The draw is a pure function of seed and the row's place in the data,
-        whatever the ranks: `BlockObjective` draws twice for one batch and has to get the same.
-
-        Example: the roots of a row of 6 positions are 1, 3 and 4. With `count` 2 the anchors are
-        the two whose random keys are smallest, in ascending order. With `count` 5 they are
-        1 3 4 4 4, and the last two have no weight.
+        and have no weight: with the roots 1, 3 and 4 and `count` 5 the anchors are 1 3 4 4 4. The
+        draw is a pure function of seed and the row's place in the data, whatever the ranks:
+        `BlockObjective` draws twice for one batch and has to get the same.
         """
         # R(a .. a + 1): the target wrote the root and the token that the first draft is about.
         valid = batch.reply_run(0, 1)
@@ -88,8 +83,9 @@ class Anchors:
         is_root = positions < batch.ids.shape[1]
         last_root = torch.where(is_root, positions, 0).amax(-1, keepdim=True)
         positions = torch.where(is_root, positions, last_root)
+        runs = [batch.reply_run(0, d).gather(1, positions) for d in range(1, drafts + 1)]
         # An anchor left over repeats a root, whose drafts must not count twice.
-        return cls(positions, runs_at(batch, positions, drafts) * is_root[..., None])
+        return cls(positions, torch.stack(runs, dim=-1).float() * is_root[..., None])
 
     def ahead(self, row: Tensor, device: torch.device, places: int) -> Tensor:
         """Return `[B, Sa, D]` on `device`: what `row` `[B, S]` holds at a + places + 0 .. D - 1.
@@ -98,29 +94,18 @@ class Anchors:
         x[a+1] .. x[a+D] of an anchor, and `places` 0 the token before each draft.
         """
         steps = torch.arange(places, places + self.weights.shape[-1])
-        # A draft past the end has weight 0, so what it reads does not matter; only the index has to
-        # exist.
+        # A draft past the end has weight 0: what it reads only has to exist.
         index = (self.places[..., None] + steps).clamp(max=row.shape[1] - 1).to(row.device)
         return send(row.gather(1, index.flatten(1)).view(index.shape), device)
-
-
-def runs_at(batch: Batch, places: Tensor, drafts: int) -> Tensor:
-    """Return R(a .. a + d) (docs/notation.md#positions) `[B, Sa, D]` of the drafts d = 1 .. D.
-
-    `places` `[B, Sa]` are anchors. It is 0 from where a turn or a document has ended.
-    """
-    runs = [batch.reply_run(0, d).gather(1, places) for d in range(1, drafts + 1)]
-    return torch.stack(runs, dim=-1).float()
 
 
 class BlockAttention:
     """Attention of blocks' rows over the context before their anchors and over their own block.
 
-    An object serves all layers of one batch, for which it makes its masks once. Backends: sdpa
-    (auto on a CPU) runs groups of neighbouring blocks through torch's own attention with a dense
-    mask, over the context up to the last anchor of the group, of which each group makes a copy.
-    flex (auto on a GPU) is FlexAttention with a block mask; it has no gradients on a CPU. plain
-    runs one block after another; the others are tested against it.
+    An object serves all layers of one batch, for which it makes its masks once. Backends (see
+    `backends.py`): sdpa runs groups of neighbouring blocks through torch's own attention with a
+    dense mask, over a copy of the context up to the last anchor of the group. flex is FlexAttention
+    with a block mask. plain runs one block after another; the others are tested against it.
     """
 
     def __init__(
@@ -134,8 +119,8 @@ class BlockAttention:
         """`places` `[B, Sa]` are the anchors, on the CPU; `size` is the number of slots a block."""
         self._backend: Backend = backend
         self._places, self._size, self._device = places, size, device
-        # Where each anchor's document begins: positions count from 0 in every document, so an
-        # anchor at 7 of the row with position 2 in its document has one that begins at 5.
+        # Where each anchor's document begins: at 5 for an anchor at 7 of the row that has position
+        # 2 in its document.
         self._first = places - batch.positions.gather(1, places)
         self._groups: list[_Group] | None = None
         self._block_mask: Any = None
@@ -195,8 +180,7 @@ class BlockAttention:
         the context is masked.
         """
         if self._groups is None:
-            # Blocks of a group: with 16 slots a block 128 // 16 = 8, and one at least where blocks
-            # are longer than `GROUP_ROWS`.
+            # Blocks of a group, one at least where blocks are longer than `GROUP_ROWS`.
             count, self._groups = max(GROUP_ROWS // self._size, 1), []
             all_anchors, all_firsts = (send(x, self._device) for x in (self._places, self._first))
             for start in range(0, self._places.shape[1], count):
@@ -205,8 +189,7 @@ class BlockAttention:
                 first = int(self._first[:, start:end].min())
                 last = int(self._places[:, start:end].max())
                 anchors, firsts = all_anchors[:, start:end, None], all_firsts[:, start:end, None]
-                # The slice is one for all packed rows: from the earliest beginning of a document to
-                # the latest anchor in any of them. The mask cuts it for each row.
+                # The slice is one for all packed rows; the mask cuts it for each row.
                 positions = torch.arange(first, last, device=self._device)
                 before = (positions >= firsts) & (positions < anchors)
                 before = before.repeat_interleave(self._size, dim=1)
@@ -233,7 +216,7 @@ class BlockAttention:
             keys,
             values,
             block_mask=self._flex_mask(width),
-            # it shares key-value heads itself, so that no copies are made as in `_sdpa`
+            # it shares key-value heads itself, without copies
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 
@@ -271,10 +254,9 @@ class _Group:
 
 
 def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> list[Pair]:
-    """Return each layer's keys and values `[B, Gkv, S, E]` of whole texts.
+    """Return each layer's keys and values `[B, Gkv, S, E]` of whole texts, for all their blocks.
 
-    `taps` are the target's features `[B, S, H]`. All blocks of a text share them: an anchor only
-    decides how much of them its block sees.
+    `taps` are the target's features `[B, S, H]`.
     """
     fused = drafter.fuse(taps)
     rotary = drafter.rotary(send(batch.positions, fused.device))

@@ -1,11 +1,10 @@
 """Attention over a causal block and n diagonals, chunk by chunk of queries, with its gradients.
 
 Torch's attention gives no gradient through the log-sum of its scores, with which the block and the
-diagonals are merged. Its kernels do take output and log-sum as arguments of their backward pass:
-with those of the merged softmax the kernel's gradients are those of the merged attention, as in
-ring attention (arXiv 2310.01889). So both directions call the kernels directly. Nothing chooses
-among kernels here: a call that the kernel cannot take raises an error instead of ending in one that
-holds all scores.
+diagonals are merged. But its kernels take output and log-sum as arguments of their backward pass:
+with those of the merged softmax their gradients are those of the merged attention, as in ring
+attention (arXiv 2310.01889). So both directions call the kernels directly; a call that a kernel
+cannot take raises an error instead of ending in one that holds all scores.
 
 Shapes: B packed rows, S positions, G attention heads, Gkv key-value heads, r = G / Gkv, E head
 size, n steps after step 0. C query rows of a chunk, N keys that it may see.
@@ -30,9 +29,9 @@ SHORTEST, LONGEST = 128, 1024  # query rows of a chunk
 
 @dataclass(frozen=True)
 class Chunk:
-    """Query rows `start` .. `end - 1` of packed row `row`.
+    """Query rows `start` .. `end - 1` of packed row `row`, which see keys `first` .. `end - 1`.
 
-    They see keys `first` .. `end - 1` at most. `mask` `[1, 1, C, N]` is added to the scores.
+    `mask` `[1, 1, C, N]` is added to the scores.
     """
 
     row: int
@@ -45,8 +44,8 @@ class Chunk:
 def causal_chunks(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[Chunk]:
     """Return chunks of query rows that together cover all packed rows.
 
-    Short chunks save scores that are masked anyway: the half above the diagonal, and what lies
-    before the oldest document that a chunk reaches into.
+    They save scores that are masked anyway: most of those above the diagonal, and what lies before
+    the oldest document that a chunk reaches into.
     """
     length = batch.ids.shape[1]
     # With eight chunks 9/16 of the S x S scores are computed at most (1 + 2 + .. + 8 of 64 parts),
@@ -76,13 +75,11 @@ def causal_chunks(batch: Batch, device: torch.device, dtype: torch.dtype) -> lis
 def causal_visible(documents: Tensor, start: int, end: int, first: int = 0) -> Tensor:
     """Return bools `[B, end - start, end - first]`: which rows of step 0 a query row sees.
 
-    Query rows are `start` .. `end - 1`, rows of step 0 are `first` .. `end - 1`; `documents`
-    `[B, S]` are their documents. Padding is a document too, so that each of its rows sees itself at
-    least: a softmax over nothing is NaN.
+    Query rows are `start` .. `end - 1`, rows of step 0 `first` .. `end - 1`; `documents` `[B, S]`
+    are their documents. Padding is a document too: a softmax over nothing is NaN.
     """
     keys = torch.arange(first, end, device=documents.device)
     rows = keys[start - first :]
-    # The causal order alone is not enough: an earlier row may belong to another document.
     same_document = documents[:, start:end, None] == documents[:, None, first:end]
     return same_document & (keys <= rows[:, None])
 
@@ -144,10 +141,7 @@ class ChunkedAttention(torch.autograd.Function):
 
 
 def by_key_head(states: Tensor, key_heads: int) -> Tensor:
-    """Return `[B, G, S, E]` as `[B, Gkv, r, S, E]`: heads of the same keys in an axis of their own.
-
-    So keys and values need no copies for the heads that share them.
-    """
+    """Return `[B, G, S, E]` as `[B, Gkv, r, S, E]`, for which keys and values need no copies."""
     return states.unflatten(1, (key_heads, -1))
 
 

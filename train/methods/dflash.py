@@ -19,7 +19,6 @@ weight, H hidden size, V vocabulary, Vd draft vocabulary, n roots that are run t
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -72,8 +71,6 @@ from .ranks import (
 from .runs import BlockLoss, DFlashRun
 from .vocabulary import VocabularyMap, draft_vocabulary
 
-log = logging.getLogger(__name__)
-
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
 from a mask token's embedding give the tokens of texts low probabilities."""
@@ -86,6 +83,8 @@ class BlockObjective:
     all_last = False
     reads_overlaps = False
     """True if `further_loss` needs the overlaps in every step, measured or not."""
+    further_metrics: tuple[str, ...] = ()
+    """Names of the metrics that the tables of `further_loss` give."""
 
     def __init__(
         self,
@@ -113,10 +112,8 @@ class BlockObjective:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the sum of the weights of a batch's drafts, from masks alone."""
-        # `forward` draws the same anchors again, since the draw is a function of seed and rows.
-        return {
-            "drafts": float((self.anchors(batch).weights * self._decay).sum(dtype=torch.float64))
-        }
+        weights = self.anchors(batch).weights * self._decay  # `forward` draws the same anchors
+        return {"drafts": float(weights.sum(dtype=torch.float64))}
 
     def forward(
         self,
@@ -131,7 +128,7 @@ class BlockObjective:
         context = contexts(drafter, batch, features.taps)
         outputs = run_blocks(drafter, batch, anchors.places, context, config.attention, config)
         # Weights only fall within a block, so a block whose first draft has none has none at all.
-        # The index is made on the CPU, where its length is known without waiting; it may be empty.
+        # The index is made on the CPU, where its length is known without waiting.
         blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
         device_blocks = send(blocks, device)
         # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
@@ -146,9 +143,9 @@ class BlockObjective:
         # In a batch without any draft there is nothing to divide, but the denominator may be 0.
         factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
-            partial(self._table, drafter, last, VocabularyMap(drafter, device), measured),
+            partial(self._table, drafter, last, VocabularyMap(drafter), measured),
             drafter.state(outputs.flatten(0, 1)[device_blocks], before),
-            (teachers, labels, weights, factors),
+            (teachers, labels, factors),
             drafter.head_parameters,
             config.rows_per_chunk,
         )
@@ -156,11 +153,9 @@ class BlockObjective:
             return loss, {}
         losses, right, alpha, *more_tables = tables
         sums = depth_metrics(losses, right, alpha, weights)
-        return loss, sums | self.more_metrics(weights, *more_tables)
-
-    def more_metrics(self, weights: Tensor, *tables: Tensor) -> Sums:
-        """Return metric sums of a method's own, from the tables of `further_loss`."""
-        return {}
+        for name, table in zip(self.further_metrics, more_tables, strict=True):
+            sums[name] = ((table * weights).sum(), weights.sum())
+        return loss, sums
 
     def _table(
         self,
@@ -171,15 +166,15 @@ class BlockObjective:
         state: Tensor,
         teachers: Tensor,
         labels: Tensor,
-        weights: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the loss of R blocks, then tables `[R, D]` if it is `measured`.
 
         The tables are: losses, 1 where the best token is the target's, overlap, and those of
         `further_loss`. `state` `[R, D, ..]` is as the drafter's head reads it, `last`
-        `[positions, H]` are the target's states; `teachers`, `labels`, `weights` and `factors` are
-        `[R, D]`. `teachers` are on the CPU, so that finding the distinct ones waits for nothing.
+        `[positions, H]` are the target's states; `teachers`, `labels` and `factors` (0 for a draft
+        without weight) are `[R, D]`. `teachers` are on the CPU, so that finding the distinct ones
+        waits for nothing.
         """
         # Blocks at neighbouring anchors share most of their teachers (draft 2 of anchor 4 and draft
         # 1 of anchor 5 both have p[5]), so the target's head runs once for each distinct position.
@@ -224,7 +219,7 @@ class BlockObjective:
                     label_probs = (label_logits - log_sums).exp() * (labels >= 0)
                     chances = smoothed(label_probs, config.smoothing)
                 assert chances is not None
-                scale = factors * survival_weights(chances, weights > 0)
+                scale = factors * survival_weights(chances, factors > 0)
         more, tables = self.further_loss(drafter, state, alpha)
         loss = ((losses + more) * scale).sum()
         if best is None or alpha is None or not measured:
@@ -245,11 +240,11 @@ class BlockObjective:
 
 def forced_blocks(
     drafter: DFlashDrafter, hidden: Hidden, ids: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Run a block at every position of a text, and yield n roots at a time.
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run a block at every position of a text, in order, and yield n roots at a time.
 
-    Yields the roots `[n]`, their blocks' outputs `[n, D, H]`, the text's token before each draft
-    `[n, D]` and the text's token in its place `[n, D]`, -1 past the end.
+    Yields the blocks' outputs `[n, D, H]`, the text's token before each draft `[n, D]` and the
+    text's token in its place `[n, D]`, -1 past the end.
 
     Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 x4 before them (past the end
     the last token is repeated, which nothing reads) and x4 -1 -1 in their places.
@@ -265,15 +260,7 @@ def forced_blocks(
         positions = roots.to(ids.device)[:, None] + depths
         labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
         before = ids[(positions - 1).clamp(max=length - 1)]
-        yield roots.to(ids.device), outputs, before, labels
-
-
-def passes_of(run: DFlashRun, drafter: DFlashDrafter) -> float:
-    """Return the passes of the drafter over a position in a step.
-
-    A step runs all rows of all blocks, however few roots a packed row has.
-    """
-    return run.objective.anchors * drafter.shape.block_size / run.data.max_length
+        yield outputs, before, labels
 
 
 def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
@@ -282,10 +269,9 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
     the size of the first logits follows from all of it.
     """
-    norm = target.final_norm_weight()
     shape = drafter.shape
     ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
-    block_weights(drafter, norm.float().cpu() if norm is not None else None, ids)
+    block_weights(drafter, target.final_norm_weight(), ids)
     # `keep=False`: nothing is trained yet, so what the drafter computes may change.
     rescale(drafter, target.tap_sizes(drafter.taps), keep=False)
     # One position is left over, because a server writes a token with every request.
@@ -295,7 +281,7 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
     # enough to judge the size of logits by.
     hidden = Hidden(taps[0], taps)
-    _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
+    outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
     # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
     states = drafter.norm(outputs).to(target.device, target.dtype)
     begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
@@ -310,8 +296,7 @@ def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> No
     if target.dtype == torch.float16:
         raise UserError(
             "block drafters learn through the target's head, and float16 loses their gradients; "
-            "give --target.dtype bfloat16 or "
-            "float32"
+            "give --target.dtype bfloat16 or float32"
         )
     # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
     # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
@@ -329,23 +314,21 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for` and `config_of`."""
 
-    def _shape(self, run: DFlashRun, config: Any, mask_token: int) -> Any:
-        """Return the shape of the run's drafter, for a target of this config."""
-        return self.configs.shape_for(run.heads, config, mask_token)
-
     def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         # The taps are the same for any mask token, and none is chosen yet.
-        return self._shape(run, target.config, run.heads.mask_token or 0).taps, False
+        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        return shape.taps, False
 
     def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
         """Return the run's `Outline`.
 
         Every position is context once: `fc`, then keys and values of each layer. The layers
-        themselves run over the slots of all blocks, the head over the drafts of those at roots.
+        themselves run over the slots of all blocks, however few roots a packed row has, the head
+        over the drafts of those at roots.
         """
-        shape = self._shape(run, target.config, run.heads.mask_token or 0)
+        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
         drafter = self.drafter_class(shape, target.embedding_and_head)
-        passes = passes_of(run, drafter)
+        passes = run.objective.anchors * shape.block_size / run.data.max_length
         keys_values = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size * shape.num_layers
         context = ON_FEATURES * matrix_numbers(drafter.fc) + TRAINED * keys_values
         each_pass = TRAINED + FORWARD * run.objective.recompute
@@ -373,7 +356,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
             shape = shape_before(run.heads, str(run.init_from), target, before, self.configs)
             return self.drafter_class(shape, target.embedding_and_head)
         mask_token = mask_token_for(run.heads.mask_token, target, batches)
-        shape = self._shape(run, target.config, mask_token)
+        shape = self.configs.shape_for(run.heads, target.config, mask_token)
         drafter = self.drafter_class(shape, target.embedding_and_head)
         start(drafter, target, batches)
         return drafter
@@ -391,12 +374,12 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d
         from root n. It is -1 where the token is not among the best, or lies outside the text.
         """
-        vocabulary = VocabularyMap(drafter, ids.device)
-        ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
-        for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
-            columns = vocabulary.columns(labels)
-            ranks[roots] = ranks_in(drafter.logits(drafter.state(outputs, before)), columns)
-        return ranks
+        vocabulary = VocabularyMap(drafter)
+        ranks = []
+        for outputs, before, labels in forced_blocks(drafter, hidden, ids):
+            logits = drafter.logits(drafter.state(outputs, before))
+            ranks.append(ranks_in(logits, vocabulary.columns(labels)))
+        return torch.cat(ranks)
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the drafter, and the tree of evaluation."""

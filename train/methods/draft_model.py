@@ -139,8 +139,7 @@ class DistillObjective(nn.Module):
         # since accepted drafts weigh `accepted_weight`.
         factors = on_device(weights[rows]) / max(denominators["rows"], 1e-9)
         last = features.last.flatten(0, 1)
-        # A row with weight has its label in its own packed row, so the remainder never wraps; it
-        # keeps the index in range.
+        # A row with weight has its label in its own packed row, so the remainder never wraps.
         labels = ids.flatten()[(device_rows + 1) % ids.numel()]
         hidden = hidden[device_rows]
         temperatures = on_device(self._temperatures(batch).flatten()[rows])
@@ -161,14 +160,14 @@ class DistillObjective(nn.Module):
         return loss, depth_metrics(*by_depth)
 
     def _temperatures(self, batch: Batch) -> Tensor:
-        """Return the temperature of each row `[B, S]`, on the CPU: one for each document.
+        """Return each row's temperature `[B, S]`, on the CPU: one for each document.
 
         It is a pure function of seed and place in the data, whatever the ranks.
         """
         choices = np.array(self.config.temperatures, np.float32)
         if len(choices) == 1:
             return torch.full(batch.ids.shape, float(choices[0]))
-        # One for each document 0 .. max, and one for padding, which is document -1: hence the + 1.
+        # One for each document 0 .. max, and one for padding, which is document -1.
         count = int(batch.documents.max()) + 2
         drawn = []
         for number in batch.numbers:
@@ -206,8 +205,7 @@ class DistillObjective(nn.Module):
         log_p = None
         if self.config.temperatures == [1.0]:
             log_p = log_probs(teacher)[:, :size]
-            # A label that the draft model lacks has no column; it is clamped to have one, and its
-            # loss is set to 0.
+            # A label that the draft model lacks is clamped to have a column; its loss is set to 0.
             clamped = labels.clamp(max=size - 1)
             losses, _ = loss_of_logits(self.config.loss, logits, log_p, clamped)
             if self.config.loss in NEEDS_LABELS:
@@ -300,10 +298,10 @@ def whole_of(target: TargetSource, config: TargetConfig) -> Target:
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
-    """Demand what training and decoding rely on, before either begins.
+    """Raise `UserError` for a draft model that lacks what training and decoding rely on.
 
     These are positions for texts of `longest` tokens, a head that can be called on its own, packed
-    documents that do not see each other, and trees. Raises `UserError`.
+    documents that do not see each other, and trees.
     """
     if draft_model.max_positions < longest:
         raise UserError(
@@ -319,7 +317,7 @@ def check_draft_model(draft_model: CausalModel, longest: int) -> None:
 
 
 def runner_of(drafter: DraftModel) -> CausalModel:
-    """Return the draft model behind the interface of a target: prefill, trees, head.
+    """Return the draft model with the interface of a target: prefill, trees, head.
 
     It is one object for each drafter, since `check_packing` notes in it how packed rows are run.
     """
@@ -345,8 +343,8 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         drafter = DraftModel(model, None, target.vocab_size)
         head = matrix_numbers(model.get_output_embeddings())
         # A tied head is the embedding, of which a position reads one row.
-        ends = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
-        ends |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
+        modules = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends = {id(p): p.numel() for module in modules for p in module.parameters()}
         layers = matrix_numbers(model) - sum(ends.values())
         return Outline(
             drafter,
@@ -402,23 +400,20 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     def teacher_forced(self, drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `[S, 2]`: correctness and probability of the draft model's best tokens.
 
-        Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and the
-        probability of that best token. Rows past the model's last position are 0. `hidden` is not
-        read.
+        Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and its
+        probability. Rows past the model's last position are 0. `hidden` is not read.
         """
         draft_model = runner_of(drafter)
         seen = ids[: draft_model.max_positions].clamp(max=draft_model.vocab_size - 1)
         # the last row has no token after it: -1 equals no best token
-        following = functional.pad(ids, (0, 1), value=-1)[1:]
-        outcomes = torch.zeros(len(ids), 2, device=ids.device)
-        for number, states in enumerate(
-            draft_model.forward(seen[None]).last[0].split(ROWS_AT_ONCE)
-        ):
-            rows = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(states))
-            probs = draft_model.head(states).float()[:, : drafter.vocab_size].softmax(-1)
-            outcomes[rows, 1], best = probs.max(-1)
-            outcomes[rows, 0] = best == following[rows]
-        return outcomes
+        following = functional.pad(ids, (0, 1), value=-1)[1 : len(seen) + 1].split(ROWS_AT_ONCE)
+        outcomes = []
+        states = draft_model.forward(seen[None]).last[0].split(ROWS_AT_ONCE)
+        for rows, labels in zip(states, following, strict=True):
+            probs = draft_model.head(rows).float()[:, : drafter.vocab_size].softmax(-1)
+            chances, best = probs.max(-1)
+            outcomes.append(torch.stack([(best == labels).float(), chances], dim=-1))
+        return functional.pad(torch.cat(outcomes), (0, 0, 0, len(ids) - len(seen)))
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         return adaptive_calibration(outcomes)

@@ -21,7 +21,6 @@ from ...heads import dspark
 from ...heads.dspark import DSparkDrafter
 from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
-from ..objectives import Sums
 from ..outline import TRAINED, ConfigOnly, Outline, matrix_numbers
 from .dflash import BlockObjective, DFlashMethod, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in
@@ -37,6 +36,7 @@ class DSparkObjective(BlockObjective):
 
     config: DSparkLoss
     reads_overlaps = True
+    further_metrics = ("confidence_loss",)
 
     def further_loss(
         self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor | None
@@ -54,18 +54,14 @@ class DSparkObjective(BlockObjective):
         )
         return self.config.confidence_weight * losses, (losses.detach(),)
 
-    def more_metrics(self, weights: Tensor, *tables: Tensor) -> Sums:
-        """Return the sum of the confidences' losses over drafts with weight."""
-        return {"confidence_loss": ((tables[0] * weights).sum(), weights.sum())}
-
 
 def confidence_calibration(texts: Sequence[Tensor]) -> JsonObject:
     """Return temperatures of the confidences' logits, and calibration errors, by draft.
 
     `texts` `[R, D, 2]` have a row for each root: ranks of the greedy chain's drafts, and logits.
     The temperatures are fitted to all texts. `error_before` is that of the logits as they are;
-    `error` that of roots whose temperatures were fitted to the other half of the texts, so that no
-    root is judged by what was chosen on it. It is left out where a half has no root.
+    `error` that of roots whose temperatures were fitted to the other half of the texts. It is left
+    out where a half has no root.
     """
     logits, survived = _parts(texts)
     raw = scaled(logits, [1.0] * logits.shape[1])
@@ -101,12 +97,11 @@ def _errors(chances: Tensor, survived: Tensor) -> list[float]:
 
 
 def scale_sequentially(logits: Tensor, survived: Tensor) -> list[float]:
-    """Return temperatures of the confidences' logits by sequential temperature scaling.
+    """Return temperatures of the confidences' logits by DSpark's sequential temperature scaling.
 
-    The method is DSpark's (arXiv 2607.05147). `logits` and `survived` are `[R, D]`, a row for each
-    root; `survived` is 1 as long as the greedy chain is right, so the temperatures are for T = 0.
-    For one draft after another that temperature is chosen at which the product of the confidences
-    so far matches best how often chains survive that far.
+    `logits` and `survived` are `[R, D]`, a row for each root; `survived` is 1 as long as the greedy
+    chain is right. For one draft after another that temperature is chosen at which the product of
+    the confidences so far matches best how often chains survive that far (arXiv 2607.05147).
     """
     product, temperatures = torch.ones_like(logits[:, 0]), []
     for depth in range(logits.shape[1]):
@@ -151,14 +146,13 @@ class DSparkMethod(DFlashMethod):
     @torch.no_grad()
     def teacher_forced(self, drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `[S, D, 2]`, float: ranks as DFlash's, then the confidences' logits."""
-        vocabulary = VocabularyMap(drafter, ids.device)
-        outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
-        for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
+        vocabulary = VocabularyMap(drafter)
+        outcomes = []
+        for outputs, before, labels in forced_blocks(drafter, hidden, ids):
             state = drafter.state(outputs, before)
             ranks = ranks_in(drafter.logits(state), vocabulary.columns(labels))
-            outcomes[roots, :, 0] = ranks.float()
-            outcomes[roots, :, 1] = drafter.confidence(state).float()
-        return outcomes
+            outcomes.append(torch.stack([ranks.float(), drafter.confidence(state).float()], -1))
+        return torch.cat(outcomes)
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return DFlash's calibration, with temperatures for the confidences."""

@@ -1,14 +1,13 @@
-"""Training of EAGLE drafters: settings of a run, and the method.
+"""Training of EAGLE drafters; the loss is in `eagle_loss.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
-step towards the target's next feature. The loss is in `eagle_loss.py`.
+step towards the target's next feature.
 
 Shapes: S positions, D unrolled steps.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -44,13 +43,11 @@ from .ranks import (
     batch_of_text,
     comparable_roots,
     rank_calibration,
-    ranks_in,
+    ranks_by_root,
 )
 from .runs import EagleRun
 from .unroll import unroll
 from .vocabulary import VocabularyMap, draft_vocabulary
-
-log = logging.getLogger(__name__)
 
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
@@ -99,10 +96,8 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
         ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
-        norm = target.final_norm_weight()
-        weight = norm.float().cpu() if norm is not None else None
-        head = target.head_weight.float().cpu()
-        first_weights(drafter, head, weight, ids, target.tap_sizes(shape.taps))
+        norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
+        first_weights(drafter, target.head_weight, norm, ids, tap_sizes)
         loss = run.objective.resolved(shape.version)
         # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
         # own scale, and needs the target's norm as it is.
@@ -148,23 +143,13 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
     def teacher_forced(
         self, drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
     ) -> Tensor:
-        """Return ranks `[S, D]` by the training pass.
-
-        Row n, column k is the place of the text's own token x[n+1+k] among the best of the draft of
-        depth k + 1 from root n. It is -1 where the token is not among the best, cannot be drafted,
-        or lies outside the text.
-        """
-        length, taps = len(ids), tuple(tap[None] for tap in hidden.taps)
+        """Return `ranks_by_root` of the training pass."""
+        taps = tuple(tap[None] for tap in hidden.taps)
         outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
-        vocabulary = VocabularyMap(drafter, ids.device)
-        ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
-        for k in range(min(steps, length - 2)):
-            # Rows t = 0 .. S - 3 - k have a label x[t+2+k], and the root of row t is t + 1. With 5
-            # tokens and k = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
-            rows = length - 2 - k
-            labels = vocabulary.columns(ids[2 + k :])
-            ranks[1 : 1 + rows, k] = ranks_in(drafter.logits(outputs[k][0, :rows]), labels)
-        return ranks
+        columns = VocabularyMap(drafter).columns(ids)
+        return ranks_by_root(
+            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
+        )
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the drafter, and the tree of evaluation."""

@@ -2,15 +2,7 @@
 
 Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
 (step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
-p[t+1+k], its weight R(t+1 .. t+2+k).
-
-Example: prompt 0 .. 3, reply 4 .. 8, three steps. The root of row t is t + 1.
-
-    row   tokens read      labels           teachers         weights
-    3     x4   x5   x6     x5   x6   x7     p4   p5   p6     1  1  1
-    4     x5   x6   x7     x6   x7   x8     p5   p6   p7     1  1  1
-    5     x6   x7   x8     x7   x8   -      p6   p7   -      1  1  0
-    6     x7   x8   -      x8   -    -      p7   -    -      1  0  0
+p[t+1+k], its weight R(t+1 .. t+2+k). The root of row t is t + 1; `teachers.py` has an example.
 
 Shapes: B packed rows, S positions, D unrolled steps, J teacher positions, R roots, H hidden size,
 Ht the target's, V vocabulary, Vd draft vocabulary.
@@ -64,7 +56,6 @@ class EagleObjective:
 
         `accepted_weight` is that of accepted drafts in texts decoded with the drafter.
         """
-        assert config.steps is not None, "resolve the config first"
         self.taps, self.all_last = drafter.taps, drafter.reads_last
         self._accepted_weight = accepted_weight
         self.config, self._target_head, self._seed = config, target_head, seed
@@ -72,7 +63,7 @@ class EagleObjective:
 
     def begin(self, progress: float) -> None:
         """Set the steps of an optimiser step that begins after this share of the run."""
-        assert self.config.steps is not None
+        assert self.config.steps is not None, "resolve the config first"
         self.steps = 1 if progress < self.config.single_step_share else self.config.steps
         self.step_weights = static_decay(self.steps, self.config.decay)
 
@@ -105,7 +96,7 @@ class EagleObjective:
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
         # Teachers are the target's states without the noise that the drafter reads.
-        vocabulary = VocabularyMap(drafter, last.device)
+        vocabulary = VocabularyMap(drafter)
         measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
         ids = send(batch.ids.flatten(), last.device)
         # The label is one after its teacher. A teacher with weight is not the last position, so
@@ -156,16 +147,13 @@ class EagleObjective:
     ) -> Tensor:
         """Return the factor of each loss, `[J, D]`, 0 where a draft has no weight.
 
-        `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
-        teachers and labels `[J]`.
+        `measure` is `_table` without its last arguments, of which `rows` are teachers and labels.
         """
         # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
         # NaN. Counts are sums of weights, which may be fractions, so the least one is far below 1.
         counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
         if self.config.weighting == "decay":
-            scaled = []
-            for step_weight, count in zip(self.step_weights, counts, strict=True):
-                scaled.append(step_weight / count)
+            scaled = [w / count for w, count in zip(self.step_weights, counts, strict=True)]
             return places.weights * send(scaled, hidden.device)
         # Dynamic weights of a root depend on all its steps, which have different teachers and so
         # may lie in different chunks. A pass without gradients over all chunks comes first.
@@ -199,24 +187,38 @@ class EagleObjective:
         position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
         `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
-        config = self.config
+        config, teacher = self.config, None
         with torch.no_grad():
             target_states = last[teachers]
             target_logits = self._target_head(target_states)
             # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
-            best = vocabulary.columns(target_logits.argmax(-1))
-            labels = vocabulary.columns(labels)
-        kept: Tensor | slice = slice(None)
-        drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
-        if drops and not config.feature_weight and hidden.device.type == "cpu":
-            # Positions without a loss need no logits of the drafter. On a GPU the host would have
-            # to wait for their number.
-            kept = (best >= 0).nonzero()[:, 0]
+            best = vocabulary.columns(target_logits.argmax(-1))[:, None]
+            labels = vocabulary.columns(labels)[:, None]
+            kept: Tensor | slice = slice(None)
+            drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
+            if drops and not config.feature_weight and hidden.device.type == "cpu":
+                # Positions without a loss need no logits of the drafter. On a GPU the host would
+                # have to wait for their number.
+                kept = (best >= 0).nonzero()[:, 0]
+            if config.loss not in LABELS_ONLY:
+                # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
+                teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
         logits = drafter.logits(hidden[kept])
-        kept_losses = self._losses(
-            drafter, logits, hidden[kept], target_states,
-            vocabulary, target_logits[kept], best[kept], labels[kept],
-        )  # fmt: skip
+        # A label without a column is clamped to have one; what is computed of it counts as 0 below.
+        columns = labels.clamp(min=0).expand(factors.shape)
+        kept_losses, _ = loss_of_logits(config.loss, logits, teacher, columns[kept])
+        kept_losses = kept_losses * (config.token_weight or 0.0)
+        if config.out_of_vocabulary == "drop":
+            kept_losses = kept_losses.masked_fill(best[kept] < 0, 0.0)
+        if config.loss in NEEDS_LABELS:
+            kept_losses = kept_losses.masked_fill(labels[kept] < 0, 0.0)
+        if config.feature_weight:
+            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
+            target_feature = target_states.to(hidden.dtype)[:, None].expand_as(hidden)
+            distances = functional.smooth_l1_loss(
+                drafter.feature(hidden), target_feature, reduction="none"
+            )
+            kept_losses = kept_losses + config.feature_weight * distances.mean(-1)
         loss = (kept_losses * factors[kept]).sum()
         if not measured:
             return (loss,)
@@ -227,49 +229,7 @@ class EagleObjective:
                 logits = drafter.logits(hidden)
             log_q = log_probs(logits)
             # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
-            right = log_q.argmax(-1) == best[:, None]
-            log_p = vocabulary.restrict(log_probs(target_logits))
-            alpha = overlap(log_q, log_p[:, None])
-            columns = labels.clamp(min=0)[:, None].expand(factors.shape)
-            label_probs = log_q.gather(-1, columns[..., None])[..., 0].exp()
-            label_probs = label_probs * (labels >= 0)[:, None]
-        return loss, losses, right.float(), alpha, label_probs
-
-    def _losses(
-        self,
-        drafter: EagleDrafter,
-        logits: Tensor,
-        hidden: Tensor,
-        target_states: Tensor,
-        vocabulary: VocabularyMap,
-        target_logits: Tensor,
-        best: Tensor,
-        labels: Tensor,
-    ) -> Tensor:
-        """Return the losses `[J, D]` of J teacher positions.
-
-        `logits` `[J, D, Vd]` are the drafter's for the states `hidden` `[J, D, H]`;
-        `target_states` `[J, Ht]`, read with a feature loss only, and `target_logits` `[J, V]` are
-        the target's; `best` and `labels` `[J]` are columns or -1.
-        """
-        config, teacher = self.config, None
-        with torch.no_grad():
-            if config.loss not in LABELS_ONLY:
-                teacher = vocabulary.teacher(config.loss, target_logits)[:, None]
-        # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`. A label without a
-        # column is clamped to have one; what is computed of it counts as 0 below.
-        columns = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
-        losses, _ = loss_of_logits(config.loss, logits, teacher, columns)
-        losses = losses * (config.token_weight or 0.0)
-        if config.out_of_vocabulary == "drop":
-            losses = losses.masked_fill((best < 0)[:, None], 0.0)
-        if config.loss in NEEDS_LABELS:
-            losses = losses.masked_fill((labels < 0)[:, None], 0.0)
-        if config.feature_weight:
-            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
-            target_feature = target_states.to(hidden.dtype)[:, None].expand_as(hidden)
-            distances = functional.smooth_l1_loss(
-                drafter.feature(hidden), target_feature, reduction="none"
-            )
-            losses = losses + config.feature_weight * distances.mean(-1)
-        return losses
+            right = (log_q.argmax(-1) == best).float()
+            alpha = overlap(log_q, vocabulary.restrict(log_probs(target_logits))[:, None])
+            label_probs = log_q.gather(-1, columns[..., None])[..., 0].exp() * (labels >= 0)
+        return loss, losses, right, alpha, label_probs

@@ -28,10 +28,9 @@ def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
     """Scale an untrained drafter's final norm down until its logits are small.
 
     `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
-    deviation over the vocabulary is at most `spread`. The reason: the target's norm belongs to
-    states that the target made. Behind it the first states of a drafter make logits as large as the
-    target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the first hundred
-    steps had to unlearn that.
+    deviation over the vocabulary is at most `spread`. With the target's norm as it is the first
+    states of a drafter make logits as large as the target's, and wrong: with SmolLM2 the loss began
+    at 36, far above log V, and the first hundred steps had to unlearn that.
     """
     deviation = logits.float().std(-1).square().mean().sqrt()
     # Only down: small logits are no harm to an untrained drafter.
@@ -42,10 +41,9 @@ def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
 def block_weights(
     drafter: DFlashDrafter, norm_weight: Tensor | None, ids: Tensor | None = None
 ) -> None:
-    """Set the final norm to the target's `[H]`, and `fc` to weigh all taps the same.
+    """Set the final norm to the target's `[H]`, and `fc` to weigh all rescaled taps the same.
 
-    They do so once `rescale` has been called, which brings them to similar sizes. `ids` `[Vd]` are
-    the target ids of the draft vocabulary, None for all tokens.
+    `ids` `[Vd]` are the target ids of the draft vocabulary, None for all tokens.
     """
     if ids is not None:
         drafter.set_maps(ids)
@@ -64,9 +62,9 @@ def rescale(drafter: DFlashDrafter, tap_sizes: tuple[float, ...], keep: bool) ->
     """Divide the taps by powers of two near their sizes `tap_sizes`, root mean squares.
 
     With it `fc` learns at the pace of the other matrices: raw taps have sizes of 10 to 100, the
-    weights of `fc` would be as much smaller, and a step of AdamW would change them by as much
-    as they are. With `keep` the weights are changed too, so that the drafter computes the same
-    as before, bit for bit (a factor that is a power of two rounds nothing).
+    weights of `fc` would be as much smaller, and a step of AdamW would change them by as much as
+    they are. With `keep` the drafter computes the same as before, bit for bit (a factor that is a
+    power of two rounds nothing).
     """
     # Example: a tap of size 27, near 2^5, is multiplied by 1/32.
     powers = [2.0 ** -round(math.log2(size)) for size in tap_sizes]
@@ -81,17 +79,17 @@ def rescale(drafter: DFlashDrafter, tap_sizes: tuple[float, ...], keep: bool) ->
 def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor) -> None:
     """Let queries and keys begin so that attention finds the rows that a draft depends on.
 
-    `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A
-    third of the key-value heads (at least one, if there are several) begins with the anchor's
-    token, the others with the newest positions of the context.
+    `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A third
+    of the key-value heads (at least one, if there are several) begins with the anchor's token, the
+    others with the newest positions of the context. With random weights attention starts out even
+    over hundreds of rows.
 
-    With random weights attention starts out even over hundreds of rows. Here all queries of a
-    head begin with one direction, and each key with the same direction times how much its row
-    is wanted, a linear function of the row that is fitted to the sample. Rotary positions then
-    tell which of the wanted rows is nearest: the direction for the context lies in the half of
-    the head that rotates fast, so that its product fades with distance, the one for the anchor
-    in the slow half. With this start the first draft for the quickstart target is right 20% of
-    the time after 200 steps, without it 9% (EXPERIMENTS.md).
+    All queries of a head begin with one direction, and each key with the same direction times how
+    much its row is wanted, a linear function of the row that is fitted to the sample. Rotary
+    positions tell which of the wanted rows is nearest: the direction for the context lies in the
+    half of the head that rotates fast, so that its product fades with distance, the one for the
+    anchor in the slow half. For the quickstart target the first draft is then right 20% of the time
+    after 200 steps, with random weights 9% (EXPERIMENTS.md).
     """
     query_fit, anchor_fit, context_fit = _fit_rows(drafter, taps, ids)
     size, numbers = drafter.shape.head_dim, torch.arange(drafter.shape.head_dim)
@@ -100,12 +98,12 @@ def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor)
     fast = numbers < drafter.rotary.size // 4
     slow = ~fast & (numbers < drafter.rotary.size // 2)
     for layer in drafter.decoder_layers:
-        # One matrix `[E, H]` for each attention head and key-value head, as views: adding to
-        # them changes the layer. Values begin at random.
+        # One matrix `[E, H]` for each attention head and key-value head, as views: adding to them
+        # changes the layer. Values begin at random.
         queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
             [layer.heads, layer.kv_heads, layer.kv_heads]
         )
-        for head, key in enumerate(keys):  # `key` is a view `[E, H]` of the layer's weights
+        for head, key in enumerate(keys):
             to_anchor = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
             half = slow if to_anchor else fast
             direction = functional.normalize(half.to(query_fit), dim=0) * NEARBY
@@ -118,20 +116,19 @@ def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor)
 def _fit_rows(
     drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three linear functions `[H]` of a normed row, fitted to a sample of rows.
+    """Return three linear functions `[H]` of a normed row, fitted to the sample of `attend_nearby`.
 
-    `taps` `[n, H]` each and `ids` `[n]` are the sample. The first function is near 1 for the
-    rows of a block, which have queries, and near 0 for the context. The second is near 1 for
-    anchors' tokens, the third for the context, and each near -1 for all other rows.
+    The first is near 1 for the rows of a block, which have queries, and near 0 for the context. The
+    second is near 1 for anchors' tokens, the third for the context, and each near -1 for all other
+    rows.
     """
-    context = functional.rms_norm(
-        drafter.fuse(tuple(tap[None] for tap in taps))[0].float(), drafter.norm.weight.shape
-    )
-    embedded = functional.rms_norm(
-        drafter.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), drafter.norm.weight.shape
-    )
-    # Every slot but the first holds the mask token: one is repeated, so that it weighs as much
-    # as the other two kinds of rows.
+    width = drafter.norm.weight.shape
+    fused = drafter.fuse(tuple(tap[None] for tap in taps))[0]
+    context = functional.rms_norm(fused.float(), width)
+    slots = drafter.embed(ids[None])[0].unflatten(0, (len(ids), -1))
+    embedded = functional.rms_norm(slots.float(), width)
+    # Every slot but the first holds the mask token: one is repeated, so that it weighs as much as
+    # the other two kinds of rows.
     tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
     rows = torch.cat([context, tokens, masks])
 

@@ -47,15 +47,11 @@ def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) ->
     text_counts = batches.token_counts(target.vocab_size, prompts=True)
     for token in spare(target):
         if unfit(token, target, text_counts) is None:
-            log.info(
-                "mask token: %d (%s), a special token that no training text holds",
-                token,
-                name_of(token, target),
-            )
+            name = described(token, target)
+            log.info("mask token: %s, a special token that no training text holds", name)
             return token
-    proposals = candidates(target, text_counts)
-    listed = ", ".join(f"{token} ({name_of(token, target)})" for token in proposals)
-    hint = f"; no training text holds {listed}" if proposals else ""
+    listed = ", ".join(described(token, target) for token in candidates(target, text_counts))
+    hint = f"; no training text holds {listed}" if listed else ""
     raise UserError(
         "no unused token is known to mask drafts with; name one that texts never hold with "
         f"heads.mask_token{hint}"
@@ -98,17 +94,13 @@ def unused(target: TargetSource) -> list[int]:
         return []
     named = []
     for token, added in tokenizer.added_tokens_decoder.items():
-        name = str(added).lower()
-        if "mask" in name or "reserved" in name or "unused" in name:
+        if any(word in str(added).lower() for word in ("mask", "reserved", "unused")):
             named.append(token)
-    # Embeddings are often padded to a round size: the first row after the tokens is in no text.
-    tokens = [len(tokenizer)]
-    # The padding comes last: some tokenizers use a token for it that has another meaning too.
-    for token in (tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id):
-        if token is not None:
-            tokens.append(token)
+    # Embeddings are often padded to a round size: the first row after the tokens is in no text. The
+    # padding comes last: some tokenizers use a token for it that has another meaning too.
+    tokens = [len(tokenizer), tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id]
     # A tokenizer may have more tokens than the target's embedding has rows.
-    return [token for token in tokens if token < target.vocab_size]
+    return [token for token in tokens if token is not None and token < target.vocab_size]
 
 
 def spare(target: TargetSource) -> list[int]:
@@ -138,8 +130,8 @@ def spare(target: TargetSource) -> list[int]:
 def candidates(target: TargetSource, texts: Tensor) -> list[int]:
     """Return some tokens that no text holds and that could be the mask, for a person to choose.
 
-    `texts` `[V]` says how often the training texts hold each token. The last tokens come first: in
-    most vocabularies they are the rarest.
+    `texts` `[V]` says how often the training texts hold each token. The last tokens, in most
+    vocabularies the rarest, come first.
     """
     # 1024 leave enough for `PROPOSED` of them; a large vocabulary has many more rows.
     never = (texts == 0).nonzero()[:, 0].flip(0)[:1024]
@@ -148,10 +140,9 @@ def candidates(target: TargetSource, texts: Tensor) -> list[int]:
     return [token for token in large if token not in target.eos_ids][:PROPOSED]
 
 
-def name_of(token: int, target: TargetSource) -> str:
-    """Return a token as the tokenizer writes it, quoted; "no text" where it has none."""
-    tokenizer = target.tokenizer
-    name = None
+def described(token: int, target: TargetSource) -> str:
+    """Return a token's id, and as the tokenizer writes it, quoted, or "no text": 5 ('<mask>')."""
+    tokenizer, name = target.tokenizer, None
     if tokenizer is not None and token < len(tokenizer):
         name = tokenizer.convert_ids_to_tokens(token)
-    return repr(name) if name is not None else "no text"
+    return f"{token} ({'no text' if name is None else repr(name)})"

@@ -43,7 +43,7 @@ from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .ranks import comparable_roots, rank_calibration, ranks_in
+from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 
 SURENESS = 0.45
@@ -72,10 +72,12 @@ class MedusaObjective:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of rows with weight of each head, from masks alone."""
-        totals = {}
-        for i in range(self._num_heads):
-            totals[f"head{i}"] = float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64))
-        return totals
+        totals = self._valid(batch).sum((0, 1), dtype=torch.float64).tolist()
+        return {f"head{i}": total for i, total in enumerate(totals)}
+
+    def _valid(self, batch: Batch) -> Tensor:
+        """Return whether each row has weight for each head `[B, S, D]`, on the CPU."""
+        return torch.stack([batch.reply_run(1, 2 + i) for i in range(self._num_heads)], dim=-1)
 
     def forward(
         self,
@@ -86,20 +88,17 @@ class MedusaObjective:
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last.flatten(0, 1)
-        runs = [batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)]
-        valid = torch.stack(runs, dim=-1)
+        valid = self._valid(batch).flatten(0, 1)
         # Rows of deeper heads are among those of the first, since R(a .. b) only falls with b. The
         # index is made on the CPU, where its length is known without waiting.
         rows = valid[:, 0].nonzero()[:, 0]
         valid = valid[rows]
         device_valid = send(valid, last.device)
         # w_i / N_i, N_i being the global count of head i: deep heads have fewer rows, and with one
-        # count for all they would weigh less than w_i.
-        scales = []
-        for i, head_weight in enumerate(self.head_weights):
-            # A count is a whole number here, so `max` changes only a count of 0, where no row has
-            # weight.
-            scales.append(head_weight / max(denominators[f"head{i}"], 1.0))
+        # count for all they would weigh less than w_i. A count is a whole number here, so `max`
+        # changes only a count of 0, where no row has weight.
+        counts = [max(denominators[f"head{i}"], 1.0) for i in range(self._num_heads)]
+        scales = [weight / count for weight, count in zip(self.head_weights, counts, strict=True)]
         factors = device_valid * send(scales, last.device)
         # The target's states may be in bfloat16, the heads learn in float32.
         dtype = next(drafter.parameters()).dtype
@@ -202,8 +201,7 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     ) -> MedusaHeads:
         """Return heads, see `Method.make_drafter`.
 
-        An untrained head starts as the target's own output matrix, scaled by `SURENESS`, so all of
-        them predict the token right after the state's.
+        An untrained head starts as the target's own output matrix, scaled by `SURENESS`.
         """
         if before is not None:
             shape: MedusaConfig = before.drafter.config
@@ -226,20 +224,9 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
 
     @torch.no_grad()
     def teacher_forced(self, drafter: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
-        """Return ranks `[S, D]`: places of a text's own tokens among the heads' best.
-
-        Row n is about root n: column d has the rank of x[n+1+d] for head d, which reads the state
-        of n - 1, the newest one when n is the root. It is -1 where the token is not among the best,
-        or lies outside the text. Of `hidden` only the last state is read.
-        """
-        length, count = len(ids), drafter.config.num_heads
-        ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
-        for d in range(min(count, length - 2)):
-            # Roots 1 .. length - 2 - d have a token d + 1 positions ahead. Root 1 reads state 0,
-            # and its token for head d is x[2+d].
-            rows = length - 2 - d
-            ranks[1 : 1 + rows, d] = ranks_in(drafter.logits(hidden.last[:rows], d), ids[2 + d :])
-        return ranks
+        """Return `ranks_by_root`; of `hidden` only the last state is read."""
+        count, last = drafter.config.num_heads, hidden.last
+        return ranks_by_root(ids, count, ids, lambda i, rows: drafter.logits(last[:rows], i))
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the heads, from which their tree is grown."""

@@ -5,28 +5,20 @@ Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
 from ...inference.replay import RANKS, rank_of
-from ..data.batches import Batch
+from ..data.batches import Batch, collate
 
 
 def batch_of_text(ids: Tensor) -> Batch:
-    """Return a text `[S]` as a batch of one document, on the CPU.
-
-    No weights are asked of this batch, so its loss mask is anything.
-    """
-    length = len(ids)
-    return Batch(
-        ids[None].cpu(),
-        torch.arange(length)[None],
-        torch.zeros(1, length, dtype=torch.long),
-        torch.ones(1, length, dtype=torch.bool),
-    )
+    """Return a text `[S]` as a batch of one document, on the CPU, all of which is reply."""
+    return collate([[(ids.cpu().numpy(), np.ones(len(ids), np.bool_))]])
 
 
 def ranks_in(logits: Tensor, columns: Tensor) -> Tensor:
@@ -36,6 +28,25 @@ def ranks_in(logits: Tensor, columns: Tensor) -> Tensor:
     """
     best = logits.topk(min(RANKS, logits.shape[-1])).indices
     return rank_of(columns, best)
+
+
+def ranks_by_root(
+    ids: Tensor, depths: int, columns: Tensor, logits_of: Callable[[int, int], Tensor]
+) -> Tensor:
+    """Return the ranks `[S, D]` of a text's own tokens among drafts made at the row before a root.
+
+    Row n, column d is about x[n+1+d], the draft of depth d + 1 from root n; it is -1 where the
+    token is not among the best, cannot be drafted, or lies outside the text. `columns` `[S]` are
+    those of the text `ids` `[S]`; `logits_of(d, rows)` gives the logits `[rows, V]` of the drafts
+    that the first rows make at depth d + 1.
+    """
+    ranks = torch.full((len(ids), depths), -1, dtype=torch.long, device=ids.device)
+    for d in range(min(depths, len(ids) - 2)):
+        # Rows t = 0 .. S - 3 - d have a label x[t+2+d], and the root of row t is t + 1. With 5
+        # tokens and d = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
+        rows = len(ids) - 2 - d
+        ranks[1 : 1 + rows, d] = ranks_in(logits_of(d, rows), columns[2 + d :])
+    return ranks
 
 
 def comparable_roots(texts: Sequence[tuple[Tensor, int]]) -> Tensor:

@@ -16,8 +16,8 @@ class TeacherPlaces:
     """Tables of the drafts with weight, by teacher and by root.
 
     Step k of row t is taught by position t + 1 + k, so up to D drafts share one distribution of the
-    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; weights
-    and metrics couple the steps of a root, so they need the same numbers by root, `[R, D]`.
+    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; dynamic
+    weights and metrics couple the steps of a root, so they need the numbers by root, `[R, D]`.
 
     Example: prompt 0 .. 3, reply 4 .. 8, three steps. Roots' rows are t = 3 .. 6, teachers are
     4 .. 7. Teacher 6 teaches row 5 at step 0, row 4 at step 1 and row 3 at step 2.
@@ -33,16 +33,14 @@ class TeacherPlaces:
     """
 
     def __init__(self, weights: Tensor, device: torch.device) -> None:
-        """Find the rows of both tables.
+        """`weights` `[B, S, D]` are those of each row at each step, 0 where it has none.
 
-        `weights` `[B, S, D]` are those of each row at each step, 0 where it has none; they are on
-        the CPU, so that nothing here waits for a device.
+        They are on the CPU, so that nothing here waits for a device.
         """
         batch, length, steps = weights.shape
         valid = weights > 0
         k = torch.arange(steps)
-        # The row that position j teaches at step k is j - 1 - k; before the text there is none.
-        # In the example position 6 has the rows 5 4 3.
+        # The row that position j teaches at step k; before the text there is none.
         back = torch.arange(length)[:, None] - 1 - k
         by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
         has_draft = by_teacher > 0
@@ -51,10 +49,10 @@ class TeacherPlaces:
         teachers = has_draft.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
         roots = valid.any(-1).nonzero()[:, 0]
-        # Index of each position in the list of teachers, and in that of roots. A position that is
-        # in neither gets the length of the list, where `by_root` and `to_teacher` add a row of
-        # zeros. In the example J = R = 4: among_teachers is 4 4 4 4 0 1 2 3 4 .., among_roots
-        # 4 4 4 0 1 2 3 4 4.
+        # Index of each position among the teachers, and among the roots' rows. A position that is
+        # not among them gets the length of the list, where `by_root` and `to_teacher` add a row of
+        # zeros. In the example among_teachers is 4 4 4 4 0 1 2 3 4 .., among_roots 4 4 4 0 1 2 3 4
+        # 4.
         among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
         among_teachers[teachers] = torch.arange(len(teachers))
         among_roots = torch.full((batch * length,), len(roots))

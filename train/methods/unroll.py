@@ -1,8 +1,8 @@
 """Attention and passes of an EAGLE drafter that is unrolled over a whole text in training.
 
-Training runs the drafter as decoding would run it from every root of the text at once: the
-training-time test of EAGLE-3 (arXiv 2503.01840). Step 0 reads the target's features; step k reads
-the drafter's own states of step k - 1 and the text's next token. Row t of step k attends to what a
+Training runs the drafter as decoding would run it from every root of the text at once (EAGLE-3's
+training-time test, arXiv 2503.01840). Step 0 reads the target's features; step k reads the
+drafter's own states of step k - 1 and the text's next token. Row t of step k attends to what a
 chain of k drafts from root t + 1 has in its cache: the rows up to t of step 0 in its own document,
 and, of the steps 1 .. k, row t itself only.
 
@@ -15,9 +15,8 @@ Example: a document of 4 rows at step 2; x marks what a row of step 2 attends to
     row 2      x  x  x               x              x
     row 3      x  x  x  x               x              x
 
-Row 2 has its root at position 3. In decoding, the cache of that root holds features up to position
-2 (rows 0 .. 2 of step 0) and the rows of its own earlier drafts, which are at the positions 3 and
-4 (row 2 of the steps 1 and 2). The drafts of other roots are in other rows.
+Row 2 has its root at position 3, whose cache holds features up to position 2 (rows 0 .. 2 of step
+0) and the rows of its own earlier drafts (row 2 of the steps 1 and 2).
 
 So attention is one causal block and k diagonals, never a matrix of S x (D S) scores.
 
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest
 
+from ...distill.divergences import wide_dtype
 from ...heads.eagle import EagleDrafter
 from ...inference.rounds.device import send
 from ..config import Memory
@@ -50,9 +50,8 @@ class UnrolledAttention:
     """Attention over the causal block of step 0 and the diagonals of the steps after it.
 
     An object serves all steps of one batch of packed rows, for which it makes its masks once.
-    Backends, see `backends.py`: sdpa runs in query chunks through torch's own kernels. flex is
-    FlexAttention with a block mask, which needs no mask of S x S numbers; it is compiled on a GPU
-    and has no gradients on a CPU. plain holds every score at once; the others are tested against
+    Backends (see `backends.py`): sdpa runs in query chunks through torch's own kernels. flex is
+    FlexAttention with a block mask. plain holds every score at once; the others are tested against
     it.
     """
 
@@ -96,9 +95,7 @@ class UnrolledAttention:
         """Return the output `[B, G, S, E]` by torch's kernels, chunk by chunk of queries."""
         if self._chunks is None:
             self._chunks = causal_chunks(self._batch, self._device, queries.dtype)
-        flat: list[Tensor] = []
-        for pair in later:
-            flat += pair
+        flat = [states for pair in later for states in pair]
         return ChunkedAttention.apply(self._chunks, queries, keys, values, *flat)
 
     def _flex(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
@@ -122,9 +119,10 @@ class UnrolledAttention:
             return causal_output
         diagonal_output, mass = _diagonals(queries, later)
         # exp(l) and exp(m) may overflow; with the log of their sum taken off, both are at most 1.
-        total = torch.logaddexp(_wide(extra.lse[:, :, :length]), mass)
+        total = torch.logaddexp(extra.lse[:, :, :length].to(mass.dtype), mass)
         share = torch.exp(mass - total)[..., None]
-        output = _wide(causal_output) * (1 - share) + _wide(diagonal_output) * share
+        # The share is in float32 at least, and so is the sum.
+        output = causal_output * (1 - share) + diagonal_output * share
         return output.to(causal_output.dtype)
 
     def _flex_mask(self, length: int, width: int) -> Any:
@@ -142,10 +140,6 @@ class UnrolledAttention:
         return self._block_mask
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _for_heads(states: Tensor, queries: Tensor) -> Tensor:
     """Repeat `[B, Gkv, S, E]` for the query heads that share them."""
     return states.repeat_interleave(queries.shape[1] // states.shape[1], dim=1)
@@ -157,11 +151,11 @@ def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
     That is its output `[B, G, S, E]`, as if there were no step 0, and the log of its softmax's
     denominator `[B, G, S]`, the mass with which the row competes with step 0.
     """
-    # The heads that share keys get an axis of their own, [B, Gkv, G / Gkv, S, E], so that keys and
-    # values need no copies. Products are summed along E: batched matrix products of n x E by E x 1
-    # take three times as long on a CPU.
-    grouped = _wide(queries).unflatten(1, (later[0][0].shape[1], -1))
-    products = [(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later]
+    # Products are summed along E: batched matrix products of n x E by E x 1 take three times as
+    # long on a CPU.
+    # The heads that share keys get an axis of their own, so that keys and values need no copies.
+    grouped = queries.to(wide_dtype(queries.dtype)).unflatten(1, (later[0][0].shape[1], -1))
+    products = [(grouped * k[:, :, None]).sum(-1) for k, _ in later]
     scores = torch.stack(products, dim=-1) * queries.shape[-1] ** -0.5
     # Scores and softmax are in float32 at least; only the finished weights are rounded.
     probs = scores.softmax(-1).to(queries.dtype)
@@ -182,9 +176,8 @@ def unroll(
     """Return the layers' output at each step, D tensors `[B, S, H]`.
 
     Row t of step k is about the token t + 2 + k. `taps` and `last` `[B, S, Ht]` are the target's
-    features. Rows whose tokens leave their document hold nothing of meaning, and no row with
-    meaning reads them. With `memory.recompute` only the states between the steps are kept for the
-    backward pass.
+    features. Rows whose tokens leave their document have no meaning, and no row with meaning reads
+    them. With `memory.recompute` only the states between the steps are kept for the backward pass.
     """
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
@@ -203,15 +196,12 @@ def unroll(
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
-            # Before they are repeated for the query heads: recomputation keeps G / Gkv times less
-            # of them.
+            # Before they are repeated for the query heads: recomputation keeps less of them.
             new.extend((keys, values))
             # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
             # layer 1 finds its own at 2 and 3, 6 and 7, ..
-            pairs: list[Pair] = []
-            for i in range(2 * layer, len(before), 2 * layers):
-                pairs.append((before[i], before[i + 1]))
-            pairs.append((keys, values))
+            own = range(2 * layer, len(before), 2 * layers)
+            pairs = [*((before[i], before[i + 1]) for i in own), (keys, values)]
             return attention(queries, pairs).transpose(1, 2).flatten(2)
 
         return drafter.advance(token_part, state, (cosines, sines), attend), *new

@@ -15,10 +15,7 @@ from ..data.batches import Batches
 
 
 def special_ids(target: TargetSource) -> set[int]:
-    """Return tokens that have to be drafted for a reply ever to end.
-
-    These are the end tokens and all that the tokenizer calls special.
-    """
+    """Return the end tokens, without which no draft ends a reply, and all special tokens."""
     special = set(target.eos_ids)
     if (tokenizer := target.tokenizer) is not None:
         tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
@@ -45,14 +42,12 @@ class VocabularyMap:
     -1 -1 0 -1 -1 1 2 -1. Without a draft vocabulary, columns are ids.
     """
 
-    def __init__(self, drafter: VocabularyMaps, device: torch.device) -> None:
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        if self._draft_vocab_ids is not None:
+    def __init__(self, drafter: VocabularyMaps) -> None:
+        self._draft_vocab_ids = ids = drafter.draft_vocab_ids
+        if ids is not None:
             assert drafter.t2d is not None
-            self._columns = torch.full((len(drafter.t2d),), -1, dtype=torch.long, device=device)
-            self._columns[self._draft_vocab_ids] = torch.arange(
-                len(self._draft_vocab_ids), device=device
-            )
+            self._columns = torch.full(drafter.t2d.shape, -1, dtype=torch.long, device=ids.device)
+            self._columns[ids] = torch.arange(len(ids), device=ids.device)
 
     @property
     def reduced(self) -> bool:
@@ -78,8 +73,7 @@ class VocabularyMap:
     def teacher(self, loss: str, target_logits: Tensor) -> Tensor:
         """Return the log-probabilities `[J, Vd]` that teach by `loss`, of logits `[J, V]`.
 
-        Losses that renormalise them are spared the softmax over all tokens; the others get the mass
-        that tokens have in the whole vocabulary.
+        Losses that renormalise them are spared the softmax over all tokens.
         """
         if loss in RENORMALISED:
             return log_probs(self.restrict(target_logits))

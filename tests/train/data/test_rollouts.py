@@ -64,7 +64,7 @@ def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0) -> Batches:
 def rows_of(batches: Batches, step: int) -> list[int]:
     """First token of each row of a step, plus 100 if it was written."""
     found = []
-    for accumulation in range(batches._accumulation):
+    for accumulation in range(batches.accumulation):
         for rank in range(batches._ranks):
             batch = batches.micro_batch(step, accumulation, rank)
             found += [int(row.max()) for row in batch.ids]

@@ -22,7 +22,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
-from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.cache import Counts
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
@@ -31,7 +31,7 @@ from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
-from .tree_plan import Planned, TreePlan
+from .cached import CachedProposer
 
 DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
@@ -39,7 +39,7 @@ KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)
 DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
 
 
-class DraftModelProposer(Planned):
+class DraftModelProposer(CachedProposer):
     """Proposer of a draft model; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
@@ -53,8 +53,7 @@ class DraftModelProposer(Planned):
         """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
-        self.replan(TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1)))
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
+        super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack
@@ -69,16 +68,8 @@ class DraftModelProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
-        batch, length = prompts.ids.shape
-        # A full cache doubles itself. One that cannot has slots for the nodes that this model runs
-        # beyond those of the target's.
-        self._cache = prompts.cache.for_drafter(
-            self._kept,
-            batch,
-            min(2 * length + 64, self.model.max_positions) + self.max_drafted,
-            self.plan.expanded + self.max_drafted,
-            self.model.device,
-        )
+        beyond = self.plan.expanded + self.max_drafted
+        self._open_cache(prompts, beyond, self.model.max_positions)
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
         # becomes its last one: the drafts after it are worse, and the text is still the target's.
         clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
@@ -87,7 +78,7 @@ class DraftModelProposer(Planned):
         self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._slots = prompts.lengths.new_zeros(0)
-        self._next = Counts([1] * batch, torch.ones_like(prompts.lengths))
+        self._next = Counts([1] * len(lengths), torch.ones_like(prompts.lengths))
 
     def lay_out(self) -> None:
         """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
@@ -133,15 +124,11 @@ class DraftModelProposer(Planned):
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
     def keep(self, rows: list[int]) -> None:
-        self._cache.keep(rows)
-        index = send(rows, self._before.device)
+        super().keep(rows)
+        index = send(rows, self._device)
         self._before, self._next = self._before[index], self._next.keep(rows, index)
         # The next drafts may have been made already.
         self._slots = self._slots[index] if self._slots.dim() > 1 else self._slots
-
-    def finish(self) -> None:
-        self._kept.put(self._cache)
-        self._cache = TreeCache(0, 0)
 
 
 def make_proposer(

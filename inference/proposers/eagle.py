@@ -22,25 +22,23 @@ from torch.nn import functional
 
 from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter
-from ...heads.vocabulary import to_target
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
-from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
-from ..rounds.device import send
+from ..rounds.cache import Counts, visible_slots
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree_settings import TreeSettings, positive
+from .cached import FeatureProposer
 from .growth import Level
-from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 DEFAULT_TREE = TreeSettings()
 KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
-class EagleProposer(Planned):
+class EagleProposer(FeatureProposer):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
     def __init__(
@@ -50,63 +48,31 @@ class EagleProposer(Planned):
         name: str = "eagle",
     ) -> None:
         """Put a drafter to work. Raises `UserError` for settings that do not go together."""
-        self.name, self.taps = name, drafter.taps
         settings = settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH)
-        self.replan(TreePlan(settings))
-        self._drafter = drafter
-        self._device = drafter.fc.weight.device
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
-        # Positions that the target has decided and the cache lacks: fused features [B, A, H],
-        # tokens [B, A], and how many of them each row has.
-        self._new: tuple[Tensor, Tensor, Counts] | None = None
+        super().__init__(drafter, settings, name)
 
     def prefill(self, prompts: Prompts) -> None:
-        batch, length = prompts.ids.shape
-        # How long replies become is not known. This is a guess: a full cache doubles itself. One
-        # that cannot has slots for the rows of a tree beyond those of the target's.
-        self._cache = prompts.cache.for_drafter(
-            self._kept,
-            batch,
-            2 * length + 64 + self.max_drafted,
-            self.plan.expanded + self.plan.length,
-            self._device,
-        )
+        self._open_cache(prompts, self.plan.expanded + self.plan.length)
         features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
+        ids, lengths = prompts.ids, prompts.lengths
+        # `tokens` has the first root at its end, which is not part of the prompt.
+        counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], lengths)
         if prompts.cache.fixed:
-            self._new = self._run_prompts(features, prompts.ids, prompts.lengths)
-        else:
-            # `tokens` has the first root at its end, which is not part of the prompt.
-            counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], prompts.lengths)
-            self._new = features, prompts.ids, counts
-
-    def _run_prompts(
-        self, features: Tensor, ids: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Counts]:
-        """Run all positions of prompts but each one's last, which the next round catches up with.
-
-        Returns that last one as positions of a round, which are as many as a tree has levels and a
-        root: so all rounds have the same shapes.
-        """
-        if features.shape[1] > 1:
-            self._advance(ids[:, 1:], features[:, :-1], Counts([], lengths - 1))
-        last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
-        columns = self.plan.length
-        return (
-            functional.pad(features.gather(1, last), (0, 0, 0, columns)),
-            functional.pad(ids.gather(1, last[..., 0]), (0, columns)),
-            Counts([], torch.ones_like(lengths)),
-        )
+            # All positions are run but each prompt's last. The first round catches up with that, as
+            # one of as many positions as a tree has levels and a root: so all rounds have the same
+            # shapes.
+            if features.shape[1] > 1:
+                self._advance(ids[:, 1:], features[:, :-1], Counts([], lengths - 1))
+            last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
+            features = functional.pad(features.gather(1, last), (0, 0, 0, self.plan.length))
+            ids = functional.pad(ids.gather(1, last[..., 0]), (0, self.plan.length))
+            counts = Counts([], torch.ones_like(lengths))
+        self._new = (features, ids), counts
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts below `root` `[B]`, from the row of the root on."""
-        last = self._catch_up(root)
-        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties, noise, a plan that measures.
-        ids = None
-        if draws.sampling.plain_greedy and isinstance(self.plan, TreePlan):
-            ids = self._draft_vocab_ids
-        first, before = self._logits(last, ids is None), last[:, None]
+        last, ids = self._catch_up(root), self._columns(draws)
+        first, before = self._named(self._drafter.logits(last), ids), last[:, None]
         ran = 0
 
         def go_on(level: Level) -> Tensor:
@@ -121,7 +87,7 @@ class EagleProposer(Planned):
             before = self._run(tokens, state, level.visible, level.depth - 1, ran)
             # The next level comes after these rows and sees those that are its ancestors.
             self._cache.stage(level.tokens.shape[1])
-            return self._logits(before, ids is None)
+            return self._named(self._drafter.logits(before), ids)
 
         tree = named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
         self._cache.drop()  # accepted drafts come again, with the target's features
@@ -133,7 +99,7 @@ class EagleProposer(Planned):
         Returns the output `[B, H]` of the root's row, which is the last of each batch row.
         """
         assert self._new is not None, "prefill first"
-        features, ids, counts = self._new
+        (features, ids), counts = self._new
         self._new = None
         last_index = (counts.there - 1)[:, None]
         # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
@@ -207,30 +173,9 @@ class EagleProposer(Planned):
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)
 
-    def _logits(self, output: Tensor, of_target: bool = True) -> Tensor:
-        """Return the logits `[..., Vd]` for outputs `[..., H]`, or `of_target` `[..., V]`."""
-        logits = self._drafter.logits(output)
-        if not of_target:
-            return logits
-        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
-
     def commit(self, accepted: Accepted) -> None:
         features = self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
-        self._new = features, accepted.ids, accepted.gained
-
-    def keep(self, rows: list[int]) -> None:
-        self._cache.keep(rows)
-        if self._new is not None:
-            index = send(rows, self._device)
-            features, ids, counts = self._new
-            counts = counts.keep(rows, index)
-            # The longest row may be among those that left.
-            width = self._cache.width(counts, features.shape[1])
-            self._new = features[index][:, :width], ids[index][:, :width], counts
-
-    def finish(self) -> None:
-        self._kept.put(self._cache)
-        self._cache, self._new = TreeCache(0, 0), None
+        self._new = (features, accepted.ids), accepted.gained
 
 
 def make_proposer(

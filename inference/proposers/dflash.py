@@ -32,9 +32,8 @@ from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .cached import FeatureProposer
 from .chains import cut, grow_chain
 from .growth import Continue, Slots
-from .tree_plan import tree_of
+from .tree_plan import DEFAULT_TREE, tree_of
 
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 

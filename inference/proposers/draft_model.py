@@ -2,8 +2,8 @@
 
 A draft model reads tokens only, and drafts a chain or a tree. Its cache holds the text up to the
 root. Of a round's drafts it keeps the accepted ones that it has run. The last draft of a chain is
-never run, and the deepest accepted node of a tree counts as not run (`commit_accepted`). Where such
-a draft was accepted, the cache lacks the token before the new root, and the next round runs both.
+never run, and the deepest accepted node of a tree counts as not run. Where such a draft was
+accepted, the cache lacks the token before the new root, and the next round runs both.
 
 Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S positions of a text.
 """
@@ -30,19 +30,17 @@ from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
-from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
-from .cached import CachedProposer
+from .cached import CachedProposer, TreeRunner
+from .growth import Level
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)
 DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
 
 
 class DraftModelProposer(CachedProposer):
     """Proposer of a draft model; it drafts a chain if not set otherwise."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
@@ -63,7 +61,6 @@ class DraftModelProposer(CachedProposer):
 
     @property
     def weight_bytes(self) -> int:
-        """See `Proposer.weight_bytes`."""
         return bytes_of(self.model.model) + self.model.packed_bytes
 
     def prefill(self, prompts: Prompts) -> None:
@@ -88,7 +85,11 @@ class DraftModelProposer(CachedProposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         first = fit_vocabulary(self.model.head(self._catch_up(root)), self._vocab_size)
-        go_on = TreeRunner(self.model, self._cache, self._vocab_size)
+        run = TreeRunner(self.model, self._cache, root_undecided=False)
+
+        def go_on(level: Level) -> Tensor:
+            return fit_vocabulary(run(level), self._vocab_size)
+
         tree, self._slots = self.plan.draft(first, root, draws, go_on)
         return tree
 
@@ -118,7 +119,26 @@ class DraftModelProposer(CachedProposer):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
-        self._next = commit_accepted(self._cache, self.plan, self._slots, accepted)
+        drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
+        if self.plan.width == 1:
+            # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
+            # Example: a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and
+            # of 2 both.
+            ran, places = self._cache.staged, None
+            run = Counts([min(count, ran) for count in drafts.here], drafts.there.clamp(max=ran))
+        else:
+            # Of a tree only the device knows whether the deepest accepted node was run. Without
+            # that and the root, which was committed before: of the path 0, 2, 5 the slot of node 2
+            # is committed. Shorter paths are cut by their own counts. They are padded with the
+            # root, whose slot is -1, and nothing of that is kept.
+            places = self._slots.gather(1, accepted.path[:, 1:-1])
+            run = Counts(
+                [max(count - 1, 0) for count in drafts.here], (drafts.there - 1).clamp(min=0)
+            )
+        self._cache.commit(run, places)
+        # The new root, and what the cache then lacks.
+        next_here = [1 + count - kept for count, kept in zip(drafts.here, run.here, strict=True)]
+        self._next = Counts(next_here, drafts.there - run.there + 1)
         # `ids` begins with the old root, so that its last entry is the token before the new root
         # even where no draft was accepted.
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
@@ -129,6 +149,18 @@ class DraftModelProposer(CachedProposer):
         self._before, self._next = self._before[index], self._next.keep(rows, index)
         # The next drafts may have been made already.
         self._slots = self._slots[index] if self._slots.dim() > 1 else self._slots
+
+
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Return logits `[..., size]` over the target's vocabulary, which has `size` tokens.
+
+    Padding rows of the drafter's head are cut. Tokens that it lacks get minus infinity, so that
+    they are never drafted.
+    """
+    if logits.shape[-1] < size:
+        missing = logits.new_full((*logits.shape[:-1], size - logits.shape[-1]), -torch.inf)
+        logits = torch.cat([logits, missing], dim=-1)
+    return logits[..., :size]
 
 
 def make_proposer(

@@ -19,9 +19,9 @@ from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
 from ..tree_settings import TreeSettings
 from . import dflash
-from .dflash import DEFAULT_TREE, DFlashProposer, slots_of
+from .dflash import DFlashProposer, slots_of
 from .growth import Continue, Level
-from .tree_plan import tree_of
+from .tree_plan import DEFAULT_TREE, tree_of
 
 DEFAULT_WIDTH = 8
 KIND = replace(dflash.KIND, module="dspark")

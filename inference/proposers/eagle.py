@@ -32,9 +32,9 @@ from ..targets.causal_model import PREFILL_CHUNK
 from ..tree_settings import TreeSettings, positive
 from .cached import FeatureProposer
 from .growth import Level
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 

@@ -4,7 +4,7 @@ The method is that of arXiv 2309.08168 and 2404.16710. The drafting layers read 
 target's own cache. Verification overwrites whatever they write for undecided positions, so drafting
 needs no cache, no catching up and no weights of its own.
 
-Shapes: B rows of a batch, N rows of one pass, V vocabulary.
+Shapes: B rows of a batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ from ..rounds.tree import DraftTree
 from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TreeSettings, positive
-from .growth import Level
-from .tree_plan import TreePlan
+from .cached import TreeRunner
+from .tree_plan import DEFAULT_TREE, TreePlan
 
 DEFAULT_LENGTH = 4
-DEFAULT_TREE = TreeSettings()
 
 
 class EarlyExit(Proposer):
     """Proposer that drafts with the first layers of the target."""
 
     name = "early-exit"
-    taps: tuple[int, ...] = ()
-    weight_bytes = 0
 
     def __init__(
         self,
@@ -70,37 +67,13 @@ class EarlyExit(Proposer):
         The root is not in the target's cache yet, so the first layers run it too, at depth 0.
         """
         assert self._cache is not None, "prefill first"
-        # All undecided slots so far, the root's first; each level adds its own.
-        depths: tuple[int, ...] = (0,)
-        logits = self._run(root[:, None], Pass(depths=row_of(depths, root.device)))
-
-        def go_on(level: Level) -> Tensor:
-            nonlocal depths
-            of_level = (level.depth,) * level.tokens.shape[1]
-            depths += of_level
-            visible = level.visible
-            if visible is not None:
-                # `level.visible` leaves the root out. Here it has the first undecided slot, which
-                # every node sees.
-                visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
-            nodes = Pass(
-                depths=row_of(of_level, root.device),
-                visible=visible,
-                slot_depths=row_of(depths, root.device),
-            )
-            return self._run(level.tokens, nodes)
-
-        tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
-        self._cache.drop()  # verification overwrites all of it
+        model, cache = self._first_layers, self._cache
+        nodes = Pass(depths=row_of((0,), root.device))
+        first = model.head(model.forward(root[:, None], nodes, cache).last)[:, 0]
+        cache.stage(1)
+        tree, _ = self.plan.draft(first, root, draws, TreeRunner(model, cache, root_undecided=True))
+        cache.drop()  # verification overwrites all of it
         return tree
-
-    def _run(self, tokens: Tensor, nodes: Pass) -> Tensor:
-        """Return the logits `[B, N, V]` after `tokens` `[B, N]`, which become undecided slots."""
-        assert self._cache is not None
-        hidden = self._first_layers.forward(tokens, nodes, self._cache)
-        # Left undecided for the levels that follow; `propose` drops them all in the end.
-        self._cache.stage(tokens.shape[1])
-        return self._first_layers.head(hidden.last)
 
     # The cache is the target's own, and the decode loop commits and cuts it.
 

@@ -76,7 +76,6 @@ class Lookahead(Proposer):
     """
 
     name = "lookahead"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, window: int = 4, ngram: int = 3, candidates: int = 4) -> None:
         self._window = positive("window", window)

@@ -48,9 +48,6 @@ class LookupProposer(Proposer, ABC):
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
     """
 
-    name: str
-    taps: tuple[int, ...] = ()
-
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)
         # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and `length`.

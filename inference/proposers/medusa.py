@@ -21,17 +21,15 @@ from ..rounds.tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Slots
 from .shapes import grow
-from .tree_plan import DEFAULT_NODES, Planned, TreePlan, tree_of
+from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, Planned, TreePlan, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
 class MedusaProposer(Planned):
     """Proposer of trees of the heads' tokens; a node's token does not depend on its parent."""
 
-    taps: tuple[int, ...] = ()
     traceable = True
 
     def __init__(

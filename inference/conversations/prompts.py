@@ -56,9 +56,6 @@ def read_prompts(
     rows: list[_ReadRow] = []
     for name, raw in rows_of(str(path), split):
         try:
-            # a line that is not JSON is itself an error
-            if isinstance(raw, RowError):
-                raise raw
             rows.append(_ReadRow(name, raw, conversation_of(raw)))
             units.add(raw, rows[-1].conversation)
         except RowError as error:

@@ -59,12 +59,11 @@ class FeatureProposer(CachedProposer):
     next drafts. So between rounds the cache holds the text alone, whatever was drafted.
     """
 
-    def __init__(
-        self, drafter: Any, settings: TreeSettings, name: str, longest: int = MOST
-    ) -> None:
+    def __init__(self, drafter: Any, settings: TreeSettings, longest: int = MOST) -> None:
         """Put `drafter` to work; `longest` are the levels that it has at most."""
         super().__init__(settings, drafter.fc.weight.device)
-        self.name, self.taps, self.longest, self._drafter = name, drafter.taps, longest, drafter
+        self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
+        self.longest = longest
         self._draft_vocab_ids = drafter.draft_vocab_ids
         # Positions that the target has decided and the cache lacks: fused features [B, A, H] and
         # what else the drafter needs of them, and how many of them each row has.
@@ -81,7 +80,7 @@ class FeatureProposer(CachedProposer):
         """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""
         if ids is not None:
             return logits
-        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
+        return to_target(logits, self._draft_vocab_ids, self.drafter.shape.vocab_size)
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

@@ -49,7 +49,6 @@ class DFlashProposer(FeatureProposer):
         drafter: DFlashDrafter,
         settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
-        name: str = "dflash",
     ) -> None:
         """Put a drafter to work. Raises `UserError` for more drafts or slots than a block has.
 
@@ -59,7 +58,7 @@ class DFlashProposer(FeatureProposer):
         """
         self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
         longest = self.slots - self.first_slot
-        super().__init__(drafter, settings.or_else(length=longest, width=1), name, longest)
+        super().__init__(drafter, settings.or_else(length=longest, width=1), longest)
         if self.plan.length > self.longest:
             raise UserError(
                 f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give "
@@ -67,8 +66,8 @@ class DFlashProposer(FeatureProposer):
             )
 
     def prefill(self, prompts: Prompts) -> None:
-        self._open_cache(prompts, self._drafter.shape.block_size)
-        features = self._drafter.fuse(prompts.hidden.taps)
+        self._open_cache(prompts, self.drafter.shape.block_size)
+        features = self.drafter.fuse(prompts.hidden.taps)
         counts = [len(tokens) - 1 for tokens in prompts.tokens]
         self._new = (features,), Counts(counts, prompts.lengths)
         if prompts.cache.fixed:
@@ -102,7 +101,7 @@ class DFlashProposer(FeatureProposer):
         """
         # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
         # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
-        logits = self._named(self._drafter.base_logits(outputs[:, :-1]), None)
+        logits = self._named(self.drafter.base_logits(outputs[:, :-1]), None)
         probs = logits.float().softmax(-1)
         # A missing node has token -1, which cannot be an index.
         draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
@@ -115,7 +114,7 @@ class DFlashProposer(FeatureProposer):
         `ids` `[Vd]` the logits are those of the draft vocabulary alone, `[B, Vd]`, and nodes hold
         columns of them.
         """
-        slots = Slots(self._named(self._drafter.base_logits(outputs), ids))
+        slots = Slots(self._named(self.drafter.base_logits(outputs), ids))
         return slots.logits[:, 0], slots
 
     def _catch_up(self) -> None:
@@ -136,7 +135,7 @@ class DFlashProposer(FeatureProposer):
             # The cache has the axis of the heads before that of the positions, the layers after
             # it.
             for layer, (keys, values) in enumerate(
-                self._drafter.context(chunk, self._drafter.rotary(positions))
+                self.drafter.context(chunk, self.drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
             cache.commit_chunk(start, width, counts)
@@ -147,7 +146,7 @@ class DFlashProposer(FeatureProposer):
 
         Nothing of it stays in the cache: its rows are never committed.
         """
-        cache, drafter = self._cache, self._drafter
+        cache, drafter = self._cache, self.drafter
         size = self.slots
         cache.open(size, masked=True)
         # All slots see each other and the whole context, so equally long rows need no mask. Of rows
@@ -169,14 +168,11 @@ class DFlashProposer(FeatureProposer):
         return state[:, drafter.first_slot :]
 
     def commit(self, accepted: Accepted) -> None:
-        self._new = (self._drafter.fuse(accepted.hidden.taps),), accepted.gained
+        self._new = (self.drafter.fuse(accepted.hidden.taps),), accepted.gained
 
 
 def make_proposer(
-    artifact: Artifact,
-    settings: TreeSettings = DEFAULT_TREE,
-    slots: int | None = None,
-    name: str | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, slots: int | None = None
 ) -> DFlashProposer:
     """Return the proposer of a drafter from disk, with a best-first tree; `width` 1 makes a chain.
 
@@ -188,7 +184,7 @@ def make_proposer(
     drafter = artifact.drafter
     drafts = slots_of(drafter, slots) - drafter.first_slot
     settings = tree_of(settings, artifact.calibration, drafts)
-    return DFlashProposer(drafter, settings, slots, name or drafter.kind)
+    return DFlashProposer(drafter, settings, slots)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:

@@ -41,19 +41,13 @@ KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "sha
 class EagleProposer(FeatureProposer):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
-    def __init__(
-        self,
-        drafter: EagleDrafter,
-        settings: TreeSettings = DEFAULT_TREE,
-        name: str = "eagle",
-    ) -> None:
+    def __init__(self, drafter: EagleDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
         """Put a drafter to work. Raises `UserError` for settings that do not go together."""
-        settings = settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH)
-        super().__init__(drafter, settings, name)
+        super().__init__(drafter, settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH))
 
     def prefill(self, prompts: Prompts) -> None:
         self._open_cache(prompts, self.plan.expanded + self.plan.length)
-        features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
+        features = self.drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
         ids, lengths = prompts.ids, prompts.lengths
         # `tokens` has the first root at its end, which is not part of the prompt.
         counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], lengths)
@@ -72,7 +66,7 @@ class EagleProposer(FeatureProposer):
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts below `root` `[B]`, from the row of the root on."""
         last, ids = self._catch_up(root), self._columns(draws)
-        first, before = self._named(self._drafter.logits(last), ids), last[:, None]
+        first, before = self._named(self.drafter.logits(last), ids), last[:, None]
         ran = 0
 
         def go_on(level: Level) -> Tensor:
@@ -81,13 +75,13 @@ class EagleProposer(FeatureProposer):
             parents = level.above[..., None].expand(-1, -1, before.shape[-1])
             ran += level.tokens.shape[1]
             # A parent is in the level before, the only one of which outputs are kept.
-            state = self._drafter.recycled(before.gather(1, parents))
+            state = self.drafter.recycled(before.gather(1, parents))
             # The root's row is committed, so nodes of depth 1 are the first rows after it.
             tokens = level.tokens if ids is None else ids[level.tokens.clamp(min=0)]
             before = self._run(tokens, state, level.visible, level.depth - 1, ran)
             # The next level comes after these rows and sees those that are its ancestors.
             self._cache.stage(level.tokens.shape[1])
-            return self._named(self._drafter.logits(before), ids)
+            return self._named(self.drafter.logits(before), ids)
 
         tree = named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
         self._cache.drop()  # accepted drafts come again, with the target's features
@@ -152,7 +146,7 @@ class EagleProposer(FeatureProposer):
         undecided slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row
         sees; None: all.
         """
-        cache, drafter = self._cache, self._drafter
+        cache, drafter = self._cache, self.drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
         see = None
@@ -174,13 +168,11 @@ class EagleProposer(FeatureProposer):
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)
 
     def commit(self, accepted: Accepted) -> None:
-        features = self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
+        features = self.drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
         self._new = (features, accepted.ids), accepted.gained
 
 
-def make_proposer(
-    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
-) -> EagleProposer:
+def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> EagleProposer:
     """Return the proposer of a drafter from disk, with a dynamic tree; `width` 1 makes a chain.
 
     Settings that are None are as the drafter was evaluated in training. Raises `UserError`.
@@ -193,4 +185,4 @@ def make_proposer(
         # A tree needs a node for each of its levels at least.
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
-    return EagleProposer(artifact.drafter, settings, name or artifact.drafter.kind)
+    return EagleProposer(artifact.drafter, settings)

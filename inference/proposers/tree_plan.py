@@ -184,15 +184,10 @@ class Planned(Proposer):
     plan: Planner
     longest: int = MOST
     """Levels that the drafter has at most."""
-    _drafter: Any
-
-    @property
-    def drafter(self) -> Any:
-        return self._drafter
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of(self._drafter) + packed_bytes(self._drafter)
+        return bytes_of(self.drafter) + packed_bytes(self.drafter)
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""

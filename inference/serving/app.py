@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -211,22 +210,20 @@ def allowed(handler: Handler, service: Service) -> Handler:
 def listed(service: Service) -> list[JsonObject]:
     """Return the entries of `/v1/models`: the target, and under it each drafter."""
     target = service.engine.target
-    entries = []
-    for model, drafter in service.models.items():
-        entries.append(
-            {
-                "id": model,
-                "object": "model",
-                "created": service.started,
-                "owned_by": "draftsmith",
-                "root": service.name,
-                "parent": None if model == service.name else service.name,
-                "max_model_len": target.max_positions,
-                "drafter": drafter,
-                "chat": bool(target.tokenizer.chat_template),
-            }
-        )
-    return entries
+    return [
+        {
+            "id": model,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "draftsmith",
+            "root": service.name,
+            "parent": None if model == service.name else service.name,
+            "max_model_len": target.max_positions,
+            "drafter": drafter,
+            "chat": bool(target.tokenizer.chat_template),
+        }
+        for model, drafter in service.models.items()
+    ]
 
 
 def no_model(name: str, service: Service) -> RequestError:
@@ -303,7 +300,7 @@ async def streamed(
     except ClientLeft:
         pass  # nobody reads on
     except DecodingFailed as error:
-        yield event_of(msgspec.to_builtins(error_of(error, error.status, code=error.code)))
+        yield event_of(error_of(error, error.status, code=error.code))
 
 
 def event_of(value: JsonObject) -> bytes:

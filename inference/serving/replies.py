@@ -127,7 +127,7 @@ class Pending:
                 entry["token_ids"] = reply.token_ids
             choices.append(entry)
         return {
-            **self._head("chat.completion" if self.chat else "text_completion"),
+            **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage(),
             "draftsmith": [figures(choice.reply) for choice in self.choices],
@@ -148,18 +148,14 @@ class Pending:
             entry["token_ids"] = record.tokens
         if self._asked.return_pieces:
             entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
-        event = {
-            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
-            "choices": [entry],
-        }
+        event = {**self._head("chat.completion.chunk"), "choices": [entry]}
         if reply.finish_reason and self._asked.return_pieces:
             event["draftsmith"] = figures(reply)
         return event
 
     def last_chunk(self) -> JsonObject:
         """Return the event of a stream that has the numbers of tokens."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self.usage()}
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}
 
     def usage(self) -> JsonObject:
         """Return the numbers of tokens of all replies; each prompt counts once."""
@@ -173,6 +169,8 @@ class Pending:
         }
 
     def _head(self, kind: str) -> JsonObject:
+        """Return the keys of every answer; `kind` is that of a chat."""
+        kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
 
     def _entry(self, number: int, reason: str) -> JsonObject:

@@ -5,10 +5,7 @@ its output predicts the token at p + 2 (docs/notation.md#positions). With the ro
 newest feature is that of n - 1. So row n - 1 holds the root's token, and its output predicts the
 nodes of depth 1. A node of depth d becomes a row at position n - 1 + d: it pairs the node's token
 with its parent's output, the recycled state, in place of a feature. Dynamic trees are EAGLE-2's
-(arXiv 2406.16858).
-
-Between rounds the cache holds rows of the target's features only. Rows of drafts are dropped, and
-those that were accepted come again, made of the target's features.
+(arXiv 2406.16858). After a round the rows of drafts are dropped.
 
 Shapes: B rows of a batch, N rows of one pass, A rows that are new to the cache, U undecided slots
 of the cache, H hidden size, V vocabulary.

@@ -86,8 +86,6 @@ class Service:
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
-    engine = service.engine
-    engine.counters.watch(lambda: engine.running, lambda: engine.waiting)
     endpoints = endpoints_of(service)
     document = description(endpoints, VERSION, service.api_key is not None)
 

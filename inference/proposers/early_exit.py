@@ -10,7 +10,6 @@ Shapes: B rows of a batch.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,11 +92,13 @@ def first_layers(target: Target, layers: int) -> Target:
             f"early-exit: the target has {target.num_layers} layers, {layers} were asked for"
         )
     shallow = copy.copy(target)
+    shallow.decoder = copy.copy(target.decoder)
     # Set before the trial: decoders take the number of layers from their config at each forward
     # pass, where they do not run all of their list.
-    shallow.config = _shortened(target.config, layers)
-    shallow.decoder = copy.copy(target.decoder)
-    shallow.decoder.config = shallow.config
+    shallow.config = shallow.decoder.config = config = copy.deepcopy(target.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):  # of which transformers demands one for each layer
+        config.layer_types = config.layer_types[:layers]
     shallow.keep_layers(layers)
     # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
@@ -114,13 +115,3 @@ def first_layers(target: Target, layers: int) -> Target:
             "lookahead or a small model"
         )
     return shallow
-
-
-def _shortened(config: Any, layers: int) -> Any:
-    """Return a copy of a config with only the first `layers` layers."""
-    shortened = copy.deepcopy(config)
-    shortened.num_hidden_layers = layers
-    # transformers' configs demand one kind for each layer.
-    if getattr(shortened, "layer_types", None):
-        shortened.layer_types = shortened.layer_types[:layers]
-    return shortened

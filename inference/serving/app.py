@@ -197,8 +197,6 @@ def allowed(handler: Handler, service: Service) -> Handler:
             return failure(full, 503, code="queue_full", headers={"Retry-After": "1"})
         except EngineClosed:
             return failure(STOPPING, 503, code="stopping")
-        except DecodingFailed as error:
-            return failure(error, error.status, code=error.code)
         except (ClientLeft, ClientDisconnect):
             return failure("the client has left", LEFT)
 
@@ -248,7 +246,7 @@ def understood(body: bytes, kind: type[Common], service: Service) -> Asked:
 async def complete(request: Request, kind: type[Common], service: Service) -> Response:
     """Decode what a request asks for, and return the answer, whole or as a stream of events.
 
-    Raises `RequestError`, `QueueFull`, and for a whole answer `DecodingFailed` and `ClientLeft`.
+    Raises `RequestError`, `QueueFull`, and for a whole answer `ClientLeft`.
     """
     read = partial(understood, kind=kind, service=service)
     asked = await service.intake.read(request, read)

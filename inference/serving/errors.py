@@ -35,7 +35,7 @@ class ErrorAnswer(Struct):
 
 
 class RequestError(Exception):
-    """Request that is refused: a message, the field that is meant, a code, and an HTTP status."""
+    """Request that is refused or fails: message, field that is meant, code, and HTTP status."""
 
     def __init__(
         self,

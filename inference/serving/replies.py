@@ -13,7 +13,8 @@ from secrets import token_hex
 from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
-from .engine import STOPPING, BatchSettings, Engine, Job
+from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job
+from .errors import RequestError
 from .protocol import FINISH, ChatRequest, Common
 
 
@@ -21,18 +22,12 @@ class ClientLeft(Exception):
     """The client has closed its connection."""
 
 
-class DecodingFailed(Exception):
+class DecodingFailed(RequestError):
     """The engine could not decode a reply; the message says why."""
 
-    @property
-    def code(self) -> str:
-        """Code of the answer."""
-        return "stopping" if str(self) == STOPPING else "internal_error"
-
-    @property
-    def status(self) -> int:
-        """HTTP status of the answer."""
-        return 503 if str(self) == STOPPING else 500
+    def __init__(self, message: str) -> None:
+        code, status = ("stopping", 503) if message == STOPPING else ("internal_error", 500)
+        super().__init__(message, code=code, status=status)
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class Pending:
                     raise ClientLeft
                 number, record, reason = event
                 if record is None:
-                    raise DecodingFailed(reason)
+                    raise DecodingFailed(reason or INTERNAL)
                 if reason is not None:
                     still_open.discard(number)
                 yield number, record, self.choices[number].pieces(record, reason)

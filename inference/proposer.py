@@ -42,7 +42,7 @@ class Proposer:
     """
 
     name: str
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
     """Hidden states of the target that `prefill` and `commit` need."""
     max_drafted: int
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache

@@ -17,16 +17,8 @@ from msgspec import Meta, Struct
 from ...heads.documents import Count, DocumentError, Token, convert, demand
 from ...heads.files import JsonObject
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
-ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}
-
-
+ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+"""Roles of ShareGPT's speakers; the others have the names of roles."""
 CUT_SHORT = ("length", "content_filter")
 """Reasons of a server for which a reply ends without an end token."""
 
@@ -174,11 +166,10 @@ class ChatRow(Struct):
 
     def of(self, messages: list[JsonObject], later: list[str] | None = None) -> Conversation:
         """Return the conversation of `messages` with this row's tools and template arguments."""
-        kwargs = self.chat_template_kwargs or {}
         return Conversation(
             messages=messages,
             tools=self.tools,
-            template_kwargs=kwargs,
+            template_kwargs=self.chat_template_kwargs or {},
             later=later or [],
             cut=self.cut,
         )
@@ -200,7 +191,10 @@ class ShareGptRow(ChatRow, kw_only=True):
 
     def conversation(self, row: JsonObject) -> Conversation:
         return self.of(
-            [{"role": ROLES[turn.speaker], "content": turn.value} for turn in self.conversations]
+            [
+                {"role": ROLES.get(turn.speaker, turn.speaker), "content": turn.value}
+                for turn in self.conversations
+            ]
         )
 
 
@@ -301,7 +295,12 @@ row of `token_ids` may have `messages` too."""
 
 
 def conversation_of(row: Any) -> Conversation:
-    """Return the conversation of a row in any of the formats. Raises `RowError`."""
+    """Return the conversation of a row in any of the formats.
+
+    Raises `RowError`, and a row that is itself one: a line of a file that is not JSON.
+    """
+    if isinstance(row, RowError):
+        raise row
     if not isinstance(row, dict):
         raise RowError(f"a row must be an object, not {type(row).__name__}")
     for key, kind in FORMATS.items():
@@ -321,12 +320,8 @@ def without_nulls(messages: list[JsonObject]) -> list[JsonObject]:
     A table (parquet) fills absent keys with null. Chat templates test `is defined`, which is true
     of a null.
     """
-    cleaned: list[JsonObject] = []
-    for message in messages:
-        kept: JsonObject = {}
-        for key, value in message.items():
-            # A message of tool calls has null content, which templates expect to be there.
-            if value is not None or key == "content":
-                kept[key] = value
-        cleaned.append(kept)
-    return cleaned
+    # A message of tool calls has null content, which templates expect to be there.
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in messages
+    ]

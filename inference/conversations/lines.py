@@ -64,9 +64,6 @@ def _of_lines(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, str | Co
 def _conversation(where: str, row: Any) -> Conversation:
     """Return the conversation of a row, or of its JSON text. Raises `UserError`."""
     try:
-        # a line of a file that is not JSON is itself an error
-        if isinstance(row, RowError):
-            raise row
         return conversation_of(parsed(row) if isinstance(row, str) else row)
     except RowError as error:
         raise UserError(f"{where}: {error}; mend or remove it") from error

@@ -53,34 +53,34 @@ def read_prompts(
     are no prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
-    rows: list[_ReadRow] = []
+    rows: list[tuple[str, JsonObject, Conversation]] = []
     for name, raw in rows_of(str(path), split):
         try:
-            # a line that is not JSON is itself an error
-            if isinstance(raw, RowError):
-                raise raw
-            rows.append(_ReadRow(name, raw, conversation_of(raw)))
-            units.add(raw, rows[-1].conversation)
+            conversation = conversation_of(raw)
+            rows.append((name, raw, conversation))
+            units.add(raw, conversation)
         except RowError as error:
             left_out.add(name, error)
-    of_units = [units.of(row.raw, row.conversation) for row in rows]
+    of_units = [units.of(raw, conversation) for _, raw, conversation in rows]
+    categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:
-        order = in_turns([(row.category,) for row in rows], of_units)
+        order = in_turns([(category,) for category in categories], of_units)
     found: dict[int, Prompt] = {}
     for index in order:
         if limit is not None and len(found) == limit:
             break
-        row, conversation = rows[index], rows[index].conversation
+        name, raw, conversation = rows[index]
         try:
             ids = prompt_ids(conversation, tokenizer, target_name)
             if not ids:
                 raise RowError("the prompt is empty")
         except RowError as error:
-            left_out.add(row.name, error)
+            left_out.add(name, error)
             continue
         plain += conversation.messages is None and conversation.token_ids is None
-        found[index] = Prompt(row.id, ids, row.category, unit=of_units[index])
+        given_id = str(raw.get("id", raw.get("question_id", name)))
+        found[index] = Prompt(given_id, ids, categories[index], unit=of_units[index])
         if conversation.later:
             found[index].conversation, found[index].later = conversation, conversation.later
     prompts = [found[index] for index in sorted(found)]
@@ -97,24 +97,6 @@ def read_prompts(
         log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
-
-
-@dataclass
-class _ReadRow:
-    """Row of a file of prompts."""
-
-    name: str
-    """Its place in the file."""
-    raw: JsonObject
-    conversation: Conversation
-
-    @property
-    def id(self) -> str:
-        return str(self.raw.get("id", self.raw.get("question_id", self.name)))
-
-    @property
-    def category(self) -> str:
-        return str(self.raw.get("category") or "")
 
 
 def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:

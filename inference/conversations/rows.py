@@ -24,15 +24,12 @@ class LeftOut:
     """Malformed rows of a source: the first ends the command, or each is left out with a warning.
 
     `count` is the number of rows left out, `first` the name and the error of the first one.
+    `option` is the option by which the user leaves rows out, for the message.
     """
 
     NAMED = 20  # rows that a warning names
 
     def __init__(self, source: str, bad_rows: BadRows, option: str = "--bad-rows") -> None:
-        """Start without any malformed row.
-
-        `option` is the option by which the user leaves rows out, for the message.
-        """
         self._source, self._bad_rows, self._option = source, bad_rows, option
         self.count = 0
         self.first = ""

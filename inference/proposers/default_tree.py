@@ -6,6 +6,7 @@ and there a tree of many nodes can make decoding slower than plain decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,10 +61,7 @@ def gain(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks], drafting
     """
     expected = 1.0
     for ranks in nodes:
-        value = 1.0
-        for depth, rank in enumerate(ranks):
-            value *= accuracies[depth][rank]
-        expected += value
+        expected += math.prod(accuracies[depth][rank] for depth, rank in enumerate(ranks))
     return expected / (verify_cost(1 + len(nodes)) + drafting)
 
 

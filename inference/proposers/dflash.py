@@ -21,25 +21,23 @@ from torch.nn import functional
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
-from ...heads.vocabulary import to_target
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
-from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
-from ..rounds.device import send
+from ..rounds.cache import Counts, visible_slots
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
+from .cached import FeatureProposer
 from .chains import cut, grow_chain
 from .growth import Continue, Slots
-from .tree_plan import Planned, TreePlan, tree_of
+from .tree_plan import DEFAULT_TREE, tree_of
 
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 
-class DFlashProposer(Planned):
+class DFlashProposer(FeatureProposer):
     """Proposer of a DFlash drafter.
 
     Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
@@ -51,7 +49,6 @@ class DFlashProposer(Planned):
         drafter: DFlashDrafter,
         settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
-        name: str = "dflash",
     ) -> None:
         """Put a drafter to work. Raises `UserError` for more drafts or slots than a block has.
 
@@ -60,35 +57,24 @@ class DFlashProposer(Planned):
         has.
         """
         self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
-        self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
-        self.replan(TreePlan(settings.or_else(length=self.longest, width=1)))
+        longest = self.slots - self.first_slot
+        super().__init__(drafter, settings.or_else(length=longest, width=1), longest)
         if self.plan.length > self.longest:
             raise UserError(
                 f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give "
                 "a smaller length"
             )
-        self._drafter = drafter
-        self._device = drafter.fc.weight.device
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
-        # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
-        # how many of them each row has.
-        self._new: tuple[Tensor, Counts] | None = None
 
     def prefill(self, prompts: Prompts) -> None:
-        batch, length = prompts.ids.shape
-        block = self._drafter.shape.block_size
-        self._cache = prompts.cache.for_drafter(
-            self._kept, batch, 2 * length + 64 + block, block, self._device
-        )
-        features = self._drafter.fuse(prompts.hidden.taps)
+        self._open_cache(prompts, self.drafter.shape.block_size)
+        features = self.drafter.fuse(prompts.hidden.taps)
         counts = [len(tokens) - 1 for tokens in prompts.tokens]
-        self._new = features, Counts(counts, prompts.lengths)
+        self._new = (features,), Counts(counts, prompts.lengths)
         if prompts.cache.fixed:
             # All at once, so that every round catches up with as many positions: here none.
             self._catch_up()
-            none = features.new_zeros(batch, self.plan.length + 1, features.shape[-1])
-            self._new = none, Counts([], torch.zeros_like(prompts.lengths))
+            none = features.new_zeros(len(counts), self.plan.length + 1, features.shape[-1])
+            self._new = (none,), Counts([], torch.zeros_like(prompts.lengths))
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         self._catch_up()
@@ -96,11 +82,7 @@ class DFlashProposer(Planned):
 
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
-        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties, noise, a plan that measures.
-        ids = None
-        if draws.sampling.plain_greedy and isinstance(self.plan, TreePlan):
-            ids = self._draft_vocab_ids
+        ids = self._columns(draws)
         first, go_on = self._logits(outputs, root, ids)
         # A chain without a threshold, or a tree. Only chains have thresholds (`TreePlan`), so below
         # the whole chain is drafted and then cut, which costs no further pass over the layers.
@@ -119,7 +101,7 @@ class DFlashProposer(Planned):
         """
         # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
         # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
-        logits = self._named(self._drafter.base_logits(outputs[:, :-1]), None)
+        logits = self._named(self.drafter.base_logits(outputs[:, :-1]), None)
         probs = logits.float().softmax(-1)
         # A missing node has token -1, which cannot be an index.
         draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
@@ -132,14 +114,8 @@ class DFlashProposer(Planned):
         `ids` `[Vd]` the logits are those of the draft vocabulary alone, `[B, Vd]`, and nodes hold
         columns of them.
         """
-        slots = Slots(self._named(self._drafter.base_logits(outputs), ids))
+        slots = Slots(self._named(self.drafter.base_logits(outputs), ids))
         return slots.logits[:, 0], slots
-
-    def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""
-        if ids is not None:
-            return logits
-        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
 
     def _catch_up(self) -> None:
         """Write keys and values of the positions that the last round decided into the cache.
@@ -147,7 +123,7 @@ class DFlashProposer(Planned):
         They are context: other rows attend to them, but they have no queries, so no layer is run.
         """
         assert self._new is not None, "prefill first"
-        fused, counts = self._new
+        (fused,), counts = self._new
         cache = self._cache
         for start in range(0, fused.shape[1], PREFILL_CHUNK):
             chunk = fused[:, start : start + PREFILL_CHUNK]
@@ -159,7 +135,7 @@ class DFlashProposer(Planned):
             # The cache has the axis of the heads before that of the positions, the layers after
             # it.
             for layer, (keys, values) in enumerate(
-                self._drafter.context(chunk, self._drafter.rotary(positions))
+                self.drafter.context(chunk, self.drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
             cache.commit_chunk(start, width, counts)
@@ -170,7 +146,7 @@ class DFlashProposer(Planned):
 
         Nothing of it stays in the cache: its rows are never committed.
         """
-        cache, drafter = self._cache, self._drafter
+        cache, drafter = self._cache, self.drafter
         size = self.slots
         cache.open(size, masked=True)
         # All slots see each other and the whole context, so equally long rows need no mask. Of rows
@@ -192,28 +168,11 @@ class DFlashProposer(Planned):
         return state[:, drafter.first_slot :]
 
     def commit(self, accepted: Accepted) -> None:
-        self._new = self._drafter.fuse(accepted.hidden.taps), accepted.gained
-
-    def keep(self, rows: list[int]) -> None:
-        self._cache.keep(rows)
-        if self._new is not None:
-            index = send(rows, self._device)
-            fused, counts = self._new
-            counts = counts.keep(rows, index)
-            # The longest row may be among those that left.
-            width = self._cache.width(counts, fused.shape[1])
-            self._new = fused[index][:, :width], counts
-
-    def finish(self) -> None:
-        self._kept.put(self._cache)
-        self._cache, self._new = TreeCache(0, 0), None
+        self._new = (self.drafter.fuse(accepted.hidden.taps),), accepted.gained
 
 
 def make_proposer(
-    artifact: Artifact,
-    settings: TreeSettings = DEFAULT_TREE,
-    slots: int | None = None,
-    name: str | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, slots: int | None = None
 ) -> DFlashProposer:
     """Return the proposer of a drafter from disk, with a best-first tree; `width` 1 makes a chain.
 
@@ -225,7 +184,7 @@ def make_proposer(
     drafter = artifact.drafter
     drafts = slots_of(drafter, slots) - drafter.first_slot
     settings = tree_of(settings, artifact.calibration, drafts)
-    return DFlashProposer(drafter, settings, slots, name or drafter.kind)
+    return DFlashProposer(drafter, settings, slots)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:

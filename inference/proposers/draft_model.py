@@ -2,8 +2,8 @@
 
 A draft model reads tokens only, and drafts a chain or a tree. Its cache holds the text up to the
 root. Of a round's drafts it keeps the accepted ones that it has run. The last draft of a chain is
-never run, and the deepest accepted node of a tree counts as not run (`commit_accepted`). Where such
-a draft was accepted, the cache lacks the token before the new root, and the next round runs both.
+never run, and the deepest accepted node of a tree counts as not run. Where such a draft was
+accepted, the cache lacks the token before the new root, and the next round runs both.
 
 Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S positions of a text.
 """
@@ -22,7 +22,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
-from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.cache import Counts
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
@@ -30,19 +30,17 @@ from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
-from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
-from .tree_plan import Planned, TreePlan
+from .cached import CachedProposer, TreeRunner
+from .growth import Level
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)
 DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
 
 
-class DraftModelProposer(Planned):
+class DraftModelProposer(CachedProposer):
     """Proposer of a draft model; it drafts a chain if not set otherwise."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
@@ -53,8 +51,7 @@ class DraftModelProposer(Planned):
         """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
-        self.replan(TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1)))
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
+        super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack
@@ -64,21 +61,12 @@ class DraftModelProposer(Planned):
 
     @property
     def weight_bytes(self) -> int:
-        """See `Proposer.weight_bytes`."""
         return bytes_of(self.model.model) + self.model.packed_bytes
 
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
-        batch, length = prompts.ids.shape
-        # A full cache doubles itself. One that cannot has slots for the nodes that this model runs
-        # beyond those of the target's.
-        self._cache = prompts.cache.for_drafter(
-            self._kept,
-            batch,
-            min(2 * length + 64, self.model.max_positions) + self.max_drafted,
-            self.plan.expanded + self.max_drafted,
-            self.model.device,
-        )
+        beyond = self.plan.expanded + self.max_drafted
+        self._open_cache(prompts, beyond, self.model.max_positions)
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
         # becomes its last one: the drafts after it are worse, and the text is still the target's.
         clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
@@ -87,7 +75,7 @@ class DraftModelProposer(Planned):
         self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._slots = prompts.lengths.new_zeros(0)
-        self._next = Counts([1] * batch, torch.ones_like(prompts.lengths))
+        self._next = Counts([1] * len(lengths), torch.ones_like(prompts.lengths))
 
     def lay_out(self) -> None:
         """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
@@ -97,7 +85,11 @@ class DraftModelProposer(Planned):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         first = fit_vocabulary(self.model.head(self._catch_up(root)), self._vocab_size)
-        go_on = TreeRunner(self.model, self._cache, self._vocab_size)
+        run = TreeRunner(self.model, self._cache, root_undecided=False)
+
+        def go_on(level: Level) -> Tensor:
+            return fit_vocabulary(run(level), self._vocab_size)
+
         tree, self._slots = self.plan.draft(first, root, draws, go_on)
         return tree
 
@@ -127,21 +119,48 @@ class DraftModelProposer(Planned):
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
-        self._next = commit_accepted(self._cache, self.plan, self._slots, accepted)
+        drafts = Counts([len(nodes) - 1 for nodes in accepted.nodes], accepted.counts - 1)
+        if self.plan.width == 1:
+            # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
+            # Example: a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and
+            # of 2 both.
+            ran, places = self._cache.staged, None
+            run = Counts([min(count, ran) for count in drafts.here], drafts.there.clamp(max=ran))
+        else:
+            # Of a tree only the device knows whether the deepest accepted node was run. Without
+            # that and the root, which was committed before: of the path 0, 2, 5 the slot of node 2
+            # is committed. Shorter paths are cut by their own counts. They are padded with the
+            # root, whose slot is -1, and nothing of that is kept.
+            places = self._slots.gather(1, accepted.path[:, 1:-1])
+            run = Counts(
+                [max(count - 1, 0) for count in drafts.here], (drafts.there - 1).clamp(min=0)
+            )
+        self._cache.commit(run, places)
+        # The new root, and what the cache then lacks.
+        next_here = [1 + count - kept for count, kept in zip(drafts.here, run.here, strict=True)]
+        self._next = Counts(next_here, drafts.there - run.there + 1)
         # `ids` begins with the old root, so that its last entry is the token before the new root
         # even where no draft was accepted.
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
     def keep(self, rows: list[int]) -> None:
-        self._cache.keep(rows)
-        index = send(rows, self._before.device)
+        super().keep(rows)
+        index = send(rows, self._device)
         self._before, self._next = self._before[index], self._next.keep(rows, index)
         # The next drafts may have been made already.
         self._slots = self._slots[index] if self._slots.dim() > 1 else self._slots
 
-    def finish(self) -> None:
-        self._kept.put(self._cache)
-        self._cache = TreeCache(0, 0)
+
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Return logits `[..., size]` over the target's vocabulary, which has `size` tokens.
+
+    Padding rows of the drafter's head are cut. Tokens that it lacks get minus infinity, so that
+    they are never drafted.
+    """
+    if logits.shape[-1] < size:
+        missing = logits.new_full((*logits.shape[:-1], size - logits.shape[-1]), -torch.inf)
+        logits = torch.cat([logits, missing], dim=-1)
+    return logits[..., :size]
 
 
 def make_proposer(

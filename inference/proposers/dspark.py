@@ -19,9 +19,9 @@ from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
 from ..tree_settings import TreeSettings
 from . import dflash
-from .dflash import DEFAULT_TREE, DFlashProposer, slots_of
+from .dflash import DFlashProposer, slots_of
 from .growth import Continue, Level
-from .tree_plan import tree_of
+from .tree_plan import DEFAULT_TREE, tree_of
 
 DEFAULT_WIDTH = 8
 KIND = replace(dflash.KIND, module="dspark")
@@ -33,14 +33,13 @@ class DSparkProposer(DFlashProposer):
     Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
     """
 
-    _drafter: DSparkDrafter
+    drafter: DSparkDrafter
 
     def __init__(
         self,
         drafter: DSparkDrafter,
         settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
-        name: str = "dspark",
         temperatures: Sequence[float] = (),
     ) -> None:
         """Put a drafter to work. Raises `UserError` for more drafts or slots than a block has.
@@ -48,7 +47,7 @@ class DSparkProposer(DFlashProposer):
         `temperatures` divide the logits of the confidences, draft by draft (`calibrate`); drafts
         past the last of them have 1. `slots` are as in `DFlashProposer`.
         """
-        super().__init__(drafter, settings, slots, name)
+        super().__init__(drafter, settings, slots)
         self._temperatures = torch.tensor(
             # A drafter that was calibrated with shorter chains has fewer temperatures than drafts.
             [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))],
@@ -56,7 +55,7 @@ class DSparkProposer(DFlashProposer):
         )
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
-        drafter = self._drafter
+        drafter = self.drafter
         base = drafter.base_logits(outputs)
 
         # Depths count from 1, so `base[:, depth]` is the slot after that of the level's own drafts.
@@ -71,16 +70,13 @@ class DSparkProposer(DFlashProposer):
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
         """Return the calibrated confidence `[B, D]` in each draft, from the token before it."""
         # tokens[:, :-1] begins with the root: column d holds the token before draft d + 1.
-        logits = self._drafter.confidence(self._drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
+        logits = self.drafter.confidence(self.drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
         # A plan may use fewer drafts than the block has.
         return (logits.float() / self._temperatures[: logits.shape[1]]).sigmoid()
 
 
 def make_proposer(
-    artifact: Artifact,
-    settings: TreeSettings = DEFAULT_TREE,
-    slots: int | None = None,
-    name: str | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, slots: int | None = None
 ) -> DSparkProposer:
     """Return the proposer of a drafter from disk, with a dynamic tree; `width` 1 makes a chain.
 
@@ -93,4 +89,4 @@ def make_proposer(
     if settings.width is None and tree.width is not None:
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
-    return DSparkProposer(drafter, tree, slots, name or drafter.kind, temperatures)
+    return DSparkProposer(drafter, tree, slots, temperatures)

@@ -5,10 +5,7 @@ its output predicts the token at p + 2 (docs/notation.md#positions). With the ro
 newest feature is that of n - 1. So row n - 1 holds the root's token, and its output predicts the
 nodes of depth 1. A node of depth d becomes a row at position n - 1 + d: it pairs the node's token
 with its parent's output, the recycled state, in place of a feature. Dynamic trees are EAGLE-2's
-(arXiv 2406.16858).
-
-Between rounds the cache holds rows of the target's features only. Rows of drafts are dropped, and
-those that were accepted come again, made of the target's features.
+(arXiv 2406.16858). After a round the rows of drafts are dropped.
 
 Shapes: B rows of a batch, N rows of one pass, A rows that are new to the cache, U undecided slots
 of the cache, H hidden size, V vocabulary.
@@ -22,91 +19,51 @@ from torch.nn import functional
 
 from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter
-from ...heads.vocabulary import to_target
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_over
-from ..rounds.cache import Counts, KeptCache, TreeCache, visible_slots
-from ..rounds.device import send
+from ..rounds.cache import Counts, visible_slots
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree_settings import TreeSettings, positive
+from .cached import FeatureProposer
 from .growth import Level
-from .tree_plan import Planned, TreePlan
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
-class EagleProposer(Planned):
+class EagleProposer(FeatureProposer):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
-    def __init__(
-        self,
-        drafter: EagleDrafter,
-        settings: TreeSettings = DEFAULT_TREE,
-        name: str = "eagle",
-    ) -> None:
+    def __init__(self, drafter: EagleDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
         """Put a drafter to work. Raises `UserError` for settings that do not go together."""
-        self.name, self.taps = name, drafter.taps
-        settings = settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH)
-        self.replan(TreePlan(settings))
-        self._drafter = drafter
-        self._device = drafter.fc.weight.device
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        self._cache, self._kept = TreeCache(0, 0), KeptCache()
-        # Positions that the target has decided and the cache lacks: fused features [B, A, H],
-        # tokens [B, A], and how many of them each row has.
-        self._new: tuple[Tensor, Tensor, Counts] | None = None
+        super().__init__(drafter, settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH))
 
     def prefill(self, prompts: Prompts) -> None:
-        batch, length = prompts.ids.shape
-        # How long replies become is not known. This is a guess: a full cache doubles itself. One
-        # that cannot has slots for the rows of a tree beyond those of the target's.
-        self._cache = prompts.cache.for_drafter(
-            self._kept,
-            batch,
-            2 * length + 64 + self.max_drafted,
-            self.plan.expanded + self.plan.length,
-            self._device,
-        )
-        features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
+        self._open_cache(prompts, self.plan.expanded + self.plan.length)
+        features = self.drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
+        ids, lengths = prompts.ids, prompts.lengths
+        # `tokens` has the first root at its end, which is not part of the prompt.
+        counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], lengths)
         if prompts.cache.fixed:
-            self._new = self._run_prompts(features, prompts.ids, prompts.lengths)
-        else:
-            # `tokens` has the first root at its end, which is not part of the prompt.
-            counts = Counts([len(tokens) - 1 for tokens in prompts.tokens], prompts.lengths)
-            self._new = features, prompts.ids, counts
-
-    def _run_prompts(
-        self, features: Tensor, ids: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Counts]:
-        """Run all positions of prompts but each one's last, which the next round catches up with.
-
-        Returns that last one as positions of a round, which are as many as a tree has levels and a
-        root: so all rounds have the same shapes.
-        """
-        if features.shape[1] > 1:
-            self._advance(ids[:, 1:], features[:, :-1], Counts([], lengths - 1))
-        last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
-        columns = self.plan.length
-        return (
-            functional.pad(features.gather(1, last), (0, 0, 0, columns)),
-            functional.pad(ids.gather(1, last[..., 0]), (0, columns)),
-            Counts([], torch.ones_like(lengths)),
-        )
+            # All positions are run but each prompt's last. The first round catches up with that, as
+            # one of as many positions as a tree has levels and a root: so all rounds have the same
+            # shapes.
+            if features.shape[1] > 1:
+                self._advance(ids[:, 1:], features[:, :-1], Counts([], lengths - 1))
+            last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
+            features = functional.pad(features.gather(1, last), (0, 0, 0, self.plan.length))
+            ids = functional.pad(ids.gather(1, last[..., 0]), (0, self.plan.length))
+            counts = Counts([], torch.ones_like(lengths))
+        self._new = (features, ids), counts
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts below `root` `[B]`, from the row of the root on."""
-        last = self._catch_up(root)
-        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties, noise, a plan that measures.
-        ids = None
-        if draws.sampling.plain_greedy and isinstance(self.plan, TreePlan):
-            ids = self._draft_vocab_ids
-        first, before = self._logits(last, ids is None), last[:, None]
+        last, ids = self._catch_up(root), self._columns(draws)
+        first, before = self._named(self.drafter.logits(last), ids), last[:, None]
         ran = 0
 
         def go_on(level: Level) -> Tensor:
@@ -115,13 +72,13 @@ class EagleProposer(Planned):
             parents = level.above[..., None].expand(-1, -1, before.shape[-1])
             ran += level.tokens.shape[1]
             # A parent is in the level before, the only one of which outputs are kept.
-            state = self._drafter.recycled(before.gather(1, parents))
+            state = self.drafter.recycled(before.gather(1, parents))
             # The root's row is committed, so nodes of depth 1 are the first rows after it.
             tokens = level.tokens if ids is None else ids[level.tokens.clamp(min=0)]
             before = self._run(tokens, state, level.visible, level.depth - 1, ran)
             # The next level comes after these rows and sees those that are its ancestors.
             self._cache.stage(level.tokens.shape[1])
-            return self._logits(before, ids is None)
+            return self._named(self.drafter.logits(before), ids)
 
         tree = named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
         self._cache.drop()  # accepted drafts come again, with the target's features
@@ -133,7 +90,7 @@ class EagleProposer(Planned):
         Returns the output `[B, H]` of the root's row, which is the last of each batch row.
         """
         assert self._new is not None, "prefill first"
-        features, ids, counts = self._new
+        (features, ids), counts = self._new
         self._new = None
         last_index = (counts.there - 1)[:, None]
         # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
@@ -186,7 +143,7 @@ class EagleProposer(Planned):
         undecided slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row
         sees; None: all.
         """
-        cache, drafter = self._cache, self._drafter
+        cache, drafter = self._cache, self.drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
         see = None
@@ -207,35 +164,12 @@ class EagleProposer(Planned):
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)
 
-    def _logits(self, output: Tensor, of_target: bool = True) -> Tensor:
-        """Return the logits `[..., Vd]` for outputs `[..., H]`, or `of_target` `[..., V]`."""
-        logits = self._drafter.logits(output)
-        if not of_target:
-            return logits
-        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
-
     def commit(self, accepted: Accepted) -> None:
-        features = self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
-        self._new = features, accepted.ids, accepted.gained
-
-    def keep(self, rows: list[int]) -> None:
-        self._cache.keep(rows)
-        if self._new is not None:
-            index = send(rows, self._device)
-            features, ids, counts = self._new
-            counts = counts.keep(rows, index)
-            # The longest row may be among those that left.
-            width = self._cache.width(counts, features.shape[1])
-            self._new = features[index][:, :width], ids[index][:, :width], counts
-
-    def finish(self) -> None:
-        self._kept.put(self._cache)
-        self._cache, self._new = TreeCache(0, 0), None
+        features = self.drafter.fuse(accepted.hidden.taps, accepted.hidden.last)
+        self._new = (features, accepted.ids), accepted.gained
 
 
-def make_proposer(
-    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
-) -> EagleProposer:
+def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> EagleProposer:
     """Return the proposer of a drafter from disk, with a dynamic tree; `width` 1 makes a chain.
 
     Settings that are None are as the drafter was evaluated in training. Raises `UserError`.
@@ -248,4 +182,4 @@ def make_proposer(
         # A tree needs a node for each of its levels at least.
         least = positive("length", settings.length)
         settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
-    return EagleProposer(artifact.drafter, settings, name or artifact.drafter.kind)
+    return EagleProposer(artifact.drafter, settings)

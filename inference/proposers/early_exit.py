@@ -4,13 +4,12 @@ The method is that of arXiv 2309.08168 and 2404.16710. The drafting layers read 
 target's own cache. Verification overwrites whatever they write for undecided positions, so drafting
 needs no cache, no catching up and no weights of its own.
 
-Shapes: B rows of a batch, N rows of one pass, V vocabulary.
+Shapes: B rows of a batch.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +23,16 @@ from ..rounds.tree import DraftTree
 from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TreeSettings, positive
-from .growth import Level
-from .tree_plan import TreePlan
+from .cached import TreeRunner
+from .tree_plan import DEFAULT_TREE, TreePlan
 
 DEFAULT_LENGTH = 4
-DEFAULT_TREE = TreeSettings()
 
 
 class EarlyExit(Proposer):
     """Proposer that drafts with the first layers of the target."""
 
     name = "early-exit"
-    taps: tuple[int, ...] = ()
-    weight_bytes = 0
 
     def __init__(
         self,
@@ -70,37 +66,13 @@ class EarlyExit(Proposer):
         The root is not in the target's cache yet, so the first layers run it too, at depth 0.
         """
         assert self._cache is not None, "prefill first"
-        # All undecided slots so far, the root's first; each level adds its own.
-        depths: tuple[int, ...] = (0,)
-        logits = self._run(root[:, None], Pass(depths=row_of(depths, root.device)))
-
-        def go_on(level: Level) -> Tensor:
-            nonlocal depths
-            of_level = (level.depth,) * level.tokens.shape[1]
-            depths += of_level
-            visible = level.visible
-            if visible is not None:
-                # `level.visible` leaves the root out. Here it has the first undecided slot, which
-                # every node sees.
-                visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
-            nodes = Pass(
-                depths=row_of(of_level, root.device),
-                visible=visible,
-                slot_depths=row_of(depths, root.device),
-            )
-            return self._run(level.tokens, nodes)
-
-        tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
-        self._cache.drop()  # verification overwrites all of it
+        model, cache = self._first_layers, self._cache
+        nodes = Pass(depths=row_of((0,), root.device))
+        first = model.head(model.forward(root[:, None], nodes, cache).last)[:, 0]
+        cache.stage(1)
+        tree, _ = self.plan.draft(first, root, draws, TreeRunner(model, cache, root_undecided=True))
+        cache.drop()  # verification overwrites all of it
         return tree
-
-    def _run(self, tokens: Tensor, nodes: Pass) -> Tensor:
-        """Return the logits `[B, N, V]` after `tokens` `[B, N]`, which become undecided slots."""
-        assert self._cache is not None
-        hidden = self._first_layers.forward(tokens, nodes, self._cache)
-        # Left undecided for the levels that follow; `propose` drops them all in the end.
-        self._cache.stage(tokens.shape[1])
-        return self._first_layers.head(hidden.last)
 
     # The cache is the target's own, and the decode loop commits and cuts it.
 
@@ -120,11 +92,13 @@ def first_layers(target: Target, layers: int) -> Target:
             f"early-exit: the target has {target.num_layers} layers, {layers} were asked for"
         )
     shallow = copy.copy(target)
+    shallow.decoder = copy.copy(target.decoder)
     # Set before the trial: decoders take the number of layers from their config at each forward
     # pass, where they do not run all of their list.
-    shallow.config = _shortened(target.config, layers)
-    shallow.decoder = copy.copy(target.decoder)
-    shallow.decoder.config = shallow.config
+    shallow.config = shallow.decoder.config = config = copy.deepcopy(target.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):  # of which transformers demands one for each layer
+        config.layer_types = config.layer_types[:layers]
     shallow.keep_layers(layers)
     # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
@@ -141,13 +115,3 @@ def first_layers(target: Target, layers: int) -> Target:
             "lookahead or a small model"
         )
     return shallow
-
-
-def _shortened(config: Any, layers: int) -> Any:
-    """Return a copy of a config with only the first `layers` layers."""
-    shortened = copy.deepcopy(config)
-    shortened.num_hidden_layers = layers
-    # transformers' configs demand one kind for each layer.
-    if getattr(shortened, "layer_types", None):
-        shortened.layer_types = shortened.layer_types[:layers]
-    return shortened

@@ -67,9 +67,7 @@ class Slots:
         `best_first`.
         """
         levels = self.logits.shape[1]
-        tokens, scores = independent(
-            lambda depth: self.logits[:, depth], levels, root, draws, width, score_temperature
-        )
+        tokens, scores = self._best(root, draws, levels, width, score_temperature)
         return best_first(tokens, scores, root, nodes, whole)
 
     def fill(
@@ -77,11 +75,29 @@ class Slots:
     ) -> DraftTree:
         """Return a tree of a fixed `shape`, whose nodes have the tokens of their `ranks`."""
         width = max(ranks) + 1
-        tokens, _ = independent(
-            lambda depth: self.logits[:, depth], shape.levels, root, draws, width, 1.0
-        )
+        tokens, _ = self._best(root, draws, shape.levels, width)
         drafts = tokens.flatten(1)[:, _places(shape, ranks, width, root.device)]
         return DraftTree(torch.cat([root[:, None], drafts], dim=1), shape)
+
+    def _best(
+        self, root: Tensor, draws: Draws, levels: int, width: int, score_temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the `width` best tokens of each of `levels` depths, and their log-scores.
+
+        Both are `[B, D, K]` with D = `levels` and K = `width`.
+        """
+        # One place stands for all nodes of a depth (M = 1), since their logits are the same.
+        paths = root[:, None, None]
+        tokens_by_depth, scores_by_depth = [], []
+        for depth in range(levels):
+            logits = self.logits[:, depth, None]
+            tokens, scores = draws.rank(logits, depth, width, paths, score_temperature)
+            tokens_by_depth.append(tokens)
+            scores_by_depth.append(scores)
+            # A repetition penalty differs from path to path, but these scores are for all of them:
+            # they are penalised as if the best path were taken.
+            paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)
+        return torch.cat(tokens_by_depth, dim=1), torch.cat(scores_by_depth, dim=1)
 
 
 @lru_cache(maxsize=64)
@@ -90,35 +106,6 @@ def _places(shape: TreeShape, ranks: tuple[int, ...], width: int, device: torch.
     # Example: with 3 tokens of each depth, a node of depth 2 and rank 0 has the index 3.
     places = [(shape.depths[node] - 1) * width + ranks[node] for node in range(1, shape.nodes)]
     return torch.tensor(places, device=device)
-
-
-def independent(
-    logits: Callable[[int], Tensor],
-    levels: int,
-    root: Tensor,
-    draws: Draws,
-    width: int,
-    score_temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the best tokens of each depth and their log-scores, where drafts are independent.
-
-    Both are `[B, D, K]` with D = `levels` and K = `width`. `logits(depth)` `[B, V]` are those of
-    the draft after a node of depth `depth`, whatever the node.
-    """
-    # One place stands for all nodes of a depth (M = 1), since their logits are the same.
-    paths = root[:, None, None]
-    tokens_by_depth, scores_by_depth = [], []
-    for depth in range(levels):
-        of_depth = logits(depth)[:, None]
-        if not depth:
-            draws.prepare(levels, of_depth)
-        tokens, scores = draws.rank(of_depth, depth, width, paths, score_temperature)
-        tokens_by_depth.append(tokens)
-        scores_by_depth.append(scores)
-        # A repetition penalty differs from path to path, but these scores are for all of them: they
-        # are penalised as if the best path were taken.
-        paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)
-    return torch.cat(tokens_by_depth, dim=1), torch.cat(scores_by_depth, dim=1)
 
 
 def best_first(

@@ -15,6 +15,7 @@ Shapes: B batch, N nodes of the tree with the root, W columns of the window.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,9 +43,7 @@ class _WindowRow:
         # The paper starts from random tokens. The prompt's own, repeated, are as arbitrary, and the
         # same in every run.
         fill = [tokens[i % len(tokens)] for i in range(window * depth)]
-        self.rows: list[list[int]] = []
-        for start in range(0, window * depth, window):
-            self.rows.append(fill[start : start + window])
+        self.rows = [fill[start : start + window] for start in range(0, len(fill), window)]
         # by an n-gram's first token: its continuations, in the order in which they came up last
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         self._kept = kept
@@ -76,7 +75,6 @@ class Lookahead(Proposer):
     """
 
     name = "lookahead"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, window: int = 4, ngram: int = 3, candidates: int = 4) -> None:
         self._window = positive("window", window)
@@ -120,11 +118,7 @@ class Lookahead(Proposer):
         for row in self._rows:
             # The order of the nodes in the shape: the window by levels, then one chain after
             # another.
-            draft: list[int] = []
-            for level in row.rows:
-                draft += level
-            for continuation in row.candidates():
-                draft += continuation
+            draft = list(chain(*row.rows, *row.candidates()))
             # A pool with fewer candidates leaves whole chains out: all continuations are as long.
             missing = self.shape.drafted - len(draft)
             drafts.append(draft + [NO_NODE] * missing)

@@ -5,7 +5,7 @@ They keep the text on the host and draft chains of a few fixed lengths.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,7 +23,6 @@ class Index(Protocol):
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text."""
-        ...
 
     def guess(self, length: int) -> list[int]:
         """Return at most `length` tokens that followed the text's own end earlier in it."""
@@ -42,26 +41,21 @@ def copy_from(text: list[int], place: int, length: int) -> list[int]:
     return copied
 
 
-class LookupProposer(Proposer, ABC):
+class LookupProposer(Proposer):
     """Proposer of a chain that is looked up for each row, at most `length` tokens.
 
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
     """
 
-    name: str
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, new_index: Callable[[], Index]) -> None:
+        """Draft with an index for each row; `new_index` makes that of an empty text."""
+        self.new_index = new_index
         self.max_drafted = self._length = positive("length", length)
         # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and `length`.
         self._sizes = sorted(
             {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
         )
         self._rows: list[Index] = []
-
-    @abstractmethod
-    def new_index(self) -> Index:
-        """Return the index of an empty text."""
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]

@@ -21,24 +21,18 @@ from ..rounds.tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Slots
 from .shapes import grow
-from .tree_plan import DEFAULT_NODES, Planned, TreePlan, tree_of
+from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, Planned, TreePlan, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
-DEFAULT_TREE = TreeSettings()
 KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
 class MedusaProposer(Planned):
     """Proposer of trees of the heads' tokens; a node's token does not depend on its parent."""
 
-    taps: tuple[int, ...] = ()
-    traceable = True
-
-    def __init__(
-        self, heads: MedusaHeads, settings: TreeSettings = DEFAULT_TREE, name: str = "medusa"
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, settings: TreeSettings = DEFAULT_TREE) -> None:
         """Take trained heads. Raises `UserError` for more levels than there are heads."""
-        self.name, self.longest, self._drafter = name, heads.config.num_heads, heads
+        self.name, self.longest, self.drafter = heads.kind, heads.config.num_heads, heads
         self.replan(TreePlan(settings.or_else(length=self.longest, width=DEFAULT_WIDTH)))
         if self.plan.length > self.longest:
             raise UserError(
@@ -57,7 +51,7 @@ class MedusaProposer(Planned):
         """Return the tree below `root` `[B]`, filled with the heads' best tokens."""
         heads = range(self.plan.length)
         # [B, D, V]
-        logits = torch.stack([self._drafter.logits(self._state, head) for head in heads], dim=1)
+        logits = torch.stack([self.drafter.logits(self._state, head) for head in heads], dim=1)
         return self.plan.draft(logits[:, 0], root, draws, Slots(logits))[0]
 
     def commit(self, accepted: Accepted) -> None:
@@ -70,9 +64,7 @@ class MedusaProposer(Planned):
         self._state = self._state[send(rows, self._state.device)]
 
 
-def make_proposer(
-    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
-) -> MedusaProposer:
+def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> MedusaProposer:
     """Return the proposer of heads from disk.
 
     Without a `width` the tree is fixed: that of `nodes` nodes and the greatest expected acceptance
@@ -87,4 +79,4 @@ def make_proposer(
         best = grow(table[: positive("length", size.length)], positive("nodes", size.nodes))
         settings = replace(settings, shape=best or [(0,)])  # heads may never have been right
     settings = tree_of(settings.or_else(width=DEFAULT_WIDTH), known, heads.config.num_heads)
-    return MedusaProposer(heads, settings, name or heads.kind)
+    return MedusaProposer(heads, settings)

@@ -5,6 +5,8 @@ Saxena, prompt-lookup-decoding, 2023.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...heads.errors import UserError
 from ..tree_settings import positive
 from .lookup import LookupProposer, copy_from
@@ -53,10 +55,7 @@ class NgramLookup(LookupProposer):
     name = "ngram"
 
     def __init__(self, length: int = 8, longest: int = 3, shortest: int = 1) -> None:
-        super().__init__(length)
-        self._span = positive("shortest", shortest), positive("longest", longest)
+        span = positive("shortest", shortest), positive("longest", longest)
+        super().__init__(length, partial(_Ngrams, *span))
         if shortest > longest:
             raise UserError(f"ngram: shortest ({shortest}) must not be above longest ({longest})")
-
-    def new_index(self) -> _Ngrams:
-        return _Ngrams(*self._span)

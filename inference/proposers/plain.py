@@ -13,9 +13,7 @@ class PlainDecoding(Proposer):
     """Proposer without drafts."""
 
     name = "plain"
-    taps: tuple[int, ...] = ()
     max_drafted = 0
-    weight_bytes = 0
     _shape = TreeShape.chain(0)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:

@@ -65,8 +65,9 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
     for accuracies in rank_accuracy:
         order.append(sorted(range(len(accuracies)), key=lambda r: (-accuracies[r], r)))
     chosen: list[Ranks] = []
-    # (-value, depth, indices into `order`): of equal values the shallower node comes first
-    heap: list[tuple[float, int, tuple[int, ...]]] = []
+    # (-value, depth, indices into `order`, the parent's value): of equal values the shallower node
+    # comes first
+    heap: list[tuple[float, int, tuple[int, ...], float]] = []
 
     def offer(parent_value: float, indices: tuple[int, ...]) -> None:
         depth = len(indices) - 1
@@ -75,23 +76,15 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
             accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
             if parent_value * accuracy > 0:
                 # `heapq` gives the smallest entry first, hence the minus sign.
-                heapq.heappush(heap, (-parent_value * accuracy, depth, indices))
-
-    def value_of(indices: tuple[int, ...]) -> float:
-        value = 1.0
-        for depth, index in enumerate(indices):
-            value *= rank_accuracy[depth][order[depth][index]]
-        return value
+                heapq.heappush(heap, (-parent_value * accuracy, depth, indices, parent_value))
 
     # Every tree begins with the best node of depth 1: no other can be chosen before it.
     offer(1.0, (0,))
     while heap and len(chosen) < nodes:
-        *_, indices = heapq.heappop(heap)
+        minus_value, _, indices, parent_value = heapq.heappop(heap)
         chosen.append(tuple(order[depth][index] for depth, index in enumerate(indices)))
         # The next sibling and the first child are all that can follow the node: each other node
         # has a better sibling or a parent that is not chosen yet.
-        # The sibling needs the value of their parent. It is multiplied out again, since dividing it
-        # out of the node's own value would round.
-        offer(value_of(indices[:-1]), (*indices[:-1], indices[-1] + 1))
-        offer(value_of(indices), (*indices, 0))
+        offer(parent_value, (*indices[:-1], indices[-1] + 1))
+        offer(-minus_value, (*indices, 0))
     return chosen

@@ -6,6 +6,8 @@ An online suffix automaton (Blumer et al., 1985) over prompt and reply, as in SA
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..tree_settings import positive
 from .lookup import LookupProposer, copy_from
 
@@ -125,8 +127,4 @@ class SuffixLookup(LookupProposer):
     name = "suffix"
 
     def __init__(self, length: int = 8, shortest: int = 1) -> None:
-        super().__init__(length)
-        self._shortest = positive("shortest", shortest)
-
-    def new_index(self) -> SuffixAutomaton:
-        return SuffixAutomaton(self._shortest)
+        super().__init__(length, partial(SuffixAutomaton, positive("shortest", shortest)))

@@ -19,12 +19,7 @@ from ..targets.causal_model import bytes_of
 from ..targets.packed import packed_bytes
 from ..tree_settings import MOST, TreeSettings, positive
 from .chains import grow_chain
-from .growth import (
-    Continue,
-    Slots,
-    grow_dynamic,
-    grow_fixed,
-)
+from .growth import Continue, Slots, grow_dynamic, grow_fixed
 from .shapes import grow, ranks_of, shape_of_ranks
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
@@ -32,6 +27,7 @@ from .shapes import grow, ranks_of, shape_of_ranks
 # (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.
 SAMPLED_ACCEPTANCE = (0.67, 0.115, 0.045, 0.035, 0.015, 0.012, 0.01, 0.01)
 
+DEFAULT_TREE = TreeSettings()
 DEFAULT_NODES = 16
 """Nodes of a tree of drafts that are made at once, where training has noted none."""
 
@@ -188,17 +184,10 @@ class Planned(Proposer):
     plan: Planner
     longest: int = MOST
     """Levels that the drafter has at most."""
-    _drafter: Any
-
-    @property
-    def drafter(self) -> Any:
-        """The drafter itself, which says what it is."""
-        return self._drafter
 
     @property
     def weight_bytes(self) -> int:
-        """See `Proposer.weight_bytes`."""
-        return bytes_of(self._drafter) + packed_bytes(self._drafter)
+        return bytes_of(self.drafter) + packed_bytes(self.drafter)
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""

@@ -52,7 +52,6 @@ class WithLookup(Proposer):
 
     @property
     def weight_bytes(self) -> int:
-        """See `Proposer.weight_bytes`."""
         return self.trained.weight_bytes
 
     def __copy__(self) -> WithLookup:

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -87,8 +86,6 @@ class Service:
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
-    engine = service.engine
-    engine.counters.watch(lambda: engine.running, lambda: engine.waiting)
     endpoints = endpoints_of(service)
     document = description(endpoints, VERSION, service.api_key is not None)
 
@@ -200,8 +197,6 @@ def allowed(handler: Handler, service: Service) -> Handler:
             return failure(full, 503, code="queue_full", headers={"Retry-After": "1"})
         except EngineClosed:
             return failure(STOPPING, 503, code="stopping")
-        except DecodingFailed as error:
-            return failure(error, error.status, code=error.code)
         except (ClientLeft, ClientDisconnect):
             return failure("the client has left", LEFT)
 
@@ -211,22 +206,20 @@ def allowed(handler: Handler, service: Service) -> Handler:
 def listed(service: Service) -> list[JsonObject]:
     """Return the entries of `/v1/models`: the target, and under it each drafter."""
     target = service.engine.target
-    entries = []
-    for model, drafter in service.models.items():
-        entries.append(
-            {
-                "id": model,
-                "object": "model",
-                "created": service.started,
-                "owned_by": "draftsmith",
-                "root": service.name,
-                "parent": None if model == service.name else service.name,
-                "max_model_len": target.max_positions,
-                "drafter": drafter,
-                "chat": bool(target.tokenizer.chat_template),
-            }
-        )
-    return entries
+    return [
+        {
+            "id": model,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "draftsmith",
+            "root": service.name,
+            "parent": None if model == service.name else service.name,
+            "max_model_len": target.max_positions,
+            "drafter": drafter,
+            "chat": bool(target.tokenizer.chat_template),
+        }
+        for model, drafter in service.models.items()
+    ]
 
 
 def no_model(name: str, service: Service) -> RequestError:
@@ -253,7 +246,7 @@ def understood(body: bytes, kind: type[Common], service: Service) -> Asked:
 async def complete(request: Request, kind: type[Common], service: Service) -> Response:
     """Decode what a request asks for, and return the answer, whole or as a stream of events.
 
-    Raises `RequestError`, `QueueFull`, and for a whole answer `DecodingFailed` and `ClientLeft`.
+    Raises `RequestError`, `QueueFull`, and for a whole answer `ClientLeft`.
     """
     read = partial(understood, kind=kind, service=service)
     asked = await service.intake.read(request, read)
@@ -303,7 +296,7 @@ async def streamed(
     except ClientLeft:
         pass  # nobody reads on
     except DecodingFailed as error:
-        yield event_of(msgspec.to_builtins(error_of(error, error.status, code=error.code)))
+        yield event_of(error_of(error, error.status, code=error.code))
 
 
 def event_of(value: JsonObject) -> bytes:

@@ -24,7 +24,8 @@ DEEPEST = 32  # positions that are counted one by one
 class ServerCounters:
     """Counters of all requests since the server was started."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Begin at 0; the functions return the numbers of running and of waiting requests."""
         disable_created_metrics()  # the time of each counter's beginning, which nobody reads
         registry = self._registry = CollectorRegistry()
 
@@ -49,16 +50,12 @@ class ServerCounters:
             "draftsmith:tau", "Tokens a round, of each drafter.", ["drafter"], registry=registry
         )
         self._ended = counter("draftsmith:requests", "Requests by the reason for their end.", "end")
-        self._totals: dict[str, tuple[int, int]] = {}
-
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Show what the functions return as the numbers of running and of waiting requests."""
-        gauges = (
+        for name, meaning, function in (
             ("vllm:num_requests_running", "Requests that are decoded now.", running),
             ("vllm:num_requests_waiting", "Requests in the queue.", waiting),
-        )
-        for name, meaning, function in gauges:
-            Gauge(name, meaning, registry=self._registry).set_function(function)
+        ):
+            Gauge(name, meaning, registry=registry).set_function(function)
+        self._totals: dict[str, tuple[int, int]] = {}
 
     def prompted(self, tokens: int) -> None:
         """Count a request with a prompt of so many tokens."""

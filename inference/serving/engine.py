@@ -139,7 +139,7 @@ class Engine:
     ) -> None:
         self.target, self.proposers = target, proposers
         self.rows, self.queue = rows, queue
-        self.counters = ServerCounters()
+        self.counters = ServerCounters(lambda: self.running, lambda: self.waiting)
         self.hidden = target.eos_ids | special_ids(target.tokenizer)
         """Tokens that are no text of a reply."""
         self.padded = max(target.max_positions, PADDED)

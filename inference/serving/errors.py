@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Struct
 from starlette.responses import JSONResponse
 
+from ...heads.files import JsonObject
+
 LONGEST_MESSAGE = 500  # characters: a message may name what a client sent
 LONGEST_NAME = 64
 """Characters of a name for which a similar one is looked for, which takes quadratic time."""
@@ -33,7 +35,7 @@ class ErrorAnswer(Struct):
 
 
 class RequestError(Exception):
-    """Request that is refused: a message, the field that is meant, a code, and an HTTP status."""
+    """Request that is refused or fails: message, field that is meant, code, and HTTP status."""
 
     def __init__(
         self,
@@ -48,13 +50,13 @@ class RequestError(Exception):
 
 def error_of(
     message: str | Exception, status: int, param: str | None = None, code: str | None = None
-) -> ErrorAnswer:
-    """Return an error in OpenAI's form."""
+) -> JsonObject:
+    """Return an `ErrorAnswer` as JSON."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     text = str(message)
     if len(text) > LONGEST_MESSAGE:
         text = text[: LONGEST_MESSAGE - 1] + "…"
-    return ErrorAnswer(ErrorBody(text, kind, param, code))
+    return msgspec.to_builtins(ErrorAnswer(ErrorBody(text, kind, param, code)))
 
 
 def failure(
@@ -65,8 +67,7 @@ def failure(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     """Return the answer with an error."""
-    error = error_of(message, status, param, code)
-    return JSONResponse(msgspec.to_builtins(error), status, headers)
+    return JSONResponse(error_of(message, status, param, code), status, headers)
 
 
 def refused_by_type(error: Exception, kind: type[Any]) -> RequestError:

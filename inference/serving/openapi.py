@@ -68,7 +68,8 @@ def description(endpoints: Sequence[Endpoint], version: str, with_key: bool) -> 
 
 def operation(endpoint: Endpoint, with_key: bool) -> JsonObject:
     """Return the description of one path."""
-    media = {endpoint.media: {"schema": {"type": schema_type(endpoint.media)}}}
+    kind = "object" if endpoint.media == "application/json" else "string"
+    media = {endpoint.media: {"schema": {"type": kind}}}
     if endpoint.body is not None:
         media[EVENTS] = {"schema": {"type": "string"}}
     found: JsonObject = {
@@ -91,11 +92,6 @@ def operation(endpoint: Endpoint, with_key: bool) -> JsonObject:
         schema = {"type": "string", "minLength": 1}
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return found
-
-
-def schema_type(media: str) -> str:
-    """Return the JSON schema's type of an answer."""
-    return "object" if media == "application/json" else "string"
 
 
 def reference(kind: type[Any]) -> JsonObject:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -184,20 +184,14 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
     }
     if request.top_k is not None:
         values["top_k"] = max(request.top_k, 0)
-    merged = {**vars_of(defaults), **values}
-    if merged["temperature"] == 0:
+    if values.get("temperature", defaults.temperature) == 0:
         # Clients send them all the same. They never remove the best token, which greedy takes.
-        merged |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     try:
-        return Sampling(**merged)
+        return replace(defaults, **values)
     except UserError as error:
         param = str(error).partition(" ")[0]
-        raise RequestError(str(error), param if param in merged else None) from error
-
-
-def vars_of(sampling: Sampling) -> JsonObject:
-    """Return the fields of sampling parameters by their names."""
-    return {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+        raise RequestError(str(error), param if hasattr(defaults, param) else None) from error
 
 
 def stops_of(request: Common) -> tuple[str, ...]:

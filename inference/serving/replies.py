@@ -13,7 +13,8 @@ from secrets import token_hex
 from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
-from .engine import STOPPING, BatchSettings, Engine, Job
+from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job
+from .errors import RequestError
 from .protocol import FINISH, ChatRequest, Common
 
 
@@ -21,18 +22,12 @@ class ClientLeft(Exception):
     """The client has closed its connection."""
 
 
-class DecodingFailed(Exception):
+class DecodingFailed(RequestError):
     """The engine could not decode a reply; the message says why."""
 
-    @property
-    def code(self) -> str:
-        """Code of the answer."""
-        return "stopping" if str(self) == STOPPING else "internal_error"
-
-    @property
-    def status(self) -> int:
-        """HTTP status of the answer."""
-        return 503 if str(self) == STOPPING else 500
+    def __init__(self, message: str) -> None:
+        code, status = ("stopping", 503) if message == STOPPING else ("internal_error", 500)
+        super().__init__(message, code=code, status=status)
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class Pending:
                     raise ClientLeft
                 number, record, reason = event
                 if record is None:
-                    raise DecodingFailed(reason)
+                    raise DecodingFailed(reason or INTERNAL)
                 if reason is not None:
                     still_open.discard(number)
                 yield number, record, self.choices[number].pieces(record, reason)
@@ -127,7 +122,7 @@ class Pending:
                 entry["token_ids"] = reply.token_ids
             choices.append(entry)
         return {
-            **self._head("chat.completion" if self.chat else "text_completion"),
+            **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage(),
             "draftsmith": [figures(choice.reply) for choice in self.choices],
@@ -148,18 +143,14 @@ class Pending:
             entry["token_ids"] = record.tokens
         if self._asked.return_pieces:
             entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
-        event = {
-            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
-            "choices": [entry],
-        }
+        event = {**self._head("chat.completion.chunk"), "choices": [entry]}
         if reply.finish_reason and self._asked.return_pieces:
             event["draftsmith"] = figures(reply)
         return event
 
     def last_chunk(self) -> JsonObject:
         """Return the event of a stream that has the numbers of tokens."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [], "usage": self.usage()}
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}
 
     def usage(self) -> JsonObject:
         """Return the numbers of tokens of all replies; each prompt counts once."""
@@ -173,6 +164,8 @@ class Pending:
         }
 
     def _head(self, kind: str) -> JsonObject:
+        """Return the keys of every answer; `kind` is that of a chat."""
+        kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
 
     def _entry(self, number: int, reason: str) -> JsonObject:

@@ -125,7 +125,7 @@ def trained(
         with torch.no_grad():
             outputs = unroll(drafter, batch, features.taps, features.last, STEPS)
             recorder = EagleProposer(drafter, TreeSettings(length=2, width=1))
-            logits = [recorder._logits(x[0]) for x in outputs]
+            logits = [recorder._named(drafter.logits(x[0]), None) for x in outputs]
         starts = np.cumsum([0, *(len(ids) for ids, _ in rows)]) if packed else [0]
         lengths = [len(ids) for ids, _ in rows] if packed else [batch.ids.shape[1]]
         found += [[x[a : a + n] for x in logits] for a, n in zip(starts, lengths, strict=False)]

@@ -56,7 +56,7 @@ def test_rounds_agree_for_trained_heads(
     )
     busy = check(
         target,
-        make_proposer(artifact, name="x"),
+        make_proposer(artifact),
         artifact.drafter,
         artifact.calibration,
         prompts,
@@ -85,7 +85,7 @@ def test_rounds_agree_when_an_accepted_run_crosses_the_limit(
     prompts = chat_prompts(quickstart, "valid", 8)
     check(
         quickstart,
-        make_proposer(artifact, name="x"),
+        make_proposer(artifact),
         artifact.drafter,
         artifact.calibration,
         prompts,

@@ -1,0 +1,129 @@
+"""Drafting with a key-value cache: bases of the proposers that own one, and how models run a tree.
+
+Shapes: B rows of a batch, A positions that are new to the cache, M nodes of a level, H hidden size,
+V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...heads.vocabulary import to_target
+from ..proposer import Prompts
+from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.device import row_of, send
+from ..rounds.sampling import Draws
+from ..targets.causal_model import CausalModel
+from ..targets.masks import Pass
+from ..tree_settings import MOST, TreeSettings
+from .growth import Level
+from .tree_plan import Planned, TreePlan
+
+
+class CachedProposer(Planned):
+    """Proposer of a drafter with a cache, which lasts for one batch."""
+
+    def __init__(self, settings: TreeSettings, device: torch.device) -> None:
+        """Start without a batch. Raises `UserError` for settings that do not go together."""
+        self.replan(TreePlan(settings))
+        self._device = device
+        self._cache, self._kept = TreeCache(0, 0), KeptCache()
+
+    def _open_cache(self, prompts: Prompts, beyond: int, most: int | None = None) -> None:
+        """Begin a batch with an empty cache.
+
+        A round writes at most `beyond` slots after the text's, which has `most` positions at most.
+        """
+        batch, length = prompts.ids.shape
+        # How long replies become is not known. This is a guess: a full cache doubles itself. One
+        # that cannot has the slots of a round beyond those of the target's.
+        guess = 2 * length + 64
+        capacity = (guess if most is None else min(guess, most)) + beyond
+        self._cache = prompts.cache.for_drafter(self._kept, batch, capacity, beyond, self._device)
+
+    def keep(self, rows: list[int]) -> None:
+        self._cache.keep(rows)
+
+    def finish(self) -> None:
+        self._kept.put(self._cache)
+        self._cache = TreeCache(0, 0)
+
+
+class FeatureProposer(CachedProposer):
+    """Proposer of a drafter that reads the target's features, and may have a draft vocabulary.
+
+    What a round accepts is noted in `commit`, with the target's features, and run when the drafter
+    next drafts. So between rounds the cache holds the text alone, whatever was drafted.
+    """
+
+    def __init__(self, drafter: Any, settings: TreeSettings, longest: int = MOST) -> None:
+        """Put `drafter` to work; `longest` are the levels that it has at most."""
+        super().__init__(settings, drafter.fc.weight.device)
+        self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
+        self.longest = longest
+        self._draft_vocab_ids = drafter.draft_vocab_ids
+        # Positions that the target has decided and the cache lacks: fused features [B, A, H] and
+        # what else the drafter needs of them, and how many of them each row has.
+        self._new: tuple[tuple[Tensor, ...], Counts] | None = None
+
+    def _columns(self, draws: Draws) -> Tensor | None:
+        """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""
+        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
+        # with them knows tokens by their ids: penalties, noise, a plan that measures.
+        greedy = draws.sampling.plain_greedy and isinstance(self.plan, TreePlan)
+        return self._draft_vocab_ids if greedy else None
+
+    def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
+        """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""
+        if ids is not None:
+            return logits
+        return to_target(logits, self._draft_vocab_ids, self.drafter.shape.vocab_size)
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        if self._new is not None:
+            index = send(rows, self._device)
+            tensors, counts = self._new
+            counts = counts.keep(rows, index)
+            # The longest row may be among those that left.
+            width = self._cache.width(counts, tensors[0].shape[1])
+            self._new = tuple(tensor[index][:, :width] for tensor in tensors), counts
+
+    def finish(self) -> None:
+        super().finish()
+        self._new = None
+
+
+class TreeRunner:
+    """Causal model that runs the nodes of one level after another: a `growth.Continue`.
+
+    Its cache has either committed the root already, so that nodes of depth 1 come first after the
+    committed positions, or has it as the first undecided position (`root_undecided`).
+    """
+
+    def __init__(self, model: CausalModel, cache: TreeCache, root_undecided: bool) -> None:
+        self._model, self._cache, self._root_undecided = model, cache, root_undecided
+        # For the cache, depths of all undecided slots in the order in which they were run: a mask
+        # with a sliding window needs the positions of earlier levels too.
+        self._depths: tuple[int, ...] = (0,) if root_undecided else ()
+
+    def __call__(self, level: Level) -> Tensor:
+        """Return the logits `[B, M, V]` after the M nodes of `level`."""
+        count, device, visible = level.tokens.shape[1], level.tokens.device, level.visible
+        level_depths = (level.depth if self._root_undecided else level.depth - 1,) * count
+        self._depths += level_depths
+        if self._root_undecided and visible is not None:
+            # `level.visible` leaves the root out, which every node sees.
+            visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
+        nodes = Pass(
+            depths=row_of(level_depths, device),
+            visible=visible,
+            slot_depths=row_of(self._depths, device),
+        )
+        hidden = self._model.forward(level.tokens, nodes, self._cache)
+        # The nodes stay undecided, so that the next level comes after them and can see them.
+        self._cache.stage(count)
+        return self._model.head(hidden.last)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from rich.table import Table
 
 from ...heads.documents import read_document
@@ -25,7 +24,6 @@ from .gains import (
     free_tokens,
     pass_seconds,
     profile_tokens,
-    simulated_tokens,
     speedup,
     stretched,
 )
@@ -37,7 +35,6 @@ from .tuning.profile import ProfileFile
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
-TRIALS = 200_000  # simulated rounds that check the closed form
 AGAIN = "write the report again with draftsmith evaluate --json"
 
 
@@ -84,8 +81,6 @@ def simulation(options: Options) -> JsonObject:
         "grid": grid,
         "costs": costs,
     }
-    if len(set(by_position)) == 1:  # the trials have one acceptance at all positions
-        results["simulated_tokens"] = simulated_tokens(*_toy(by_position[0]), length, TRIALS)
     if options.gpu is not None and options.params is not None:
         model = Model(
             options.params,
@@ -102,13 +97,6 @@ def simulation(options: Options) -> JsonObject:
     if options.profile is not None:
         results["measured_verification"] = from_profile(options, given)
     return results
-
-
-def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two distributions `[3]`, of a target and a drafter, whose overlap is `acceptance`."""
-    shared = acceptance / 2
-    target = torch.tensor([shared, shared, 1 - acceptance], dtype=torch.float64)
-    return target, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
 
 
 def roofline(model: Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
@@ -230,11 +218,8 @@ def from_report(path: str, longest: int) -> dict[str, JsonObject]:
 
 def show(found: JsonObject, console: Console) -> None:
     """Print the results of `simulation` as sentences and tables."""
-    checked = ""
-    if "simulated_tokens" in found:
-        checked = f" (simulated {TRIALS:,} times: {found['simulated_tokens']:.3f})"
     console.print(
-        f"{found['tokens']:.3f} tokens a round{checked}, {found['speedup']:.2f}x at draft cost "
+        f"{found['tokens']:.3f} tokens a round, {found['speedup']:.2f}x at draft cost "
         f"{found['draft_cost']:g}."
     )
     best = found["best"]

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +18,6 @@ import psutil
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..decode import Generation, Round
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +66,7 @@ class Journal:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except OSError:
             return 0
-        if (
-            not lines
-            or lines[0].decode(errors="replace").rstrip("\n") != first
-            or not lines[0].endswith(b"\n")
-        ):
+        if not lines or lines[0] != f"{first}\n".encode():
             return 0
         end = len(lines[0])
         for line in lines[1:]:
@@ -103,11 +97,6 @@ class Journal:
         if self._file is not None:
             self._done[key] = value
             self._append(json.dumps(_entry(key, value)))
-
-    @property
-    def resumed(self) -> bool:
-        """True if there is work in the journal that need not be done again."""
-        return bool(self._done)
 
     def finish(self) -> None:
         """Delete the journal; to be called when the report has been written."""
@@ -147,24 +136,3 @@ def kept(report: str, what: str) -> str:
         f"what was {what} so far is kept in {journal}{shown}; the same command goes on where it "
         "stopped"
     )
-
-
-def as_json(found: dict[str, list[Generation]]) -> dict[str, list[JsonObject]]:
-    """Return the replies of each way of decoding as JSON can hold them."""
-    stored = {}
-    for name, generations in found.items():
-        stored[name] = [asdict(generation) for generation in generations]
-    return stored
-
-
-def from_json(stored: dict[str, list[JsonObject]]) -> dict[str, list[Generation]]:
-    """Return the replies of each way of decoding that `as_json` was given."""
-    found = {}
-    for name, replies in stored.items():
-        found[name] = [_generation(reply) for reply in replies]
-    return found
-
-
-def _generation(stored: JsonObject) -> Generation:
-    rounds = [Round(**round_) for round_ in stored["rounds"]]
-    return Generation(**{**stored, "rounds": rounds})

@@ -14,19 +14,18 @@ from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
+from msgspec import convert, to_builtins
 
 from ..console import Progress
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
-from ..metrics import (
-    batch_seconds,
-)
+from ..metrics import batch_seconds
 from ..proposer import Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
-from .journal import Journal, as_json, from_json
+from .journal import Journal
 from .names import distinct_names
 
 
@@ -140,7 +139,7 @@ def _in_turns(
             f"{start}"
         )
         if journal is not None and (stored := journal.get(key)) is not None:
-            yield batch, from_json(stored), False
+            yield batch, convert(stored, dict[str, list[Generation]]), False
             continue
         if not warm and number == 0:
             first, tokens = Request(batch[0].token_ids, 0), min(setting.max_new_tokens, WARM_UP)
@@ -162,7 +161,7 @@ def _in_turns(
         for name, runs_of_way in runs.items():
             chosen[name] = sorted(runs_of_way, key=batch_seconds)[median]
         if journal is not None:
-            journal.put(key, as_json(chosen))
+            journal.put(key, to_builtins(chosen))
         yield batch, chosen, True
 
 

@@ -15,7 +15,7 @@ from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
 from ..metrics import tau
 from .evaluate import BASELINES
-from .intervals import LEVEL, interval, pooled, tau_interval, tokens_and_rounds
+from .intervals import LEVEL, interval, pooled, tau_interval
 from .options import CompareOptions as Options
 from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
 
@@ -131,11 +131,8 @@ def compared(
     settings_by_key = []
     for report in reports:
         settings_by_key.append({(s.temperature, s.batch, s.lossless): s for s in report.settings})
-    common = []  # in the order of the first report
-    # A report may have settings that another lacks; what both have can still be compared.
-    for key in settings_by_key[0]:
-        if all(key in by_key for by_key in settings_by_key):
-            common.append(key)
+    # A report may have settings that another lacks; what all have can still be compared.
+    common = [key for key in settings_by_key[0] if all(key in keys for keys in settings_by_key)]
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
     found: list[list[tuple[str, int, Pairs]]] = []
@@ -196,7 +193,7 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
     after = [second.emitted for _, second in pairs]
     rows = []
     for first, second in zip(before, after, strict=True):
-        rows.append((*tokens_and_rounds(first), *tokens_and_rounds(second)))
+        rows.append((sum(first), len(first), sum(second), len(second)))
     # tokens and rounds of a prompt before and after stay together: how hard it is cancels out
     units = pooled(rows, of_units)
     low, high = interval(units, _ratio)
@@ -223,21 +220,13 @@ def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: floa
 
 
 def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
-    """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
+    """Return the replies of drafter `name` in one setting of the report `path`.
 
-    Reports of older versions do not number their prompts; each request is then a prompt.
+    Raises `UserError`.
     """
     if name not in setting.drafters:
-        # A name of an older report, which is method and settings.
-        alike = [own for own, figures in setting.drafters.items() if figures.kind == name]
-        name = alike[0] if len(alike) == 1 else name
-    if name not in setting.drafters:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
-    requests = setting.drafters[name].per_request
-    for index, request in enumerate(requests):
-        if request.unit is None:
-            request.unit = index if request.prompt is None else request.prompt
-    return requests
+    return setting.drafters[name].per_request
 
 
 def own_drafters(report: Report) -> list[str]:

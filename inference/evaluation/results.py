@@ -42,7 +42,7 @@ class RequestRecord(Struct, kw_only=True):
     """Drafted nodes, accepted drafts and emitted tokens of each round."""
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
-    unit: Count | None = None
+    unit: Count
     """Number of the first prompt with the same id, or without ids the same text."""
     n_prompt: Count = 0
     n_out: Count = 0
@@ -165,7 +165,7 @@ class DrafterFigures(Struct, kw_only=True):
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
     kind: str | None = None
-    """Method and settings; in older reports they are the drafter's name."""
+    """Method and settings."""
 
     @property
     def split(self) -> dict[str, float]:
@@ -406,15 +406,6 @@ class Report(Document, kw_only=True):
             if not value[key]:
                 del value[key]
         return value
-
-
-def units_of(requests: Sequence[RequestRecord]) -> set[str | int]:
-    """Return the units that requests belong to, by number; in older reports their prompts."""
-    found = set()
-    for request in requests:
-        known = [n for n in (request.unit, request.prompt) if n is not None]
-        found.add(known[0] if known else request.id)
-    return found
 
 
 def by_depth(survival: ByDepth) -> str:

@@ -49,21 +49,17 @@ def _modelled(
     """
     if base.tau_incl_bonus is None or base.mean_n_draft is None:
         return None
-
-    def pass_seconds(tokens):
-        return _extended(steps, tokens)
-
     # `split` shares a batch's round among its rows, so its sums are those of whole batches
     per_step = {name: seconds / base.steps for name, seconds in base.split.items()}
-    growth = pass_seconds(batch) / pass_seconds(smallest)
+    growth = _extended(steps, batch) / _extended(steps, smallest)
     cost = (
         per_step["draft"] * growth
-        + pass_seconds(batch * (1 + base.mean_n_draft))
+        + _extended(steps, batch * (1 + base.mean_n_draft))
         + per_step["accept"]
         + per_step["kv"]
         + per_step["host"]
     )
-    return base.tau_incl_bonus * pass_seconds(batch) / cost
+    return base.tau_incl_bonus * _extended(steps, batch) / cost
 
 
 def _extended(points: dict[int, float], at: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,11 +61,10 @@ def check(options: Options) -> list[Setting]:
     temperatures = numbers(options.temperatures, "--temperatures", float) or [
         options.sampling.temperature
     ]
-    samplings = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     settings = []
-    for sampling in samplings:
-        for size in sizes:
-            settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
+    for temperature, size in product(temperatures, sizes):
+        sampling = replace(options.sampling, temperature=temperature)
+        settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
     return settings
 
 

@@ -7,12 +7,11 @@ The functions here turn the replies of every way to decode in one setting, which
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ...heads.files import JsonObject
 from ..decode import Generation, Round
 from ..metrics import (
     alpha,
@@ -42,22 +41,17 @@ from .results import (
     SettingFigures,
 )
 
-SAMPLES = 3  # replies of each drafter that the report shows token by token
-
 
 def figures_of_setting(
     target: Target,
     results: Results,
     setting: Setting,
-    settings_of: Mapping[str, JsonObject] | None = None,
-    samples: int = SAMPLES,
+    samples: int,
 ) -> SettingFigures:
     """Return the figures of every way to decode in one setting.
 
-    `settings_of` has tree settings by the name of the way, where a profile or an engine chose them.
     The first `samples` replies of each way are shown token by token.
     """
-    settings_of = settings_of or {}
     plain = [turn.generation for turn in next(iter(results.values()))]
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
@@ -67,7 +61,6 @@ def figures_of_setting(
         for turn, expected in zip(turns, plain, strict=True):
             figures.per_request.append(request_record(target, turn, expected, sampling))
         figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
-        figures.setting = settings_of.get(name)
         drafters[name] = figures
     plain_figures = next(iter(drafters.values()))
     for figures in drafters.values():
@@ -89,7 +82,7 @@ def figures_of_drafter(
     """
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
-    figures = figures_of_replies(generations, batches, list(map(unit_of, turns)))
+    figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
     figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
     # a batch without a round has neither time nor tokens, and no ratio
     ratios = []
@@ -116,7 +109,7 @@ def figures_of_replies(
     """Return the figures of requests decoded alike that need no comparison with plain decoding.
 
     `batches`: indices of the requests that ran together; each alone if not given. `units`: the
-    unit that each request belongs to, for intervals (`unit_of`); each its own if not given.
+    unit that each request belongs to (`Prompt.unit`), for intervals; each its own if not given.
     """
     count = len(generations)
     rounds: list[Round] = []
@@ -185,7 +178,6 @@ def request_record(
     index, gap = None, None
     if equal is False:
         index, gap = first_difference(target, plain, reply, sampling)
-    seconds = split(rounds)
     return RequestRecord(
         id=prompt.id,
         prompt=prompt.place,
@@ -206,11 +198,7 @@ def request_record(
         chunk_gap_s=quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
         rb_tau=mean([r.expected for r in rounds]),
         alpha=alpha([r.overlap for r in rounds]),
-        t_draft_s=seconds["draft"],
-        t_verify_s=seconds["verify"],
-        t_accept_s=seconds["accept"],
-        t_kv_s=seconds["kv"],
-        t_host_s=seconds["host"],
+        **{f"t_{part}_s": seconds for part, seconds in split(rounds).items()},
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,
@@ -244,7 +232,7 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
             figures[name] = CategoryFigures(
                 requests=len(group),
                 tau_incl_bonus=tau(emitted),
-                tau_ci95=tau_interval(emitted, list(map(unit_of, group))),
+                tau_ci95=tau_interval(emitted, [turn.prompt.unit for turn in group]),
             )
     return figures
 
@@ -348,13 +336,8 @@ def gain(
     units: list[tuple[int, ...]] = []
     for batch in batches:
         # of one number the unit of a prompt, of several a batch of its own
-        units.append((unit_of(turns[batch[0]]),) if len(batch) == 1 else tuple(batch))
+        units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
     return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
-
-
-def unit_of(turn: Turn) -> int:
-    """Return the unit that a turn belongs to: a prompt with all its turns, and those like it."""
-    return turn.prompt.unit
 
 
 Costs = tuple[float, int, float, int]

@@ -15,7 +15,6 @@ from ..conversations.prompts import Prompt, read_prompts
 from ..conversations.sources import source_files
 from ..drafters import check_spec
 from ..settings import TargetConfig, check_url
-from ..targets.target import Target
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
@@ -68,18 +67,17 @@ def check(options: Options) -> list[Setting]:
     return settings
 
 
-def prompts_of(options: Options | TuneOptions, target: Target | None = None) -> list[Prompt]:
+def prompts_of(options: Options | TuneOptions, tokenizer: Any = None) -> list[Prompt]:
     """Return the prompts that the options name.
 
-    Without a `target` only its tokenizer is read, so that an empty prompt or a malformed row is
-    found before the target is loaded. Raises `UserError`.
+    Without the target's `tokenizer` it is read, so that an empty prompt or a malformed row is found
+    before the target is loaded. Raises `UserError`.
     """
     assert options.prompts is not None
-    tokenizer = tokenizer_of(options.target) if target is None else target.tokenizer
     return read_prompts(
         options.prompts,
-        tokenizer,
-        options.target.path if target is None else target.name,
+        tokenizer_of(options.target) if tokenizer is None else tokenizer,
+        options.target.path,
         options.limit,
         options.split,
         options.bad_rows,

@@ -17,7 +17,14 @@ from ..metrics import tau
 from .evaluate import BASELINES
 from .intervals import LEVEL, interval, pooled, tau_interval
 from .options import CompareOptions as Options
-from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
+from .results import (
+    FEWEST,
+    Report,
+    RequestRecord,
+    SettingFigures,
+    interval_text,
+    read_measured,
+)
 
 REGRESSED = 3  # exit code
 ALL = "all"
@@ -220,10 +227,13 @@ def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: floa
 
 
 def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
-    """Return the replies of drafter `name` in one setting of the report `path`.
+    """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
 
-    Raises `UserError`.
+    In place of a name there may be the `kind` that one drafter has.
     """
+    if name not in setting.drafters:
+        alike = [own for own, figures in setting.drafters.items() if figures.kind == name]
+        name = alike[0] if len(alike) == 1 else name
     if name not in setting.drafters:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
     return setting.drafters[name].per_request
@@ -265,11 +275,7 @@ def _share(text: str | None) -> float | None:
 
 def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Console) -> None:
     """Print a table for each of `comparisons`; `paths` are those of the reports."""
-
-    def with_interval(value, pair):
-        known = pair[0] == pair[0]  # not NaN
-        return f"{value:.2f}" + (f" ({pair[0]:.2f}-{pair[1]:.2f})" if known else "")
-
+    form = " ({:.2f}-{:.2f})"
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
         table = plain_table(title, title_justify="left")
@@ -278,17 +284,16 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
             table.add_column(column, justify="right", no_wrap=True)
         regressed = []
         for row in setting.rows:
-            low, high = row.change_ci95
             label = row.category or "-"
             if len(paths) > 2:
                 label += f" ({paths[row.report]})"
             table.add_row(
                 label,
                 str(row.requests),
-                with_interval(row.tau_before, row.tau_before_ci95),
-                with_interval(row.tau_after, row.tau_after_ci95),
+                f"{row.tau_before:.2f}{interval_text(row.tau_before_ci95, form)}",
+                f"{row.tau_after:.2f}{interval_text(row.tau_after_ci95, form)}",
                 f"{row.change:+.1%}",
-                f"{low:+.1%} to {high:+.1%}" if low == low else "-",
+                interval_text(row.change_ci95, "{:+.1%} to {:+.1%}") or "-",
             )
             if row.regressed:
                 regressed.append(label)

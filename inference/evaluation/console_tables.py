@@ -6,14 +6,23 @@ import math
 import os
 import textwrap
 from collections.abc import Sequence
-from typing import TypeGuard
 
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..console import Console, plain_table
-from .results import SHOWN, DrafterFigures, Report, SettingFigures, by_depth, identical
+from .results import (
+    SHOWN,
+    DrafterFigures,
+    Report,
+    SettingFigures,
+    by_depth,
+    identical,
+    interval_text,
+    known,
+    written,
+)
 from .server.report import show as show_server
 
 ACCEPTED = f"accepted 1-{SHOWN}"
@@ -153,26 +162,14 @@ def by_speed(setting: SettingFigures) -> list[str]:
     return sorted(setting.drafters, key=slowness)
 
 
-def known(value: float | None) -> TypeGuard[float]:
-    """Return whether a figure was measured; ratios of nothing are NaN."""
-    return value is not None and math.isfinite(value)
-
-
-def written(value: float | None, form: str) -> str:
-    """Return a figure in the format `form`; a dash for one that was not measured."""
-    return format(value, form) if known(value) else "-"
-
-
 def cells_of(figures: DrafterFigures) -> dict[str, str]:
     """Return the texts of a row by the titles of their columns."""
-    low, high = (written(end, ".2f") for end in figures.tau_ci95 or (None, None))
-    interval = "-" not in (low, high) and figures.mean_n_draft
     return {
-        "tau": written(figures.tau_incl_bonus, ".2f"),
-        "95%": f"{low}-{high}" if interval else "-",
+        "tau": written(figures.tau_incl_bonus),
+        "95%": (interval_text(figures.tau_ci95) if figures.mean_n_draft else "") or "-",
         ACCEPTED: by_depth(figures.survival),
         "tok/s": written(figures.tokens_s, ".0f"),
-        "speed-up": written(figures.speedup, ".2f") + "x" * known(figures.speedup),
+        "speed-up": written(figures.speedup) + "x" * known(figures.speedup),
         "identical": identical(figures.equal_to_ar, figures.requests),
         "loops": written(figures.loop_share, ".0%"),
     }
@@ -182,10 +179,9 @@ def over_untuned(figures: DrafterFigures) -> str:
     """Return what a tuned drafter gains over the same one without the profile, in words."""
     if figures.gain_over_default == 1:
         return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
-    low, high = (written(end, ".2f") for end in figures.gain_ci95 or (None, None))
-    between = f" (95%: {low} to {high})" if "-" not in (low, high) else ""
-    ratio = written(figures.gain_over_default, ".2f") + "x"
-    return f"{ratio}{between} the tokens per second of {figures.untuned}"
+    ratio = f"{written(figures.gain_over_default)}x"
+    interval = interval_text(figures.gain_ci95, " (95%: {:.2f} to {:.2f})")
+    return f"{ratio}{interval} the tokens per second of {figures.untuned}"
 
 
 def label(settings: Sequence[SettingFigures]) -> str:

@@ -123,7 +123,7 @@ def evaluate_drafters(
     if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
     Raises `UserError`.
     """
-    prompts = prompts_of(options, given)
+    prompts = prompts_of(options, given.tokenizer if given is not None else None)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     check_room(prompts, target.max_positions)

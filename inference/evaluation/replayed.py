@@ -6,7 +6,6 @@ those of decoding them (`replay.rounds_on_text`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -26,7 +25,7 @@ from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
 from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
-from .results import SHOWN, by_depth
+from .results import SHOWN, by_depth, interval_text
 
 
 def run(options: EvaluateOptions) -> None:
@@ -103,10 +102,9 @@ def show(report: JsonObject, texts: int) -> None:
     for column in ("tau", "95%", f"accepted 1-{SHOWN}"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, figures in report["drafters"].items():
-        low, high = figures["tau_ci95"]
-        between = "-" if math.isnan(low) else f"{low:.2f}-{high:.2f}"
-        row = (f"{figures['tau_incl_bonus']:.2f}", between)
-        table.add_row(name, *row, by_depth(figures["survival"]))
+        interval = interval_text(figures["tau_ci95"]) or "-"
+        accepted = by_depth(figures["survival"])
+        table.add_row(name, f"{figures['tau_incl_bonus']:.2f}", interval, accepted)
     console = Console()
     console.print(table)
     console.print(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeGuard
 
 import msgspec
 from msgspec import Meta, Struct
@@ -408,10 +408,25 @@ class Report(Document, kw_only=True):
         return value
 
 
+def known(value: float | None) -> TypeGuard[float]:
+    """Return whether a figure was measured; ratios of nothing are NaN."""
+    return value is not None and math.isfinite(value)
+
+
+def written(value: float | None, form: str = ".2f") -> str:
+    """Return a figure in the format `form`; a dash for one that was not measured."""
+    return format(value, form) if known(value) else "-"
+
+
+def interval_text(interval: Interval | None, form: str = "{:.2f}-{:.2f}") -> str:
+    """Return both ends of an interval in the format `form`; empty where it is not known."""
+    return form.format(*interval) if interval and all(map(known, interval)) else ""
+
+
 def by_depth(survival: ByDepth) -> str:
     """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
-    known = [share for share in survival[:SHOWN] if share is not None]
-    return " ".join(f"{share:.2f}".removeprefix("0") for share in known) or "-"
+    shares = [share for share in survival[:SHOWN] if share is not None]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or "-"
 
 
 def identical(same: int | None, of: int | None) -> str:

@@ -286,24 +286,16 @@ async def load(
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(work())
     except ExceptionGroup as failures:
-        first = _first_user_error(failures)
-        if first is None:
+        known = failures.subgroup(UserError)
+        if known is None:
             raise
         # All requests in flight fail for one reason (a server that has died, say): report it once.
-        raise UserError(str(first)) from None
+        raise UserError(str(known.exceptions[0])) from None
     every: list[ServerReply] = []
     for turns in replies:
         every += turns
     seconds = max(reply.arrivals[-1] for reply in every) - start
     return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
-
-
-def _first_user_error(failures: ExceptionGroup) -> BaseException | None:
-    """Return the first `UserError` of a group, which may hold groups; `None` if it has none."""
-    first: BaseException | None = failures.subgroup(UserError)
-    while isinstance(first, ExceptionGroup):
-        first = first.exceptions[0]
-    return first
 
 
 async def ask(

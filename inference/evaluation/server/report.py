@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +22,13 @@ from ....heads.errors import UserError
 from ....heads.exchange.engines.servers import CounterNames
 from ....heads.pretrained import clear_errors, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
-from ...conversations.prompts import Prompt, next_turn, read_prompts
+from ...conversations.prompts import Prompt, next_turn
 from ...decode import Generation
 from ...metrics import quantiles
 from ...settings import Sampling, TargetConfig
 from ...targets.target import Target
 from ...targets.target_files import base_and_adapter
+from ..checks import prompts_of
 from ..measure import Results, first_difference
 from ..options import EvaluateOptions
 from ..results import (
@@ -39,6 +40,7 @@ from ..results import (
     SettingFigures,
     by_depth,
     identical,
+    written,
 )
 from .client import (
     EngineServer,
@@ -127,16 +129,8 @@ def measure(
     `options` are those of `draftsmith evaluate`. Raises `UserError` for prompts that cannot be read
     or do not fit the server, and for a server that is not there or fails.
     """
-    assert options.prompts is not None
     reader = load_reader(options.target)
-    prompts = read_prompts(
-        options.prompts,
-        reader.tokenizer,
-        reader.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
+    prompts = prompts_of(options, reader.tokenizer)
     resolved = [sampling.resolved(reader.repetition_penalty) for sampling in samplings]
     return asyncio.run(_measure(options, reader, prompts, resolved, concurrency))
 
@@ -238,8 +232,16 @@ async def _one(
 def figures_of_load(
     sampling: Sampling, at_once: int, run: Load, speculation: Speculation
 ) -> ServerFigures:
-    """Return the figures of one setting, with the engine's own counts during the run."""
+    """Return the figures of one setting, with the engine's own counts during the run.
+
+    A warning is added to `speculation` if this process, and not the server, limited the speed.
+    """
     replies = run.replies
+    if run.busy >= BUSY and run.seconds >= 1:
+        speculation.warnings.append(
+            f"this client was busy {run.busy:.0%} of the time: the server may be faster than its "
+            "figures here"
+        )
     tokens = sum(reply.tokens for reply in replies)
     gaps = []
     for reply in replies:
@@ -249,10 +251,6 @@ def figures_of_load(
         temperature=sampling.temperature,
         concurrency=at_once,
         in_flight_peak=run.peak,
-        tau_incl_bonus=speculation.tau,
-        tau_definition=speculation.definition,
-        tau_emitted=speculation.tau_emitted,
-        survival=speculation.survival,
         accept_rate=_ratio(speculation.accepted, speculation.drafted),
         mean_n_draft=_ratio(speculation.drafted, speculation.drafts),
         tokens_s=tokens / run.seconds,
@@ -263,13 +261,8 @@ def figures_of_load(
         requests=len(replies),
         tokens=tokens,
         chunks=sum(len(reply.arrivals) for reply in replies),
-        drafts=speculation.drafts,
-        drafted=speculation.drafted,
-        accepted=speculation.accepted,
-        rounds=speculation.rounds,
-        speculates=speculation.speculates,
         client_busy=run.busy,
-        warnings=speculation.warnings + _slow_client(run),
+        **asdict(speculation),
         per_request=[
             ServerRequest(
                 id=reply.prompt.id,
@@ -288,16 +281,6 @@ def figures_of_load(
 def _ratio(count: int | None, of: int | None) -> float | None:
     """Return `count / of`; `None` if either is not known or `of` is 0."""
     return count / of if of and count is not None else None
-
-
-def _slow_client(run: Load) -> list[str]:
-    """Return a warning if this process, and not the server, limited the speed; else nothing."""
-    if run.busy < BUSY or run.seconds < 1:
-        return []
-    return [
-        f"this client was busy {run.busy:.0%} of the time: the server may be faster than its "
-        "figures here"
-    ]
 
 
 def compare_replies(
@@ -402,23 +385,18 @@ def _acceptance(
     columns = ("batch", "con-\ncurrency", "tau", "emitted", accepted, "acc/\ndrafted", "tok/s")
     for column in (*columns, "identical"):
         table.add_column(column, justify="right", no_wrap=True)
-
-    def number(value):
-        return "-" if value is None else f"{value:.2f}"
-
     for setting in local:
         for name, s in setting.drafters.items():
-            tau = number(s.tau_incl_bonus)
-            rate = number(s.accept_rate if s.mean_n_draft else None)
+            tau = written(s.tau_incl_bonus)
+            rate = written(s.accept_rate if s.mean_n_draft else None)
             same = identical(s.equal_to_ar, s.requests)
             # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
             row = (tau, tau, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
             table.add_row(name, str(setting.batch), "-", *row)
     for s in rows:
-        tau, rate = number(s.tau_incl_bonus), number(s.accept_rate)
+        tau, emitted, rate = map(written, (s.tau_incl_bonus, s.tau_emitted, s.accept_rate))
         same = identical(s.equal_to_plain, s.compared)
-        speed = f"{s.tokens_s:.0f}"
-        row = (tau, number(s.tau_emitted), by_depth(s.survival), rate, speed, same)
+        row = (tau, emitted, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
         table.add_row("server", "-", str(s.concurrency), *row)
     return table
 

@@ -16,15 +16,6 @@ from operator import mul
 from ...heads.errors import UserError
 
 
-def chain_tokens(acceptance: float, length: int) -> float:
-    """Return the expected tokens of a round with a chain of K = `length` drafts of one acceptance.
-
-    This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
-    """
-    # at an acceptance of 1 the formula is 0 / 0, and its limit K + 1
-    return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
-
-
 def profile_tokens(acceptances: Sequence[float]) -> float:
     """Return the expected tokens of a round with an acceptance for each position of the chain.
 

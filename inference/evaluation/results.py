@@ -20,6 +20,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 
 SCHEMA = 3
+AGAIN = "write the report again with draftsmith evaluate --json"
 Number = float | None
 Interval = tuple[Number, Number]
 """Both ends of a 95% interval; NaN where it is not known."""
@@ -438,10 +439,9 @@ def identical(same: int | None, of: int | None) -> str:
 
 def read_report(path: str) -> Report:
     """Return the report of `draftsmith evaluate` in a file, of any version. Raises `UserError`."""
-    remedy = "write the report again with draftsmith evaluate --json"
-    report, _ = read_document(Path(path), Report, remedy)
+    report, _ = read_document(Path(path), Report, AGAIN)
     if not report.settings and report.server is None:
-        raise UserError(f"{path} is not {Report.what}: it holds no setting; {remedy}")
+        raise UserError(f"{path} is not {Report.what}: it holds no setting; {AGAIN}")
     return report
 
 

@@ -20,7 +20,6 @@ from .gains import (
     Model,
     best_length,
     break_even,
-    chain_tokens,
     free_tokens,
     pass_seconds,
     profile_tokens,
@@ -29,13 +28,11 @@ from .gains import (
 )
 from .options import SimulateOptions as Options
 from .report.tables import factor, number
-from .results import read_measured
+from .results import AGAIN, read_measured
 from .tuning.costs import between
 from .tuning.profile import ProfileFile
 
-GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
-AGAIN = "write the report again with draftsmith evaluate --json"
 
 
 def run(options: Options) -> None:
@@ -63,9 +60,6 @@ def simulation(options: Options) -> JsonObject:
     length, longest = options.draft_length, options.longest
     by_position = stretched(given, length)
     tokens = profile_tokens(by_position)
-    grid = {}
-    for acceptance in GRID_ACCEPTANCE:
-        grid[str(acceptance)] = {str(k): chain_tokens(acceptance, k) for k in GRID_LENGTH}
     costs = []
     for cost in COSTS:
         best = asdict(best_length(given, cost, longest))
@@ -78,7 +72,6 @@ def simulation(options: Options) -> JsonObject:
         "speedup": speedup(tokens, length, options.draft_cost),
         "best": asdict(best_length(given, options.draft_cost, longest)),
         "break_even_cost": break_even(given, length),
-        "grid": grid,
         "costs": costs,
     }
     if options.gpu is not None and options.params is not None:
@@ -228,9 +221,6 @@ def show(found: JsonObject, console: Console) -> None:
         f"With {found['draft_length']} drafts nothing is gained from a draft cost of "
         f"{found['break_even_cost']:.2f} on.\n"
     )
-    grid = _table("tokens a round", "acceptance", *(f"K = {k}" for k in GRID_LENGTH))
-    for acceptance, row in found["grid"].items():
-        grid.add_row(acceptance, *(f"{row[str(k)]:.3f}" for k in GRID_LENGTH))
     costs = _table(
         "speed-up by draft cost", "cost", f"K = {found['draft_length']}", "best K", "speed-up"
     )
@@ -241,7 +231,7 @@ def show(found: JsonObject, console: Console) -> None:
             str(row["best"]["length"]),
             f"{row['best']['speedup']:.2f}x",
         )
-    console.print(grid, costs)
+    console.print(costs)
     free = ""
     if "free_tokens" in found:
         free = f": a pass is free up to about {found['free_tokens']:.0f} tokens in all"

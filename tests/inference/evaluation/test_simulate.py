@@ -20,7 +20,6 @@ from draftsmith.inference.evaluation.gains import (
     Model,
     best_length,
     break_even,
-    chain_tokens,
     experts_touched,
     free_tokens,
     pass_seconds,
@@ -45,6 +44,15 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 CHANCE = st.floats(0, 1, allow_nan=False)
+
+
+def chain_tokens(acceptance: float, length: int) -> float:
+    """Return the expected tokens of a round with a chain of K = `length` drafts of one acceptance.
+
+    This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
+    """
+    # at an acceptance of 1 the formula is 0 / 0, and its limit K + 1
+    return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,8 @@ def compared(
         found.append([])
         for number, after in enumerate(requests[1:], 1):
             found[-1] += _by_category(requests[0], after, number, paths)
-    tests = 0
-    for rows in found:
-        tests += sum(len({first.unit for first, _ in pairs}) >= FEWEST for *_, pairs in rows)
+    units = [{first.unit for first, _ in pairs} for rows in found for *_, pairs in rows]
+    tests = sum(len(of_row) >= FEWEST for of_row in units)
     level = 1 - (1 - LEVEL) / max(tests, 1)
     comparisons = []
     for (temperature, batch, _), rows in zip(common, found, strict=True):
@@ -175,10 +174,8 @@ def _by_category(
             "prompts"
         )
     # a reply without a round, whose only token is the prefill's, has no tau
-    counted = []
-    for first, second in zip(before, after, strict=True):
-        if first.rounds and second.rounds:
-            counted.append((first, second))
+    both = zip(before, after, strict=True)
+    counted = [(first, second) for first, second in both if first.rounds and second.rounds]
     categories = sorted({r.category for r in before})
     rows = []
     # the row of the only category would repeat that of all
@@ -241,12 +238,9 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
 
 def own_drafters(report: Report) -> list[str]:
     """Return the drafters of a report's first setting that are no baselines."""
-    names = []
-    for name in report.settings[0].drafters if report.settings else ():
-        baseline = name in ("plain", *BASELINES) or name.startswith("assisted (")
-        if not baseline:
-            names.append(name)
-    return names
+    names = report.settings[0].drafters if report.settings else ()
+    others = ("plain", *BASELINES)
+    return [name for name in names if name not in others and not name.startswith("assisted (")]
 
 
 def _only_drafter(report: Report, path: str) -> str:

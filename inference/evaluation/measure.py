@@ -94,18 +94,16 @@ def decode_in_turns(
     waiting, number = list(prompts), 0
     room = target.max_positions - setting.max_new_tokens
     while waiting:
-        answered: list[Turn] = []
         found = _in_turns(target, by_name, waiting, number, setting, journal)
         for batch, replies, decoded in found:
             for name, generations in replies.items():
-                turns = [Turn(p, number, g) for p, g in zip(batch, generations, strict=True)]
-                results[name] += turns
-                if name == names[0]:
-                    answered += turns
+                pairs = zip(batch, generations, strict=True)
+                results[name] += [Turn(prompt, number, reply) for prompt, reply in pairs]
             if progress is not None and number == 0:
                 (progress.update if decoded else progress.skip)(len(batch))
             each(results)
         number += 1
+        answered = results[names[0]][-len(waiting) :]
         waiting = []
         for turn in answered:
             reply = turn.generation.token_ids

@@ -40,11 +40,10 @@ from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
-from .batch_model import model_batches
 from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, ImitatedEngine
-from .figures import figures_of_setting, gain
+from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_in_turns
 from .names import distinct_names, short_name
@@ -232,7 +231,7 @@ def configured_figures(
         beside = [turn.generation for turn in results[default]]
         tuned = entry.drafters[name]
         tuned.untuned = default
-        tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
+        tuned.gain_over_default, tuned.gain_ci95, _ = gain(results[name], beside, setting.batch)
     return entry
 
 

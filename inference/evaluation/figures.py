@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +84,7 @@ def figures_of_drafter(
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
     figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
-    figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
-    # a batch without a round has neither time nor tokens, and no ratio
-    ratios = []
-    for costs in _costs(batches, plain, turns):
-        if all(costs):
-            ratios.append(_ratio(*costs))
-    figures.speedup_median = statistics.median(ratios) if ratios else None
+    figures.speedup, figures.speedup_ci95, figures.speedup_median = gain(turns, plain, size)
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
         figures.equal_to_ar = 0
@@ -255,6 +250,71 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
         figures.predicted_speedup = gain / figures.round_cost
 
 
+def model_batches(settings: Sequence[SettingFigures]) -> None:
+    """Set `modelled_speedup` of every drafter of settings that differ in batch size only.
+
+    It follows for each batch size from acceptance and draft time at the smallest one, and from
+    plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
+    batch size are left as they are.
+    """
+    for kind in {(s.temperature, s.lossless) for s in settings}:
+        alike = [s for s in settings if (s.temperature, s.lossless) == kind]
+        alike.sort(key=lambda setting: setting.batch)
+        steps = {s.batch: _round_seconds(s.plain) for s in alike if s.plain.rounds}
+        if len(steps) < 2:
+            continue
+        smallest = alike[0]
+        for setting in alike:
+            for name, figures in setting.drafters.items():
+                base = smallest.drafters.get(name)
+                # only of loops that report the time of a verification
+                if base is not None and base.rounds and base.split["verify"]:
+                    figures.modelled_speedup = _modelled(base, smallest.batch, setting.batch, steps)
+
+
+def _round_seconds(figures: DrafterFigures) -> float:
+    """Return the mean wall time of a round of a whole batch, in seconds."""
+    return (figures.decode_s or 0.0) / figures.steps
+
+
+def _modelled(
+    base: DrafterFigures, smallest: int, batch: int, steps: dict[int, float]
+) -> float | None:
+    """Return the modelled speed-up of a drafter at a batch size.
+
+    `base` are its figures at the batch size `smallest`, and `steps` the seconds of plain steps by
+    batch size. A pass over n tokens in all takes what a plain step of n requests takes; drafting
+    grows with the batch as a plain step does, and the rest of a round does not grow.
+    """
+    if base.tau_incl_bonus is None or base.mean_n_draft is None:
+        return None
+    # `split` shares a batch's round among its rows, so its sums are those of whole batches
+    per_step = {name: seconds / base.steps for name, seconds in base.split.items()}
+    growth = _extended(steps, batch) / _extended(steps, smallest)
+    cost = (
+        per_step["draft"] * growth
+        + _extended(steps, batch * (1 + base.mean_n_draft))
+        + per_step["accept"]
+        + per_step["kv"]
+        + per_step["host"]
+    )
+    return base.tau_incl_bonus * _extended(steps, batch) / cost
+
+
+def _extended(points: dict[int, float], at: float) -> float:
+    """Return the value at `at` of the line through the two `points` around it.
+
+    Beyond the ends the line through the first two or the last two points goes on.
+    """
+    sizes = sorted(points)
+    low, high = sizes[-2:]
+    for left, right in pairwise(sizes):
+        if at <= right:
+            low, high = left, right
+            break
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+
+
 def warnings_of(generations: Sequence[Generation]) -> list[str]:
     """Return the signs that make figures doubtful (docs/metrics.md#doubtful-figures)."""
     warnings = []
@@ -321,6 +381,8 @@ class Gain(NamedTuple):
     """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
     interval: tuple[float, float]
     """NaN for fewer than `FEWEST` prompts or batches."""
+    median: float | None = None
+    """Median over batches of the ratio of one batch."""
 
 
 def gain(
@@ -331,28 +393,20 @@ def gain(
     `beside` are the other's replies to the same requests. Units are prompts where each request ran
     alone; the prompts of a larger batch share its time, so that the batch cannot be divided.
     """
-    batches = batches_of(turns, size)
-    costs = _costs(batches, beside, turns)
+    costs: list[tuple[float, int, float, int]] = []
     units: list[tuple[int, ...]] = []
-    for batch in batches:
+    for batch in batches_of(turns, size):
+        other, own = [beside[i] for i in batch], [turns[i].generation for i in batch]
+        costs.append((*_cost(other), *_cost(own)))
         # of one number the unit of a prompt, of several a batch of its own
         units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
-    return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
-
-
-Costs = tuple[float, int, float, int]
-"""Seconds and tokens of a batch's rounds: first of another way to decode, then of this one."""
-
-
-def _costs(
-    batches: Sequence[Sequence[int]], beside: Sequence[Generation], turns: Sequence[Turn]
-) -> list[Costs]:
-    """Return the costs of each batch of requests."""
-    costs = []
-    for batch in batches:
-        other = _cost([beside[i] for i in batch])
-        costs.append((*other, *_cost([turns[i].generation for i in batch])))
-    return costs
+    # a batch without a round has neither time nor tokens, and no ratio
+    ratios = [_ratio(*of_batch) for of_batch in costs if all(of_batch)]
+    return Gain(
+        _ratio(*summed(costs)),
+        interval(pooled(costs, units), _ratio, level),
+        statistics.median(ratios) if ratios else None,
+    )
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:

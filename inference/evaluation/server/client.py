@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
@@ -19,13 +19,17 @@ from msgspec import Meta, Struct
 
 from ....heads.documents import DocumentError, convert
 from ....heads.errors import UserError
+from ....heads.exchange.engines import ENGINES
 from ....heads.exchange.engines.servers import CounterNames, ServerFacts, ServerProtocol
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...settings import Sampling, check_url
 from .counters import Counters, read_counters
-from .protocols import MEASURED, PROTOCOLS, EngineServer, ServerReply
 
+PROTOCOLS = {name: engine.server for name, engine in ENGINES.items() if engine.server is not None}
+*_first, _last = (ENGINES[name].title for name in PROTOCOLS)
+MEASURED = f"{', '.join(_first)} or {_last}"
+"""Titles of the engines that can be measured, as a list in a sentence."""
 WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives
 ANSWER_S = 30.0  # limit for any other answer: models, version, counters
 SILENCE_S = 600.0  # limit between two chunks
@@ -48,6 +52,60 @@ class ModelList(Struct):
     """Answer of `/v1/models`; fields that are not listed are ignored."""
 
     data: list[ModelEntry]
+
+
+@dataclass
+class EngineServer:
+    """Address and properties of a server, known before it is measured."""
+
+    url: str
+    engine: str
+    """Name of its engine."""
+    version: str
+    """Empty where the server does not give it."""
+    model: str
+    """Name that requests give for the model."""
+    context: int | None
+    """Tokens that a prompt and its reply may have together; `None` where it is not known."""
+    speculates: bool | None
+    """The server's own answer; `None` where it gives none."""
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        """Form of its requests and replies."""
+        return PROTOCOLS[self.engine]
+
+
+@dataclass
+class ServerReply:
+    """The server's reply to one prompt, and its times: `time.perf_counter` in seconds."""
+
+    prompt: Prompt
+    turn: int
+    """Number of the turn in its conversation, from 0."""
+    sent: float
+    """The time at which the request was sent."""
+    ids: list[int] | None = None
+    """Token ids, the end token included; `None` where the server does not give them."""
+    tokens: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    """The time at which each chunk with tokens arrived."""
+    finish: str = ""
+    """The engine's reason for the end of the reply; empty until it has ended."""
+    meta: JsonObject = field(default_factory=dict)
+    """Counts that came with the reply; of several chunks the last value of each key."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from sending the request to its first chunk, the server's queue included."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; `None` for a reply of one token."""
+        if self.tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
 
 
 @dataclass

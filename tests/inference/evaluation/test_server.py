@@ -24,7 +24,7 @@ from draftsmith.heads.exchange.engines import vllm
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.results import read_measured
-from draftsmith.inference.evaluation.server.client import Load, ServerReply
+from draftsmith.inference.evaluation.server.client import PROTOCOLS, Load, ServerReply
 from draftsmith.inference.evaluation.server.counters import (
     Counters,
     Speculation,
@@ -32,7 +32,6 @@ from draftsmith.inference.evaluation.server.counters import (
     of_replies,
     read_counters,
 )
-from draftsmith.inference.evaluation.server.protocols import PROTOCOLS
 from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target

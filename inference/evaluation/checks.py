@@ -28,8 +28,7 @@ N = TypeVar("N", int, float)
 def check(options: Options) -> list[Setting]:
     """Return the settings to measure, a temperature and a batch size each.
 
-    Raises `UserError` for all that can be known to be wrong before a large target is loaded and
-    hours have passed.
+    Raises `UserError` for all that can be known to be wrong before a large target is loaded.
     """
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
         value = getattr(options, name)

@@ -35,8 +35,7 @@ Pairs = list[tuple[RequestRecord, RequestRecord]]
 def run(options: Options) -> None:
     """Compare the reports, print a table and write the JSON file that was asked for.
 
-    Ends the process with exit code 3 if a category has regressed and `fail_on_regression` is given.
-    Raises `UserError`.
+    Ends with exit code 3 if a row regressed and `fail_on_regression` is given. Raises `UserError`.
     """
     limit = _share(options.fail_on_regression)
     check_json(options.json)
@@ -165,8 +164,7 @@ def _by_category(
 ) -> list[tuple[str, int, Pairs]]:
     """Return category, `number` and pairs of all prompts, and then of each category.
 
-    `number` is that of the later report. Raises `UserError` if it has other requests than the
-    first.
+    `number` is that of the later report. Raises `UserError` if its requests are other ones.
     """
     if [(r.id, r.turn) for r in before] != [(r.id, r.turn) for r in after]:
         raise UserError(

@@ -420,10 +420,7 @@ def load() -> float | None:
 
 
 def peak_memory(target: Target | None) -> int:
-    """Return the most bytes that this process has held so far.
-
-    They are of the GPU's memory if the target lies there, else of the machine's.
-    """
+    """Return the most bytes of memory held so far, the GPU's if the target lies there."""
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     # Linux counts in KiB

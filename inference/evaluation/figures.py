@@ -49,10 +49,7 @@ def figures_of_setting(
     setting: Setting,
     samples: int,
 ) -> SettingFigures:
-    """Return the figures of every way to decode in one setting.
-
-    The first `samples` replies of each way are shown token by token.
-    """
+    """Return the figures of every way to decode, `samples` replies of each token by token."""
     plain = [turn.generation for turn in next(iter(results.values()))]
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
@@ -77,10 +74,7 @@ def figures_of_setting(
 def figures_of_drafter(
     turns: Sequence[Turn], plain: Sequence[Generation], size: int
 ) -> DrafterFigures:
-    """Return the figures of one way to decode, from its replies and those of plain decoding.
-
-    `size` is the number of requests that were decoded together.
-    """
+    """Return the figures of one way to decode in batches of `size`, next to `plain` decoding."""
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
     figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
@@ -203,10 +197,7 @@ def request_record(
 
 
 def batches_of(turns: Sequence[Turn], size: int) -> list[list[int]]:
-    """Return the indices of the turns that ran together, in batches of at most `size`.
-
-    Batches do not reach from one turn of the conversations to the next.
-    """
+    """Return the indices of the turns that ran together: at most `size`, of one turn number."""
     batches: list[list[int]] = []
     for index, turn in enumerate(turns):
         if not batches or len(batches[-1]) == size or turns[batches[-1][0]].number != turn.number:
@@ -233,10 +224,9 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
 
 
 def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
-    """Set the costs of a round and of a verification in plain steps, and what follows from them.
+    """Set the costs of a round and of a verification in plain steps, and the predicted speed-up.
 
-    The predicted speed-up is tau over the cost of a round, both over plain decoding's. Without a
-    round there are no costs.
+    It is tau over the cost of a round, both over plain decoding's. No round has no cost.
     """
     if not figures.rounds or not plain.rounds:
         return
@@ -251,7 +241,7 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
 
 
 def model_batches(settings: Sequence[SettingFigures]) -> None:
-    """Set `modelled_speedup` of every drafter of settings that differ in batch size only.
+    """Set `modelled_speedup` (docs/metrics.md#speed) of settings that differ in batch size only.
 
     It follows for each batch size from acceptance and draft time at the smallest one, and from
     plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
@@ -260,7 +250,9 @@ def model_batches(settings: Sequence[SettingFigures]) -> None:
     for kind in {(s.temperature, s.lossless) for s in settings}:
         alike = [s for s in settings if (s.temperature, s.lossless) == kind]
         alike.sort(key=lambda setting: setting.batch)
-        steps = {s.batch: _round_seconds(s.plain) for s in alike if s.plain.rounds}
+        plain = {s.batch: s.plain for s in alike if s.plain.rounds}
+        # mean wall time of a round of a whole batch
+        steps = {batch: (one.decode_s or 0.0) / one.steps for batch, one in plain.items()}
         if len(steps) < 2:
             continue
         smallest = alike[0]
@@ -270,11 +262,6 @@ def model_batches(settings: Sequence[SettingFigures]) -> None:
                 # only of loops that report the time of a verification
                 if base is not None and base.rounds and base.split["verify"]:
                     figures.modelled_speedup = _modelled(base, smallest.batch, setting.batch, steps)
-
-
-def _round_seconds(figures: DrafterFigures) -> float:
-    """Return the mean wall time of a round of a whole batch, in seconds."""
-    return (figures.decode_s or 0.0) / figures.steps
 
 
 def _modelled(
@@ -302,10 +289,7 @@ def _modelled(
 
 
 def _extended(points: dict[int, float], at: float) -> float:
-    """Return the value at `at` of the line through the two `points` around it.
-
-    Beyond the ends the line through the first two or the last two points goes on.
-    """
+    """Return the value at `at` of the line through the two `points` around it, or nearest to it."""
     sizes = sorted(points)
     low, high = sizes[-2:]
     for left, right in pairwise(sizes):

@@ -17,18 +17,12 @@ from ...heads.errors import UserError
 
 
 def profile_tokens(acceptances: Sequence[float]) -> float:
-    """Return the expected tokens of a round with an acceptance for each position of the chain.
-
-    This is 1 + sum_k prod_{j <= k} a_j.
-    """
+    """Return the expected tokens of a round with a chain: 1 + sum_k prod_{j <= k} a_j."""
     return 1 + sum(accumulate(acceptances, mul))
 
 
 def stretched(acceptances: Sequence[float], length: int) -> list[float]:
-    """Return the acceptances of a chain of `length` positions.
-
-    Positions past those that are known are taken to be as the last that is.
-    """
+    """Return acceptances of `length` positions; those past the known ones are as the last one."""
     known = list(acceptances[:length])
     return known + [acceptances[-1]] * (length - len(known))
 

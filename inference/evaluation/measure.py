@@ -125,9 +125,8 @@ def _in_turns(
 ) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]], bool]]:
     """Yield each batch of prompts with every way's replies, those of the run of median time.
 
-    The third value is False for replies that came from `journal`.
-    `number` is that of the turn. It is the sample number of the requests as well, so that the turns
-    of a conversation have noise of their own, and the same in all ways.
+    The third value is False for replies that came from `journal`. `number` is that of the turn, and
+    the sample number of the requests: turns have noise of their own, the same in all ways.
     """
     warm = False
     for start in range(0, len(prompts), setting.batch):

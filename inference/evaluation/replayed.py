@@ -29,10 +29,7 @@ from .results import SHOWN, by_depth, interval_text
 
 
 def run(options: EvaluateOptions) -> None:
-    """Replay the drafters of `evaluate`'s `options`, print a table and write the JSON file.
-
-    Raises `UserError`, for options that only decoding can serve among others.
-    """
+    """Replay the drafters of `options`, print a table, write the JSON file. Raises `UserError`."""
     if not options.sampling.greedy:
         raise UserError(
             "--features replays greedy texts; leave out --temperature, or give --target to decode"

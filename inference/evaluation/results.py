@@ -1,8 +1,7 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/metrics.md#report-keys explains every key. Keys with a default may be missing in reports of
-older versions. Ratios of nothing are NaN, which Python writes into JSON and reads from it; None
-stands for what does not apply.
+docs/metrics.md#report-keys explains every key. Ratios of nothing are NaN, which Python writes into
+JSON and reads from it; None stands for what does not apply.
 """
 
 from __future__ import annotations

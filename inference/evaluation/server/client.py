@@ -128,10 +128,7 @@ Follow = Callable[[Prompt, list[int]], Prompt | None]
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Return a client for the server at `url`, without a limit of its own on connections.
-
-    Raises `UserError` for what is no address.
-    """
+    """Return a client for the server at `url`. Raises `UserError` for what is no address."""
     root = url.rstrip("/").removesuffix("/v1")
     check_url(url, "--server")
     # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
@@ -238,10 +235,7 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
 
 
 async def counters_of(client: httpx.AsyncClient, protocol: ServerProtocol) -> Counters:
-    """Return the counters of an engine that has some, as they are now.
-
-    Raises `UserError` if there are none.
-    """
+    """Return the counters of an engine as they are now. Raises `UserError` if there are none."""
     assert isinstance(protocol.counts, CounterNames)
     response = await _request(client, "/metrics")
     if response.status_code != 200:
@@ -270,10 +264,7 @@ async def settled(
 
 
 async def _get(client: httpx.AsyncClient, path: str) -> Any:
-    """Return the JSON at `path`; `None` if there is none.
-
-    Raises `UserError` for a server that does not answer or wants an API key.
-    """
+    """Return the JSON at `path`, `None` if there is none. Raises `UserError` without an answer."""
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
@@ -430,10 +421,7 @@ def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> Us
 
 
 async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[JsonObject]:
-    """Yield the objects of a stream of server-sent events, up to [DONE].
-
-    Raises `UserError` for an event that is not a JSON object, or is an error.
-    """
+    """Yield the server-sent events up to [DONE]. Raises `UserError` for an error or no object."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue

@@ -181,10 +181,7 @@ def of_counters(
 
 
 def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list[str]:
-    """Return a warning if other clients' requests are in the counters, else nothing.
-
-    Parameters are those of `of_counters`.
-    """
+    """Return a warning if other clients' requests are in the counters, else nothing."""
     if ran_before:
         return [
             f"{ran_before} requests of others were under way before the measurement: its counters, "

@@ -91,10 +91,7 @@ class ServerMeasurement:
 
 @dataclass
 class Reader:
-    """The target's tokenizer and generation settings, without its weights.
-
-    They suffice to render prompts as the target wants them.
-    """
+    """What prompts are rendered with: the target's tokenizer and generation settings."""
 
     name: str
     tokenizer: Any
@@ -126,8 +123,8 @@ def measure(
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
-    `options` are those of `draftsmith evaluate`. Raises `UserError` for prompts that cannot be read
-    or do not fit the server, and for a server that is not there or fails.
+    Raises `UserError` for prompts that cannot be read or do not fit the server, and for a server
+    that is not there or fails.
     """
     reader = load_reader(options.target)
     prompts = prompts_of(options, reader.tokenizer)
@@ -307,10 +304,7 @@ def _compare_load(
     target: Target,
     sampling: Sampling,
 ) -> None:
-    """Set `equal_to_plain`, `compared` and `divergences` of one greedy setting.
-
-    `plain` are the replies of plain decoding by place of the prompt and number of the turn.
-    """
+    """Compare one greedy setting; `plain` are replies by place of the prompt and turn."""
     equal = compared = 0
     differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
     for reply in run.replies:

@@ -76,23 +76,20 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    console.print(" ".join(filter(None, notes)), highlight=False, markup=False)
-    for line in uncut_lines(report.settings):
-        console.print(line, highlight=False, markup=False)
+    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{label([setting])}, {name}"
-            for warning in figures.warnings:
-                console.print(f"warning, {where}: {warning}", highlight=False, markup=False)
+            lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
             if figures.untuned is not None:
-                console.print(f"{where}: {over_untuned(figures)}.", highlight=False, markup=False)
+                lines.append(f"{where}: {over_untuned(figures)}.")
             if (gap := figures.largest_gap) is not None:
-                console.print(
+                lines.append(
                     f"{where}: where a reply first differs, the target's two best logits are at "
-                    f"most {gap:.2g} apart.",
-                    highlight=False,
-                    markup=False,
+                    f"most {gap:.2g} apart."
                 )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
@@ -201,7 +198,9 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     that do not fit into `width` columns follow in further tables.
     """
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
-    categories = sorted({c for s in settings for n in names for c in by_category(s, n)})
+    categories = sorted(
+        {c for s in settings for n in drafting(s) for c in s.drafters[n].by_category}
+    )
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
     # A column has ten characters for the name, which may be folded, and two next to them.
     columns = max((width - first - 4) // 12, 1)
@@ -227,10 +226,7 @@ def groups(
     """Return groups of settings with the cells of their rows, a row for each of `categories`."""
     found: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
     for setting in settings:
-        rows = []
-        for category in categories:
-            taus = [by_category(setting, name).get(category) for name in names]
-            rows.append([f"{tau:.2f}" if tau is not None else "-" for tau in taus])
+        rows = [[_tau(setting, name, category) for name in names] for category in categories]
         key = repr((setting.temperature, setting.lossless, rows))
         found.setdefault(key, ([], rows))[0].append(setting)
     return list(found.values())
@@ -241,9 +237,8 @@ def drafting(setting: SettingFigures) -> list[str]:
     return [name for name, figures in setting.drafters.items() if figures.mean_n_draft]
 
 
-def by_category(setting: SettingFigures, name: str) -> dict[str, float]:
-    """Return a drafter's tau by category; empty where the setting has no such drafter."""
-    if name not in setting.drafters:
-        return {}
-    figures = setting.drafters[name].by_category
-    return {category: of_one.tau_incl_bonus for category, of_one in figures.items()}
+def _tau(setting: SettingFigures, name: str, category: str) -> str:
+    """Return a drafter's tau in one category; a dash where it has none."""
+    figures = setting.drafters.get(name)
+    of_one = figures.by_category.get(category) if figures is not None else None
+    return written(of_one.tau_incl_bonus if of_one is not None else None)

@@ -198,9 +198,8 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     that do not fit into `width` columns follow in further tables.
     """
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
-    categories = sorted(
-        {c for s in settings for n in drafting(s) for c in s.drafters[n].by_category}
-    )
+    drafted = [setting.drafters[name] for setting in settings for name in drafting(setting)]
+    categories = sorted({category for figures in drafted for category in figures.by_category})
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
     # A column has ten characters for the name, which may be folded, and two next to them.
     columns = max((width - first - 4) // 12, 1)

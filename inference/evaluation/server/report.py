@@ -292,40 +292,28 @@ def compare_replies(
     sampling = sampling.resolved(target.repetition_penalty)
     plain_turns = next(iter(results.values()))
     plain = {(turn.prompt.place, turn.number): turn.generation for turn in plain_turns}
-    for setting, run in zip(measured.report.settings, measured.loads, strict=True):
-        if setting.temperature == 0:
-            _compare_load(setting, run, plain, target, sampling)
-
-
-def _compare_load(
-    figures: ServerFigures,
-    run: Load,
-    plain: dict[tuple[int, int], Generation],
-    target: Target,
-    sampling: Sampling,
-) -> None:
-    """Compare one greedy setting; `plain` are replies by place of the prompt and turn."""
-    equal = compared = 0
-    differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
-    for reply in run.replies:
-        expected = plain.get((reply.prompt.place, reply.turn))
-        if reply.ids is None or expected is None:
+    for figures, run in zip(measured.report.settings, measured.loads, strict=True):
+        if figures.temperature != 0:
             continue
-        # The server's reply to an earlier turn differed, and so does everything after it.
-        if expected.prompt_ids != reply.prompt.token_ids:
-            continue
-        compared += 1
-        equal += reply.ids == expected.token_ids
-        # Several passes mostly repeat a reply; one pass of the target over each is enough.
-        key = (reply.prompt.place, reply.turn, tuple(reply.ids))
-        if reply.ids != expected.token_ids and key not in differing:
-            generation = Generation(reply.prompt.token_ids, reply.ids)
-            index, gap = first_difference(target, expected, generation, sampling)
-            differing[key] = Divergence(
-                id=reply.prompt.id, turn=reply.turn, index=index, top2_gap=gap
-            )
-    figures.equal_to_plain, figures.compared = equal, compared
-    figures.divergences = list(differing.values())
+        equal = compared = 0
+        differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
+        for reply in run.replies:
+            prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
+            # Where the server's reply to an earlier turn differed, so does everything after it.
+            if reply.ids is None or expected is None or expected.prompt_ids != prompt.token_ids:
+                continue
+            compared += 1
+            equal += reply.ids == expected.token_ids
+            # Several passes mostly repeat a reply; one pass of the target over each is enough.
+            key = (prompt.place, reply.turn, tuple(reply.ids))
+            if reply.ids != expected.token_ids and key not in differing:
+                generation = Generation(prompt.token_ids, reply.ids)
+                index, gap = first_difference(target, expected, generation, sampling)
+                differing[key] = Divergence(
+                    id=prompt.id, turn=reply.turn, index=index, top2_gap=gap
+                )
+        figures.equal_to_plain, figures.compared = equal, compared
+        figures.divergences = list(differing.values())
 
 
 def show(server: ServerReport, local: Sequence[SettingFigures], console: Console) -> None:
@@ -385,12 +373,12 @@ def _acceptance(
             rate = written(s.accept_rate if s.mean_n_draft else None)
             same = identical(s.equal_to_ar, s.requests)
             # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
-            row = (tau, tau, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
+            row = (tau, tau, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
             table.add_row(name, str(setting.batch), "-", *row)
     for s in rows:
         tau, emitted, rate = map(written, (s.tau_incl_bonus, s.tau_emitted, s.accept_rate))
         same = identical(s.equal_to_plain, s.compared)
-        row = (tau, emitted, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
+        row = (tau, emitted, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
         table.add_row("server", "-", str(s.concurrency), *row)
     return table
 

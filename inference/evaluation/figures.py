@@ -13,22 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import metrics
 from ..decode import Generation, Round
-from ..metrics import (
-    alpha,
-    batch_seconds,
-    conditional,
-    emitted_per_round,
-    mean,
-    offered_conditional,
-    quantiles,
-    repeats_itself,
-    split,
-    survival,
-    tau,
-    tau_by_position,
-    time_per_token,
-)
 from ..settings import Sampling
 from ..targets.target import Target
 from .intervals import LEVEL, interval, pooled, summed, tau_interval
@@ -104,18 +90,18 @@ def figures_of_replies(
     rounds: list[Round] = []
     for g in generations:
         rounds += g.rounds
-    emitted = [emitted_per_round(g) for g in generations]
+    emitted = [metrics.emitted_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
-    survived = survival(accepted, levels)
+    survived = metrics.survival(accepted, levels)
     # a reply without a round has no tau
-    own_taus = [tau([of_request]) if of_request else None for of_request in emitted]
+    own_taus = [metrics.tau([of_request]) if of_request else None for of_request in emitted]
     roots = [len(g.prompt_ids) for g in generations]
     decode_s = steps = 0
     for batch in batches if batches is not None else [[i] for i in range(count)]:
         together = [generations[i] for i in batch]
-        decode_s += batch_seconds(together)
+        decode_s += metrics.batch_seconds(together)
         # a batch goes on until its last request has finished
         steps += max(len(g.rounds) for g in together)
     return DrafterFigures(
@@ -123,31 +109,31 @@ def figures_of_replies(
         rounds=len(rounds),
         steps=steps,
         tokens=sum(len(g.token_ids) for g in generations),
-        tau_incl_bonus=tau(emitted),
+        tau_incl_bonus=metrics.tau(emitted),
         tau_ci95=tau_interval(emitted, units),
-        tau_macro=mean(own_taus),
-        tau_by_request=quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
-        tau_by_position=tau_by_position(list(zip(roots, emitted, strict=True))),
+        tau_macro=metrics.mean(own_taus),
+        tau_by_request=metrics.quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
+        tau_by_position=metrics.tau_by_position(list(zip(roots, emitted, strict=True))),
         tau_untruncated=_share(sum(accepted) + len(rounds), len(rounds), NAN),
         survival=survived,
-        cond_accept=conditional(survived),
-        cond_offered=offered_conditional(accepted, [r.offered for r in rounds], levels),
+        cond_accept=metrics.conditional(survived),
+        cond_offered=metrics.offered_conditional(accepted, [r.offered for r in rounds], levels),
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
         # of all nodes that were verified, of which every round has a root
         discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
         zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
-        rb_tau=mean([r.expected for r in rounds]),
-        alpha=alpha([r.overlap for r in rounds]),
+        rb_tau=metrics.mean([r.expected for r in rounds]),
+        alpha=metrics.alpha([r.overlap for r in rounds]),
         verify_mode=sorted({r.rule for r in rounds}),
-        loop_share=sum(repeats_itself(g.token_ids) for g in generations) / count,
+        loop_share=sum(metrics.repeats_itself(g.token_ids) for g in generations) / count,
         tokens_s=_share(sum(map(sum, emitted)), decode_s, NAN),
         ttft_s=sum(g.ttft_s for g in generations) / count,
-        ttft_quantiles_s=quantiles([g.ttft_s for g in generations]),
-        tpot_quantiles_s=quantiles([time_per_token(g) for g in generations]),
-        chunk_gap_quantiles_s=quantiles([r.t_round_s for r in rounds]),
-        split_s=split(rounds),
+        ttft_quantiles_s=metrics.quantiles([g.ttft_s for g in generations]),
+        tpot_quantiles_s=metrics.quantiles([metrics.time_per_token(g) for g in generations]),
+        chunk_gap_quantiles_s=metrics.quantiles([r.t_round_s for r in rounds]),
+        split_s=metrics.split(rounds),
         decode_s=decode_s,
     )
 
@@ -180,14 +166,14 @@ def request_record(
         accepted_hist=_histogram([r.accepted for r in rounds]),
         drafted_hist=_histogram([r.drafted or 0 for r in rounds]),
         offered_hist=_histogram([r.offered for r in rounds]),
-        tau_incl_bonus=tau([emitted_per_round(reply)]) if rounds else None,
+        tau_incl_bonus=metrics.tau([metrics.emitted_per_round(reply)]) if rounds else None,
         ttft_s=reply.ttft_s,
         decode_s=reply.decode_s,
-        tpot_s=time_per_token(reply),
-        chunk_gap_s=quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
-        rb_tau=mean([r.expected for r in rounds]),
-        alpha=alpha([r.overlap for r in rounds]),
-        **{f"t_{part}_s": seconds for part, seconds in split(rounds).items()},
+        tpot_s=metrics.time_per_token(reply),
+        chunk_gap_s=metrics.quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
+        rb_tau=metrics.mean([r.expected for r in rounds]),
+        alpha=metrics.alpha([r.overlap for r in rounds]),
+        **{f"t_{part}_s": seconds for part, seconds in metrics.split(rounds).items()},
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,
@@ -213,11 +199,11 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
         groups.setdefault(turn.prompt.category, []).append(turn)
     figures = {}
     for name, group in sorted(groups.items()):
-        emitted = [emitted_per_round(turn.generation) for turn in group]
+        emitted = [metrics.emitted_per_round(turn.generation) for turn in group]
         if any(emitted):
             figures[name] = CategoryFigures(
                 requests=len(group),
-                tau_incl_bonus=tau(emitted),
+                tau_incl_bonus=metrics.tau(emitted),
                 tau_ci95=tau_interval(emitted, [turn.prompt.unit for turn in group]),
             )
     return figures
@@ -319,7 +305,7 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     """
     reply, tokenizer = turn.generation, target.tokenizer
     # tokens that no round has emitted are the prefill's
-    came = [-1] * (len(reply.token_ids) - sum(emitted_per_round(reply)))
+    came = [-1] * (len(reply.token_ids) - sum(metrics.emitted_per_round(reply)))
     for r in reply.rounds:
         for depth in range(1, len(r.tokens) + 1):
             came.append(depth if depth <= r.accepted else 0)
@@ -397,8 +383,8 @@ def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
     """Return seconds and tokens of a batch's rounds."""
     tokens = 0
     for generation in generations:
-        tokens += sum(emitted_per_round(generation))
-    return batch_seconds(generations), tokens
+        tokens += sum(metrics.emitted_per_round(generation))
+    return metrics.batch_seconds(generations), tokens
 
 
 def _ratio(other_s: float, other: float, own_s: float, own: float) -> float:

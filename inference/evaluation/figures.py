@@ -1,7 +1,6 @@
 """Figures of drafters from their replies: docs/metrics.md defines each of them.
 
-The functions here turn the replies of every way to decode in one setting, which
-`measure.decode_in_turns` returns, into the types of `results.py`.
+The functions turn the replies of `measure.decode_in_turns` into the types of `results.py`.
 """
 
 from __future__ import annotations

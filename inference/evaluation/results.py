@@ -1,7 +1,7 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/metrics.md#report-keys explains every key. Ratios of nothing are NaN, which Python writes into
-JSON and reads from it; None stands for what does not apply.
+docs/metrics.md#report-keys explains every key, `DEFINITIONS` most. Ratios of nothing are NaN, which
+Python writes into JSON and reads from it; None stands for what does not apply.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class RequestRecord(Struct, kw_only=True):
     category: str
     turn: Count
     rounds: list[tuple[Count, Count, Count]]
-    """Drafted nodes, accepted drafts and emitted tokens of each round."""
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
     unit: Count
@@ -85,7 +84,6 @@ class Sample(Struct, kw_only=True):
 
     tokens: list[str]
     came: list[int]
-    """Depth of the accepted draft, 0 for the target's own token, -1 for the prefill's."""
     p: ByDepth
     """The target's probability of each token."""
     best: list[list[tuple[str, float]]]
@@ -130,13 +128,10 @@ class DrafterFigures(Struct, kw_only=True):
     zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
     rb_tau: Number = None
-    """Rao-Blackwell tau: an expectation in place of a count."""
     alpha: float | ByDepth | None = None
     verify_mode: list[str] = []
     loop_share: Number = None
     equal_to_ar: Count | None = None
-    """Replies equal to plain (autoregressive) decoding's; None unless the rule promises equality of
-    every reply."""
     tokens_s: Number
     ttft_s: Number = None
     ttft_quantiles_s: ByName | None = None
@@ -148,9 +143,7 @@ class DrafterFigures(Struct, kw_only=True):
     speedup_ci95: Interval | None = None
     speedup_median: Number = None
     untuned: str | None = None
-    """Name of the same drafter without the profile, of a tuned one."""
     gain_over_default: Number = None
-    """Tokens per second over those of `untuned` on the same prompts."""
     gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
@@ -165,7 +158,6 @@ class DrafterFigures(Struct, kw_only=True):
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
     kind: str | None = None
-    """Method and settings."""
 
     @property
     def split(self) -> dict[str, float]:
@@ -232,7 +224,6 @@ class ServerFigures(Struct, kw_only=True):
     tau_incl_bonus: Number
     tau_definition: str = ""
     tau_emitted: Number
-    """Tokens emitted per decoding step, steps without a draft included."""
     survival: ByDepth
     accept_rate: Number
     mean_n_draft: Number = None

@@ -60,7 +60,6 @@ class EngineServer:
 
     url: str
     engine: str
-    """Name of its engine."""
     version: str
     """Empty where the server does not give it."""
     model: str
@@ -84,7 +83,6 @@ class ServerReply:
     turn: int
     """Number of the turn in its conversation, from 0."""
     sent: float
-    """The time at which the request was sent."""
     ids: list[int] | None = None
     """Token ids, the end token included; `None` where the server does not give them."""
     tokens: int = 0

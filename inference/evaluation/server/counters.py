@@ -1,16 +1,9 @@
 """Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM has Prometheus counters that all requests share. Its `drafts` are the steps in which a request
-had a draft. A step without one (n-grams that find nothing) is in no counter, so 1 + accepted /
-drafts can be above the tokens emitted per step. Drafts accepted after an end token count as
-accepted. llama.cpp has the same counters under its own prefix, also where it does not speculate.
-
-SGLang sends its counts with every reply. `spec_verify_ct` are all verifications of a request. Its
-own `spec_accept_length` is completion_tokens / spec_verify_ct, with the prefill's token in the
-numerator; its option `--speculative-num-draft-tokens` counts the root, which the drafts here do
-not.
-
-docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
+vLLM and llama.cpp have Prometheus counters that all requests share. A step without a draft (n-grams
+that find nothing) is in none of them, so 1 + accepted / drafts can be above the tokens emitted per
+step, and drafts accepted after an end token count as accepted. SGLang sends its counts with every
+reply. docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
 """
 
 from __future__ import annotations
@@ -112,7 +105,6 @@ class Speculation:
 
     speculates: bool | None
     tau_definition: str
-    """Definition of the engine's tau."""
     tau_incl_bonus: float | None
     """The engine's tau."""
     drafts: int | None = None

@@ -18,6 +18,7 @@ from .results import (
     Report,
     SettingFigures,
     by_depth,
+    caption,
     identical,
     interval_text,
     known,
@@ -79,7 +80,7 @@ def show_settings(report: Report, console: Console) -> None:
     lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
-            where = f"{label([setting])}, {name}"
+            where = f"{caption(setting)}, {name}"
             lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
             if figures.untuned is not None:
                 lines.append(f"{where}: {over_untuned(figures)}.")
@@ -109,10 +110,8 @@ def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
         if parts:
             key = setting.temperature, setting.lossless, ", ".join(parts)
             found.setdefault(key, []).append(setting)
-    return [
-        f"{label(group)}: tau_untruncated, of rounds that the end of a reply does not cut: {parts}."
-        for (_, _, parts), group in found.items()
-    ]
+    what = "tau_untruncated, of rounds that the end of a reply does not cut"
+    return [f"{caption(*group)}: {what}: {parts}." for (_, _, parts), group in found.items()]
 
 
 def wide(table: Table, console: Console) -> int:
@@ -134,7 +133,7 @@ def settings_table(report: Report, titles: Sequence[str], longest: int = LONGEST
         table.add_column(title, justify="right", no_wrap=True)
     for setting in report.settings:
         table.add_section()
-        table.add_row(Text(label([setting]), "underline"))
+        table.add_row(Text(caption(setting), "underline"))
         for place, name in enumerate(by_speed(setting)):
             figures = setting.drafters[name]
             # without a speed-up nothing was measured that could win
@@ -181,16 +180,6 @@ def over_untuned(figures: DrafterFigures) -> str:
     return f"{ratio}{interval} the tokens per second of {figures.untuned}"
 
 
-def label(settings: Sequence[SettingFigures]) -> str:
-    """Return `T = 0, batch 4`, with a remark if the target's distribution is not kept.
-
-    Of several settings, which differ in their batch sizes only, all sizes are listed.
-    """
-    sizes = ", ".join(str(setting.batch) for setting in settings)
-    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
-    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
-
-
 def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Table]:
     """Return tau by category (rows) and drafter (columns), a group of rows for each setting.
 
@@ -212,7 +201,7 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
             table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 10))
         for group, rows in groups(settings, categories, shown):
             table.add_section()
-            table.add_row(Text(label(group), "underline"))
+            table.add_row(Text(caption(*group), "underline"))
             for category, cells in zip(categories, rows, strict=True):
                 table.add_row(Text(f"  {category or '-'}"), *cells)
         tables.append(table)

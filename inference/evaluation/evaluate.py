@@ -318,7 +318,7 @@ def tuned_and_served(
     for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
-                engines.append(AsIn(engine, spec, target, lambda message: None))
+                engines.append(AsIn(engine, spec, target))
             except UserError as error:
                 left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
 

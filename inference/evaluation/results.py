@@ -399,6 +399,13 @@ class Report(Document, kw_only=True):
         return value
 
 
+def caption(*settings: SettingFigures) -> str:
+    """Return `T = 0, batch 1, 4` for settings that differ in batch size only; lossy ones say so."""
+    sizes = ", ".join(str(setting.batch) for setting in settings)
+    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
+    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
+
+
 def known(value: float | None) -> TypeGuard[float]:
     """Return whether a figure was measured; ratios of nothing are NaN."""
     return value is not None and math.isfinite(value)

@@ -20,7 +20,6 @@ from ..drafters import load_proposer
 from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
-from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
 from .intervals import tau_interval
 from .names import distinct_names
@@ -67,14 +66,10 @@ def replayed(
     `name` is the drafter's in the progress bar. The key `emitted` has the tokens emitted in each
     round of each text.
     """
-
-    def loaded(states):
-        return states.to(target.device, target.dtype)
-
     emitted = []
     for text in Progress(texts, desc=f"replaying {name}", unit=" texts"):
         ids = torch.tensor(text.ids, device=target.device)
-        hidden = Hidden(loaded(text.hidden.last), tuple(loaded(tap) for tap in text.hidden.taps))
+        hidden = text.hidden.map(lambda states: states.to(target.device, target.dtype))
         emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
     # a round that the end of its text cuts counts what it emitted, not what it accepted before
     accepted: list[int] = []

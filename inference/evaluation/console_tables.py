@@ -199,25 +199,18 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
         table.add_column("category", overflow="fold", max_width=LONGEST_NAME)
         for name in shown:
             table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 10))
-        for group, rows in groups(settings, categories, shown):
+        groups: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
+        for setting in settings:
+            rows = [[_tau(setting, name, category) for name in shown] for category in categories]
+            key = repr((setting.temperature, setting.lossless, rows))
+            groups.setdefault(key, ([], rows))[0].append(setting)
+        for group, rows in groups.values():
             table.add_section()
             table.add_row(Text(caption(*group), "underline"))
             for category, cells in zip(categories, rows, strict=True):
                 table.add_row(Text(f"  {category or '-'}"), *cells)
         tables.append(table)
     return tables
-
-
-def groups(
-    settings: Sequence[SettingFigures], categories: Sequence[str], names: Sequence[str]
-) -> list[tuple[list[SettingFigures], list[list[str]]]]:
-    """Return groups of settings with the cells of their rows, a row for each of `categories`."""
-    found: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
-    for setting in settings:
-        rows = [[_tau(setting, name, category) for name in names] for category in categories]
-        key = repr((setting.temperature, setting.lossless, rows))
-        found.setdefault(key, ([], rows))[0].append(setting)
-    return list(found.values())
 
 
 def drafting(setting: SettingFigures) -> list[str]:

@@ -402,8 +402,8 @@ def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> Us
     try:
         # The message is the object itself, its `error`, or the `message` of either.
         message = json.loads(body)
-        message = message.get("error", message) if isinstance(message, dict) else message
-        message = message.get("message", message) if isinstance(message, dict) else message
+        for key in ("error", "message"):
+            message = message.get(key, message) if isinstance(message, dict) else message
     except (ValueError, RecursionError):
         message = body
     message = " ".join(str(message).split())[:200]

@@ -128,10 +128,9 @@ def compared(
 ) -> list[Comparison]:
     """Return a comparison for each setting that all reports have.
 
-    It has one row for each category and each report after the first. `names` are the drafters, one
-    of each report, and `limit` is the share by which tau may fall. The intervals that may flag a
-    row share an error of 5% (Bonferroni), so that of two equal drafters not more than 5% of all
-    comparisons flag anything. Raises `UserError` for reports that cannot be compared.
+    `names` are the drafters, one of each report; `limit` is the share by which tau may fall. The
+    intervals that may flag a row share an error of 5% (Bonferroni), so that of two equal drafters
+    not more than 5% of all comparisons flag anything. Raises `UserError`.
     """
     check_alike(reports, paths)
     settings_by_key = []

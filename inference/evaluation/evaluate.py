@@ -118,9 +118,8 @@ def evaluate_drafters(
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given` is the target, if it is loaded already. Replies go to the folder `options.spec_bench`,
-    if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
-    Raises `UserError`.
+    `given` is the target, if it is loaded already. Greedy replies of a server, in `served`, are
+    compared with plain decoding. Raises `UserError`.
     """
     prompts = prompts_of(options, given.tokenizer if given is not None else None)
     check_batches([setting.batch for setting in settings], prompts)
@@ -211,12 +210,10 @@ def decoded_ways(ways: Sequence[Way]) -> list[Way]:
 def configured_figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
 ) -> SettingFigures:
-    """Return the part of the report about one setting: the figures of every way to decode.
+    """Return the part of the report about one setting, with `samples` replies of each way.
 
-    Tuned and engine-like ways have their tree settings and the drafter's spec next to the numbers,
-    tuned ones their gain over the same drafter as it is named without the profile, whose replies
-    and figures they share where the profile changes nothing. `samples` replies of each way are
-    shown token by token.
+    Tuned ways have their gain over the same drafter as it is named without the profile, whose
+    replies and figures they share where the profile changes nothing.
     """
     named = dict(zip(distinct_names(ways), ways, strict=True))
     without = untuned(ways)

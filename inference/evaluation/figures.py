@@ -298,9 +298,7 @@ def warnings_of(generations: Sequence[Generation]) -> list[str]:
 def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     """Return a reply token by token: its text, its origin, and the target's probabilities.
 
-    `came` is the depth of an accepted draft, 0 for the target's own token at the end of a round,
-    and -1 for the prefill's. `p` is the target's probability of the token, and `best` has the three
-    likeliest tokens with theirs: as sampled from, or at temperature 1 where decoding is greedy.
+    These are as sampled from, or at temperature 1 where decoding is greedy.
     """
     reply, tokenizer = turn.generation, target.tokenizer
     # tokens that no round has emitted are the prefill's

@@ -84,9 +84,8 @@ def decode_in_turns(
     """Decode every prompt in every way, of which the first is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
-    from the same text. Batches that `journal` holds are not decoded again. `progress` counts the
-    prompts, not their later turns, of which the number is not known. `each` is called after every
-    batch with the results so far.
+    from the same text; `progress` does not count them, since their number is not known. Batches
+    that `journal` holds are not decoded again. `each` is called with the results after every batch.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))

@@ -143,8 +143,7 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     """Ask a server for its engine, version and model, and return them.
 
     `target` is the target's name; `model` is the server's name of it, needed if it serves several.
-    Raises `UserError` for a server that does not answer or is of another engine, and for a model
-    that it does not serve.
+    Raises `UserError`, also for a server of another engine and for a model that it does not serve.
     """
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")

@@ -1,6 +1,5 @@
 """The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
 
-The server decodes the same prompts as local drafters do, and its figures are in the same table.
 The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
 in this process as well. docs/metrics.md#servers-counters defines the figures.
 """

@@ -99,7 +99,7 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
     ]
     tau, expected = {}, None
     for rule in ("coupled", "match"):
-        proposer = load_proposer(f"{DRAFT_MODEL}:length=3", quickstart)
+        proposer = load_proposer(f"{DRAFT_MODEL}:length=3", quickstart, print)
         rounds = [
             r
             for g in generate(
@@ -180,7 +180,7 @@ def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(
         drafter.load_state_dict(artifact.drafter.state_dict())
         seen[name] = drafts_of(proposer_of(drafter.eval(), length=2), quickstart, request)
     seen["cut"] = drafts_of(
-        load_proposer(f"{blocks[kind]}:slots={2 + first},width=1", quickstart),
+        load_proposer(f"{blocks[kind]}:slots={2 + first},width=1", quickstart, print),
         quickstart,
         request,
     )
@@ -190,7 +190,7 @@ def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(
         (9, "slots, not 9; give a smaller number"),
     ):
         with pytest.raises(UserError, match=says):
-            load_proposer(f"{blocks[kind]}:slots={wrong}", quickstart)
+            load_proposer(f"{blocks[kind]}:slots={wrong}", quickstart, print)
 
 
 def drafts_of(proposer: Any, target: Target, requests: list[Request]) -> list[list[int]]:
@@ -210,7 +210,7 @@ def drafts_of(proposer: Any, target: Target, requests: list[Request]) -> list[li
 def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str, str]) -> None:
     """As standard rejection of one child a node, or of whole chains; greedy ones elsewhere."""
     for kind in ("dflash", "dspark"):
-        proposer = load_proposer(blocks[kind], quickstart)
+        proposer = load_proposer(blocks[kind], quickstart, print)
         rules = [
             ImitatedEngine(spec).rule(proposer)
             for spec in ("vllm", "vllm:draws=probabilistic", "sglang", "llamacpp")

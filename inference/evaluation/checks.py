@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ from ..conversations.prompts import Prompt, read_prompts
 from ..conversations.sources import source_files
 from ..drafters import check_spec
 from ..settings import TargetConfig, check_url
-from ..targets.target import Target
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
@@ -28,8 +28,7 @@ N = TypeVar("N", int, float)
 def check(options: Options) -> list[Setting]:
     """Return the settings to measure, a temperature and a batch size each.
 
-    Raises `UserError` for all that can be known to be wrong before a large target is loaded and
-    hours have passed.
+    Raises `UserError` for all that can be known to be wrong before a large target is loaded.
     """
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
         value = getattr(options, name)
@@ -60,26 +59,24 @@ def check(options: Options) -> list[Setting]:
     temperatures = numbers(options.temperatures, "--temperatures", float) or [
         options.sampling.temperature
     ]
-    samplings = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     settings = []
-    for sampling in samplings:
-        for size in sizes:
-            settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
+    for temperature, size in product(temperatures, sizes):
+        sampling = replace(options.sampling, temperature=temperature)
+        settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
     return settings
 
 
-def prompts_of(options: Options | TuneOptions, target: Target | None = None) -> list[Prompt]:
+def prompts_of(options: Options | TuneOptions, tokenizer: Any = None) -> list[Prompt]:
     """Return the prompts that the options name.
 
-    Without a `target` only its tokenizer is read, so that an empty prompt or a malformed row is
-    found before the target is loaded. Raises `UserError`.
+    Without the target's `tokenizer` it is read, so that an empty prompt or a malformed row is found
+    before the target is loaded. Raises `UserError`.
     """
     assert options.prompts is not None
-    tokenizer = tokenizer_of(options.target) if target is None else target.tokenizer
     return read_prompts(
         options.prompts,
-        tokenizer,
-        options.target.path if target is None else target.name,
+        tokenizer_of(options.target) if tokenizer is None else tokenizer,
+        options.target.path,
         options.limit,
         options.split,
         options.bad_rows,

@@ -15,9 +15,16 @@ from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
 from ..metrics import tau
 from .evaluate import BASELINES
-from .intervals import LEVEL, interval, pooled, tau_interval, tokens_and_rounds
+from .intervals import LEVEL, interval, pooled, tau_interval
 from .options import CompareOptions as Options
-from .results import FEWEST, Report, RequestRecord, SettingFigures, read_measured
+from .results import (
+    FEWEST,
+    Report,
+    RequestRecord,
+    SettingFigures,
+    interval_text,
+    read_measured,
+)
 
 REGRESSED = 3  # exit code
 ALL = "all"
@@ -28,8 +35,7 @@ Pairs = list[tuple[RequestRecord, RequestRecord]]
 def run(options: Options) -> None:
     """Compare the reports, print a table and write the JSON file that was asked for.
 
-    Ends the process with exit code 3 if a category has regressed and `fail_on_regression` is given.
-    Raises `UserError`.
+    Ends with exit code 3 if a row regressed and `fail_on_regression` is given. Raises `UserError`.
     """
     limit = _share(options.fail_on_regression)
     check_json(options.json)
@@ -122,20 +128,16 @@ def compared(
 ) -> list[Comparison]:
     """Return a comparison for each setting that all reports have.
 
-    It has one row for each category and each report after the first. `names` are the drafters, one
-    of each report, and `limit` is the share by which tau may fall. The intervals that may flag a
-    row share an error of 5% (Bonferroni), so that of two equal drafters not more than 5% of all
-    comparisons flag anything. Raises `UserError` for reports that cannot be compared.
+    `names` are the drafters, one of each report; `limit` is the share by which tau may fall. The
+    intervals that may flag a row share an error of 5% (Bonferroni), so that of two equal drafters
+    not more than 5% of all comparisons flag anything. Raises `UserError`.
     """
     check_alike(reports, paths)
     settings_by_key = []
     for report in reports:
         settings_by_key.append({(s.temperature, s.batch, s.lossless): s for s in report.settings})
-    common = []  # in the order of the first report
-    # A report may have settings that another lacks; what both have can still be compared.
-    for key in settings_by_key[0]:
-        if all(key in by_key for by_key in settings_by_key):
-            common.append(key)
+    # A report may have settings that another lacks; what all have can still be compared.
+    common = [key for key in settings_by_key[0] if all(key in keys for keys in settings_by_key)]
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
     found: list[list[tuple[str, int, Pairs]]] = []
@@ -146,9 +148,8 @@ def compared(
         found.append([])
         for number, after in enumerate(requests[1:], 1):
             found[-1] += _by_category(requests[0], after, number, paths)
-    tests = 0
-    for rows in found:
-        tests += sum(len({first.unit for first, _ in pairs}) >= FEWEST for *_, pairs in rows)
+    units = [{first.unit for first, _ in pairs} for rows in found for *_, pairs in rows]
+    tests = sum(len(of_row) >= FEWEST for of_row in units)
     level = 1 - (1 - LEVEL) / max(tests, 1)
     comparisons = []
     for (temperature, batch, _), rows in zip(common, found, strict=True):
@@ -162,8 +163,7 @@ def _by_category(
 ) -> list[tuple[str, int, Pairs]]:
     """Return category, `number` and pairs of all prompts, and then of each category.
 
-    `number` is that of the later report. Raises `UserError` if it has other requests than the
-    first.
+    `number` is that of the later report. Raises `UserError` if its requests are other ones.
     """
     if [(r.id, r.turn) for r in before] != [(r.id, r.turn) for r in after]:
         raise UserError(
@@ -171,10 +171,8 @@ def _by_category(
             "prompts"
         )
     # a reply without a round, whose only token is the prefill's, has no tau
-    counted = []
-    for first, second in zip(before, after, strict=True):
-        if first.rounds and second.rounds:
-            counted.append((first, second))
+    both = zip(before, after, strict=True)
+    counted = [(first, second) for first, second in both if first.rounds and second.rounds]
     categories = sorted({r.category for r in before})
     rows = []
     # the row of the only category would repeat that of all
@@ -196,7 +194,7 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
     after = [second.emitted for _, second in pairs]
     rows = []
     for first, second in zip(before, after, strict=True):
-        rows.append((*tokens_and_rounds(first), *tokens_and_rounds(second)))
+        rows.append((sum(first), len(first), sum(second), len(second)))
     # tokens and rounds of a prompt before and after stay together: how hard it is cancels out
     units = pooled(rows, of_units)
     low, high = interval(units, _ratio)
@@ -225,29 +223,21 @@ def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: floa
 def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
     """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
 
-    Reports of older versions do not number their prompts; each request is then a prompt.
+    In place of a name there may be the `kind` that one drafter has.
     """
     if name not in setting.drafters:
-        # A name of an older report, which is method and settings.
         alike = [own for own, figures in setting.drafters.items() if figures.kind == name]
         name = alike[0] if len(alike) == 1 else name
     if name not in setting.drafters:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
-    requests = setting.drafters[name].per_request
-    for index, request in enumerate(requests):
-        if request.unit is None:
-            request.unit = index if request.prompt is None else request.prompt
-    return requests
+    return setting.drafters[name].per_request
 
 
 def own_drafters(report: Report) -> list[str]:
     """Return the drafters of a report's first setting that are no baselines."""
-    names = []
-    for name in report.settings[0].drafters if report.settings else ():
-        baseline = name in ("plain", *BASELINES) or name.startswith("assisted (")
-        if not baseline:
-            names.append(name)
-    return names
+    names = report.settings[0].drafters if report.settings else ()
+    others = ("plain", *BASELINES)
+    return [name for name in names if name not in others and not name.startswith("assisted (")]
 
 
 def _only_drafter(report: Report, path: str) -> str:
@@ -276,11 +266,7 @@ def _share(text: str | None) -> float | None:
 
 def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Console) -> None:
     """Print a table for each of `comparisons`; `paths` are those of the reports."""
-
-    def with_interval(value, pair):
-        known = pair[0] == pair[0]  # not NaN
-        return f"{value:.2f}" + (f" ({pair[0]:.2f}-{pair[1]:.2f})" if known else "")
-
+    form = " ({:.2f}-{:.2f})"
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
         table = plain_table(title, title_justify="left")
@@ -289,17 +275,16 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
             table.add_column(column, justify="right", no_wrap=True)
         regressed = []
         for row in setting.rows:
-            low, high = row.change_ci95
             label = row.category or "-"
             if len(paths) > 2:
                 label += f" ({paths[row.report]})"
             table.add_row(
                 label,
                 str(row.requests),
-                with_interval(row.tau_before, row.tau_before_ci95),
-                with_interval(row.tau_after, row.tau_after_ci95),
+                f"{row.tau_before:.2f}{interval_text(row.tau_before_ci95, form)}",
+                f"{row.tau_after:.2f}{interval_text(row.tau_after_ci95, form)}",
                 f"{row.change:+.1%}",
-                f"{low:+.1%} to {high:+.1%}" if low == low else "-",
+                interval_text(row.change_ci95, "{:+.1%} to {:+.1%}") or "-",
             )
             if row.regressed:
                 regressed.append(label)

@@ -6,14 +6,24 @@ import math
 import os
 import textwrap
 from collections.abc import Sequence
-from typing import TypeGuard
 
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..console import Console, plain_table
-from .results import SHOWN, DrafterFigures, Report, SettingFigures, by_depth, identical
+from .results import (
+    SHOWN,
+    DrafterFigures,
+    Report,
+    SettingFigures,
+    by_depth,
+    caption,
+    identical,
+    interval_text,
+    known,
+    written,
+)
 from .server.report import show as show_server
 
 ACCEPTED = f"accepted 1-{SHOWN}"
@@ -67,23 +77,20 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    console.print(" ".join(filter(None, notes)), highlight=False, markup=False)
-    for line in uncut_lines(report.settings):
-        console.print(line, highlight=False, markup=False)
+    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
-            where = f"{label([setting])}, {name}"
-            for warning in figures.warnings:
-                console.print(f"warning, {where}: {warning}", highlight=False, markup=False)
+            where = f"{caption(setting)}, {name}"
+            lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
             if figures.untuned is not None:
-                console.print(f"{where}: {over_untuned(figures)}.", highlight=False, markup=False)
+                lines.append(f"{where}: {over_untuned(figures)}.")
             if (gap := figures.largest_gap) is not None:
-                console.print(
+                lines.append(
                     f"{where}: where a reply first differs, the target's two best logits are at "
-                    f"most {gap:.2g} apart.",
-                    highlight=False,
-                    markup=False,
+                    f"most {gap:.2g} apart."
                 )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
 
 
 def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
@@ -103,10 +110,8 @@ def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
         if parts:
             key = setting.temperature, setting.lossless, ", ".join(parts)
             found.setdefault(key, []).append(setting)
-    return [
-        f"{label(group)}: tau_untruncated, of rounds that the end of a reply does not cut: {parts}."
-        for (_, _, parts), group in found.items()
-    ]
+    what = "tau_untruncated, of rounds that the end of a reply does not cut"
+    return [f"{caption(*group)}: {what}: {parts}." for (_, _, parts), group in found.items()]
 
 
 def wide(table: Table, console: Console) -> int:
@@ -128,7 +133,7 @@ def settings_table(report: Report, titles: Sequence[str], longest: int = LONGEST
         table.add_column(title, justify="right", no_wrap=True)
     for setting in report.settings:
         table.add_section()
-        table.add_row(Text(label([setting]), "underline"))
+        table.add_row(Text(caption(setting), "underline"))
         for place, name in enumerate(by_speed(setting)):
             figures = setting.drafters[name]
             # without a speed-up nothing was measured that could win
@@ -153,26 +158,14 @@ def by_speed(setting: SettingFigures) -> list[str]:
     return sorted(setting.drafters, key=slowness)
 
 
-def known(value: float | None) -> TypeGuard[float]:
-    """Return whether a figure was measured; ratios of nothing are NaN."""
-    return value is not None and math.isfinite(value)
-
-
-def written(value: float | None, form: str) -> str:
-    """Return a figure in the format `form`; a dash for one that was not measured."""
-    return format(value, form) if known(value) else "-"
-
-
 def cells_of(figures: DrafterFigures) -> dict[str, str]:
     """Return the texts of a row by the titles of their columns."""
-    low, high = (written(end, ".2f") for end in figures.tau_ci95 or (None, None))
-    interval = "-" not in (low, high) and figures.mean_n_draft
     return {
-        "tau": written(figures.tau_incl_bonus, ".2f"),
-        "95%": f"{low}-{high}" if interval else "-",
+        "tau": written(figures.tau_incl_bonus),
+        "95%": (interval_text(figures.tau_ci95) if figures.mean_n_draft else "") or "-",
         ACCEPTED: by_depth(figures.survival),
         "tok/s": written(figures.tokens_s, ".0f"),
-        "speed-up": written(figures.speedup, ".2f") + "x" * known(figures.speedup),
+        "speed-up": written(figures.speedup) + "x" * known(figures.speedup),
         "identical": identical(figures.equal_to_ar, figures.requests),
         "loops": written(figures.loop_share, ".0%"),
     }
@@ -182,20 +175,9 @@ def over_untuned(figures: DrafterFigures) -> str:
     """Return what a tuned drafter gains over the same one without the profile, in words."""
     if figures.gain_over_default == 1:
         return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
-    low, high = (written(end, ".2f") for end in figures.gain_ci95 or (None, None))
-    between = f" (95%: {low} to {high})" if "-" not in (low, high) else ""
-    ratio = written(figures.gain_over_default, ".2f") + "x"
-    return f"{ratio}{between} the tokens per second of {figures.untuned}"
-
-
-def label(settings: Sequence[SettingFigures]) -> str:
-    """Return `T = 0, batch 4`, with a remark if the target's distribution is not kept.
-
-    Of several settings, which differ in their batch sizes only, all sizes are listed.
-    """
-    sizes = ", ".join(str(setting.batch) for setting in settings)
-    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
-    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
+    ratio = f"{written(figures.gain_over_default)}x"
+    interval = interval_text(figures.gain_ci95, " (95%: {:.2f} to {:.2f})")
+    return f"{ratio}{interval} the tokens per second of {figures.untuned}"
 
 
 def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Table]:
@@ -205,7 +187,8 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     that do not fit into `width` columns follow in further tables.
     """
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
-    categories = sorted({c for s in settings for n in names for c in by_category(s, n)})
+    drafted = [setting.drafters[name] for setting in settings for name in drafting(setting)]
+    categories = sorted({category for figures in drafted for category in figures.by_category})
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
     # A column has ten characters for the name, which may be folded, and two next to them.
     columns = max((width - first - 4) // 12, 1)
@@ -216,28 +199,18 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
         table.add_column("category", overflow="fold", max_width=LONGEST_NAME)
         for name in shown:
             table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 10))
-        for group, rows in groups(settings, categories, shown):
+        groups: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
+        for setting in settings:
+            rows = [[_tau(setting, name, category) for name in shown] for category in categories]
+            key = repr((setting.temperature, setting.lossless, rows))
+            groups.setdefault(key, ([], rows))[0].append(setting)
+        for group, rows in groups.values():
             table.add_section()
-            table.add_row(Text(label(group), "underline"))
+            table.add_row(Text(caption(*group), "underline"))
             for category, cells in zip(categories, rows, strict=True):
                 table.add_row(Text(f"  {category or '-'}"), *cells)
         tables.append(table)
     return tables
-
-
-def groups(
-    settings: Sequence[SettingFigures], categories: Sequence[str], names: Sequence[str]
-) -> list[tuple[list[SettingFigures], list[list[str]]]]:
-    """Return groups of settings with the cells of their rows, a row for each of `categories`."""
-    found: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
-    for setting in settings:
-        rows = []
-        for category in categories:
-            taus = [by_category(setting, name).get(category) for name in names]
-            rows.append([f"{tau:.2f}" if tau is not None else "-" for tau in taus])
-        key = repr((setting.temperature, setting.lossless, rows))
-        found.setdefault(key, ([], rows))[0].append(setting)
-    return list(found.values())
 
 
 def drafting(setting: SettingFigures) -> list[str]:
@@ -245,9 +218,8 @@ def drafting(setting: SettingFigures) -> list[str]:
     return [name for name, figures in setting.drafters.items() if figures.mean_n_draft]
 
 
-def by_category(setting: SettingFigures, name: str) -> dict[str, float]:
-    """Return a drafter's tau by category; empty where the setting has no such drafter."""
-    if name not in setting.drafters:
-        return {}
-    figures = setting.drafters[name].by_category
-    return {category: of_one.tau_incl_bonus for category, of_one in figures.items()}
+def _tau(setting: SettingFigures, name: str, category: str) -> str:
+    """Return a drafter's tau in one category; a dash where it has none."""
+    figures = setting.drafters.get(name)
+    of_one = figures.by_category.get(category) if figures is not None else None
+    return written(of_one.tau_incl_bonus if of_one is not None else None)

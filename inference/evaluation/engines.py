@@ -6,7 +6,7 @@ Engines change, so every number can be given as a setting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,13 +88,11 @@ def kind_drafted_by(proposer: Proposer) -> str:
 class AsIn:
     """A drafter as a way to decode: with an engine's shape and rule, in draftsmith's loop."""
 
-    def __init__(
-        self, engine: ImitatedEngine, spec: str, target: Target, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, engine: ImitatedEngine, spec: str, target: Target) -> None:
         """Load the drafter of `spec`. Raises `UserError` for one that the engine does not take."""
         # Loaded twice: the engine's settings follow from what the drafter is. The first time it
         # has its default tree, since the tree of `spec` is not used and need not fit.
-        proposer = load_proposer(without_tree(spec), target, warn)
+        proposer = load_proposer(without_tree(spec), target, lambda message: None)
         self.spec = spec
         self.given = Given(without_tree(spec), f" as in {engine.label}")
         self.name = proposer.name + self.given.suffix

@@ -16,8 +16,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,10 @@ from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
-from .batch_model import model_batches
 from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, ImitatedEngine
-from .figures import SAMPLES, figures_of_setting, gain
+from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_in_turns
 from .names import distinct_names, short_name
@@ -64,6 +64,7 @@ from .spec_bench import write_spec_bench
 from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
 
 CONCURRENCY = (1, 8, 32, 64)
+SAMPLES = 3  # replies of each drafter that the report shows token by token
 PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
 BASELINES = ("ngram", "lookahead", "early-exit")
 
@@ -117,11 +118,10 @@ def evaluate_drafters(
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given` is the target, if it is loaded already. Replies go to the folder `options.spec_bench`,
-    if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
-    Raises `UserError`.
+    `given` is the target, if it is loaded already. Greedy replies of a server, in `served`, are
+    compared with plain decoding. Raises `UserError`.
     """
-    prompts = prompts_of(options, given)
+    prompts = prompts_of(options, given.tokenizer if given is not None else None)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     check_room(prompts, target.max_positions)
@@ -182,12 +182,13 @@ def decode_settings(
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
-            partial = Partial(
-                report, options, setting, number, len(settings), len(prompts), target, ways
-            )
+            # replies token by token need a forward pass each, and only the whole report shows them
+            figures = partial(configured_figures, target, setting=setting, ways=ways, samples=0)
+            where = f"of {len(prompts)} prompts in setting {number + 1} of {len(settings)}"
+            each = partial_writer(report, options.json, where, figures)
             decoding = decoded_ways(ways)
             results.append(
-                decode_in_turns(target, decoding, prompts, setting, progress, journal, partial)
+                decode_in_turns(target, decoding, prompts, setting, progress, journal, each)
             )
             report.settings.append(configured_figures(target, results[-1], setting, ways))
             if number + 1 < len(settings):
@@ -209,63 +210,48 @@ def decoded_ways(ways: Sequence[Way]) -> list[Way]:
 def configured_figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
 ) -> SettingFigures:
-    """Return the part of the report about one setting: the figures of every way to decode.
+    """Return the part of the report about one setting, with `samples` replies of each way.
 
-    Tuned and engine-like ways have their tree settings and the drafter's spec next to the numbers,
-    tuned ones their gain over the same drafter as it is named without the profile, whose replies
-    and figures they share where the profile changes nothing. `samples` replies of each way are
-    shown token by token.
+    Tuned ways have their gain over the same drafter as it is named without the profile, whose
+    replies and figures they share where the profile changes nothing.
     """
     named = dict(zip(distinct_names(ways), ways, strict=True))
     without = untuned(ways)
     results = {name: results[without[name][0] if name not in results else name] for name in named}
-    configured = {name: way for name, way in named.items() if isinstance(way, Tuned | AsIn)}
-    settings_of = {name: way.setting for name, way in configured.items()}
-    entry = figures_of_setting(target, results, setting, settings_of, samples)
+    entry = figures_of_setting(target, results, setting, samples)
     for name, figures in entry.drafters.items():
-        figures.kind = named[name].name
-        if name in configured:
-            figures.spec = configured[name].spec
+        way = named[name]
+        figures.kind = way.name
+        if isinstance(way, Tuned | AsIn):
+            figures.setting, figures.spec = way.setting, way.spec
     for name, (default, _) in without.items():
         beside = [turn.generation for turn in results[default]]
         tuned = entry.drafters[name]
         tuned.untuned = default
-        tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
+        tuned.gain_over_default, tuned.gain_ci95, _ = gain(results[name], beside, setting.batch)
     return entry
 
 
-@dataclass
-class Partial:
-    """Writer of unfinished reports, called after every batch; it writes at most twice a minute."""
+def partial_writer(
+    report: Report, path: str | None, where: str, figures: Callable[[Results], SettingFigures]
+) -> Callable[[Results], None]:
+    """Return a function that writes an unfinished report, at most twice a minute.
 
-    report: Report
-    """Report with the settings that are finished."""
-    options: Options
-    setting: Setting
-    """Setting that is being measured."""
-    number: int
-    """Place of the setting among all, from 0."""
-    settings: int
-    """Number of settings."""
-    prompts: int
-    """Number of prompts."""
-    target: Target
-    ways: Sequence[Way]
-    written: float = field(default_factory=time.monotonic)
-    """Time of the last report, by `time.monotonic`."""
+    `report` has the settings that are finished, and `figures` makes those of the results so far of
+    the present one. `where` says after their number of what the finished prompts are a part.
+    """
+    written = time.monotonic()
 
-    def __call__(self, results: Results) -> None:
-        """Write the report with the `results` so far, unless the last one is too recent."""
-        if self.options.json is None or time.monotonic() - self.written < PARTIAL_EVERY_S:
+    def write(results: Results) -> None:
+        nonlocal written
+        if path is None or time.monotonic() - written < PARTIAL_EVERY_S:
             return
-        plain_turns = next(iter(results.values()))
-        done = len({turn.prompt.place for turn in plain_turns})
-        # replies token by token need a forward pass each, and only the whole report shows them
-        so_far = configured_figures(self.target, results, self.setting, self.ways, samples=0)
-        settings = [*self.report.settings, so_far]
-        where = f"{done} of {self.prompts} prompts in setting {self.number + 1} of {self.settings}"
-        write_report(replace(self.report, settings=settings, partial=where), self.options.json)
-        self.written = time.monotonic()
+        done = len({turn.prompt.place for turn in next(iter(results.values()))})
+        settings = [*report.settings, figures(results)]
+        write_report(replace(report, settings=settings, partial=f"{done} {where}"), path)
+        written = time.monotonic()
+
+    return write
 
 
 def identity(report: Report, options: Options) -> JsonObject:
@@ -292,16 +278,17 @@ def assisted(
     The list is empty where baselines are not wanted, and where there is no draft model that
     transformers takes; in the second case the reason is added to `left_out`.
     """
-    models = [proposer for proposer in proposers if isinstance(proposer, DraftModelProposer)]
     if not options.baselines:
         return []
+    models = [proposer for proposer in proposers if isinstance(proposer, DraftModelProposer)]
     try:
-        if not models:
-            raise UserError("it needs a small model; give one as --drafter")
-        return [Assisted(target, models[0])]
+        if models:
+            return [Assisted(target, models[0])]
+        reason = "it needs a small model; give one as --drafter"
     except UserError as error:
-        left_out["assisted generation"] = str(error)
-        return []
+        reason = str(error)
+    left_out["assisted generation"] = reason
+    return []
 
 
 def tuned_and_served(
@@ -328,7 +315,7 @@ def tuned_and_served(
     for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
-                engines.append(AsIn(engine, spec, target, lambda message: None))
+                engines.append(AsIn(engine, spec, target))
             except UserError as error:
                 left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
 
@@ -347,13 +334,11 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
     Plain decoding comes first, then the baselines, then the drafters that the user named. Raises
     `UserError` for a named drafter that does not load.
     """
-
     named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
     proposers = {"none": load_proposer("none", target, warn)}
     left_out = {}
-    baselines = BASELINES if options.baselines else ()
-    for spec in baselines:
-        if spec not in named:
+    for spec in BASELINES:
+        if options.baselines and spec not in named:
             try:
                 proposers[spec] = load_proposer(spec, target, warn)
             except UserError as error:  # such as early exit, which not every architecture allows
@@ -382,24 +367,12 @@ def facts_of(
     `target` is None where only a server was measured; its name and tokenizer are then all that is
     known of the target. `started` is a time in UTC.
     """
-    assert options.prompts is not None
-    if target is not None:
-        target_facts = TargetFacts(**target.fingerprint().as_dict())
-    else:
-        target_facts = TargetFacts(
-            name=options.target.path, tokenizer_hash=tokenizer_hash(tokenizer)
-        )
     texts = repr([(prompt.token_ids, prompt.later) for prompt in prompts])
-    return Report(
+    report = Report(
         schema_version=SCHEMA,
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
         started_at=started,
-        target=target_facts,
-        dtype=dtype_name(target.dtype) if target is not None else None,
-        device=str(target.device) if target is not None else None,
         threads=torch.get_num_threads(),
-        machine=machine_of(target) if target is not None else None,
-        conditions=conditions_of(target) if target is not None else None,
         versions={"torch": str(torch.__version__), "transformers": transformers.__version__},
         sampling=asdict(options.sampling),
         options=asdict(options),
@@ -413,6 +386,14 @@ def facts_of(
         definitions=DEFINITIONS,
         settings=[],
     )
+    if target is None:
+        own_hash = tokenizer_hash(tokenizer)
+        report.target = TargetFacts(name=options.target.path, tokenizer_hash=own_hash)
+        return report
+    report.target = TargetFacts(**target.fingerprint().as_dict())
+    report.dtype, report.device = dtype_name(target.dtype), str(target.device)
+    report.machine, report.conditions = machine_of(target), conditions_of(target)
+    return report
 
 
 def conditions_of(target: Target) -> Conditions:
@@ -436,10 +417,7 @@ def load() -> float | None:
 
 
 def peak_memory(target: Target | None) -> int:
-    """Return the most bytes that this process has held so far.
-
-    They are of the GPU's memory if the target lies there, else of the machine's.
-    """
+    """Return the most bytes of memory held so far, the GPU's if the target lies there."""
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     # Linux counts in KiB

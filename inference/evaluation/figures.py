@@ -1,34 +1,19 @@
 """Figures of drafters from their replies: docs/metrics.md defines each of them.
 
-The functions here turn the replies of every way to decode in one setting, which
-`measure.decode_in_turns` returns, into the types of `results.py`.
+The functions turn the replies of `measure.decode_in_turns` into the types of `results.py`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from ...heads.files import JsonObject
+from .. import metrics
 from ..decode import Generation, Round
-from ..metrics import (
-    alpha,
-    batch_seconds,
-    conditional,
-    emitted_per_round,
-    mean,
-    offered_conditional,
-    quantiles,
-    repeats_itself,
-    split,
-    survival,
-    tau,
-    tau_by_position,
-    time_per_token,
-)
 from ..settings import Sampling
 from ..targets.target import Target
 from .intervals import LEVEL, interval, pooled, summed, tau_interval
@@ -42,22 +27,14 @@ from .results import (
     SettingFigures,
 )
 
-SAMPLES = 3  # replies of each drafter that the report shows token by token
-
 
 def figures_of_setting(
     target: Target,
     results: Results,
     setting: Setting,
-    settings_of: Mapping[str, JsonObject] | None = None,
-    samples: int = SAMPLES,
+    samples: int,
 ) -> SettingFigures:
-    """Return the figures of every way to decode in one setting.
-
-    `settings_of` has tree settings by the name of the way, where a profile or an engine chose them.
-    The first `samples` replies of each way are shown token by token.
-    """
-    settings_of = settings_of or {}
+    """Return the figures of every way to decode, `samples` replies of each token by token."""
     plain = [turn.generation for turn in next(iter(results.values()))]
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
@@ -67,7 +44,6 @@ def figures_of_setting(
         for turn, expected in zip(turns, plain, strict=True):
             figures.per_request.append(request_record(target, turn, expected, sampling))
         figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
-        figures.setting = settings_of.get(name)
         drafters[name] = figures
     plain_figures = next(iter(drafters.values()))
     for figures in drafters.values():
@@ -83,20 +59,11 @@ def figures_of_setting(
 def figures_of_drafter(
     turns: Sequence[Turn], plain: Sequence[Generation], size: int
 ) -> DrafterFigures:
-    """Return the figures of one way to decode, from its replies and those of plain decoding.
-
-    `size` is the number of requests that were decoded together.
-    """
+    """Return the figures of one way to decode in batches of `size`, next to `plain` decoding."""
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
-    figures = figures_of_replies(generations, batches, list(map(unit_of, turns)))
-    figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
-    # a batch without a round has neither time nor tokens, and no ratio
-    ratios = []
-    for costs in _costs(batches, plain, turns):
-        if all(costs):
-            ratios.append(_ratio(*costs))
-    figures.speedup_median = statistics.median(ratios) if ratios else None
+    figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
+    figures.speedup, figures.speedup_ci95, figures.speedup_median = gain(turns, plain, size)
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
         figures.equal_to_ar = 0
@@ -116,24 +83,24 @@ def figures_of_replies(
     """Return the figures of requests decoded alike that need no comparison with plain decoding.
 
     `batches`: indices of the requests that ran together; each alone if not given. `units`: the
-    unit that each request belongs to, for intervals (`unit_of`); each its own if not given.
+    unit that each request belongs to (`Prompt.unit`), for intervals; each its own if not given.
     """
     count = len(generations)
     rounds: list[Round] = []
     for g in generations:
         rounds += g.rounds
-    emitted = [emitted_per_round(g) for g in generations]
+    emitted = [metrics.emitted_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
-    survived = survival(accepted, levels)
+    survived = metrics.survival(accepted, levels)
     # a reply without a round has no tau
-    own_taus = [tau([of_request]) if of_request else None for of_request in emitted]
+    own_taus = [metrics.tau([of_request]) if of_request else None for of_request in emitted]
     roots = [len(g.prompt_ids) for g in generations]
     decode_s = steps = 0
     for batch in batches if batches is not None else [[i] for i in range(count)]:
         together = [generations[i] for i in batch]
-        decode_s += batch_seconds(together)
+        decode_s += metrics.batch_seconds(together)
         # a batch goes on until its last request has finished
         steps += max(len(g.rounds) for g in together)
     return DrafterFigures(
@@ -141,31 +108,31 @@ def figures_of_replies(
         rounds=len(rounds),
         steps=steps,
         tokens=sum(len(g.token_ids) for g in generations),
-        tau_incl_bonus=tau(emitted),
+        tau_incl_bonus=metrics.tau(emitted),
         tau_ci95=tau_interval(emitted, units),
-        tau_macro=mean(own_taus),
-        tau_by_request=quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
-        tau_by_position=tau_by_position(list(zip(roots, emitted, strict=True))),
+        tau_macro=metrics.mean(own_taus),
+        tau_by_request=metrics.quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
+        tau_by_position=metrics.tau_by_position(list(zip(roots, emitted, strict=True))),
         tau_untruncated=_share(sum(accepted) + len(rounds), len(rounds), NAN),
         survival=survived,
-        cond_accept=conditional(survived),
-        cond_offered=offered_conditional(accepted, [r.offered for r in rounds], levels),
+        cond_accept=metrics.conditional(survived),
+        cond_offered=metrics.offered_conditional(accepted, [r.offered for r in rounds], levels),
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
         # of all nodes that were verified, of which every round has a root
         discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
         zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
-        rb_tau=mean([r.expected for r in rounds]),
-        alpha=alpha([r.overlap for r in rounds]),
+        rb_tau=metrics.mean([r.expected for r in rounds]),
+        alpha=metrics.alpha([r.overlap for r in rounds]),
         verify_mode=sorted({r.rule for r in rounds}),
-        loop_share=sum(repeats_itself(g.token_ids) for g in generations) / count,
+        loop_share=sum(metrics.repeats_itself(g.token_ids) for g in generations) / count,
         tokens_s=_share(sum(map(sum, emitted)), decode_s, NAN),
         ttft_s=sum(g.ttft_s for g in generations) / count,
-        ttft_quantiles_s=quantiles([g.ttft_s for g in generations]),
-        tpot_quantiles_s=quantiles([time_per_token(g) for g in generations]),
-        chunk_gap_quantiles_s=quantiles([r.t_round_s for r in rounds]),
-        split_s=split(rounds),
+        ttft_quantiles_s=metrics.quantiles([g.ttft_s for g in generations]),
+        tpot_quantiles_s=metrics.quantiles([metrics.time_per_token(g) for g in generations]),
+        chunk_gap_quantiles_s=metrics.quantiles([r.t_round_s for r in rounds]),
+        split_s=metrics.split(rounds),
         decode_s=decode_s,
     )
 
@@ -185,7 +152,6 @@ def request_record(
     index, gap = None, None
     if equal is False:
         index, gap = first_difference(target, plain, reply, sampling)
-    seconds = split(rounds)
     return RequestRecord(
         id=prompt.id,
         prompt=prompt.place,
@@ -199,18 +165,14 @@ def request_record(
         accepted_hist=_histogram([r.accepted for r in rounds]),
         drafted_hist=_histogram([r.drafted or 0 for r in rounds]),
         offered_hist=_histogram([r.offered for r in rounds]),
-        tau_incl_bonus=tau([emitted_per_round(reply)]) if rounds else None,
+        tau_incl_bonus=metrics.tau([metrics.emitted_per_round(reply)]) if rounds else None,
         ttft_s=reply.ttft_s,
         decode_s=reply.decode_s,
-        tpot_s=time_per_token(reply),
-        chunk_gap_s=quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
-        rb_tau=mean([r.expected for r in rounds]),
-        alpha=alpha([r.overlap for r in rounds]),
-        t_draft_s=seconds["draft"],
-        t_verify_s=seconds["verify"],
-        t_accept_s=seconds["accept"],
-        t_kv_s=seconds["kv"],
-        t_host_s=seconds["host"],
+        tpot_s=metrics.time_per_token(reply),
+        chunk_gap_s=metrics.quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
+        rb_tau=metrics.mean([r.expected for r in rounds]),
+        alpha=metrics.alpha([r.overlap for r in rounds]),
+        **{f"t_{part}_s": seconds for part, seconds in metrics.split(rounds).items()},
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,
@@ -220,10 +182,7 @@ def request_record(
 
 
 def batches_of(turns: Sequence[Turn], size: int) -> list[list[int]]:
-    """Return the indices of the turns that ran together, in batches of at most `size`.
-
-    Batches do not reach from one turn of the conversations to the next.
-    """
+    """Return the indices of the turns that ran together: at most `size`, of one turn number."""
     batches: list[list[int]] = []
     for index, turn in enumerate(turns):
         if not batches or len(batches[-1]) == size or turns[batches[-1][0]].number != turn.number:
@@ -239,21 +198,20 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
         groups.setdefault(turn.prompt.category, []).append(turn)
     figures = {}
     for name, group in sorted(groups.items()):
-        emitted = [emitted_per_round(turn.generation) for turn in group]
+        emitted = [metrics.emitted_per_round(turn.generation) for turn in group]
         if any(emitted):
             figures[name] = CategoryFigures(
                 requests=len(group),
-                tau_incl_bonus=tau(emitted),
-                tau_ci95=tau_interval(emitted, list(map(unit_of, group))),
+                tau_incl_bonus=metrics.tau(emitted),
+                tau_ci95=tau_interval(emitted, [turn.prompt.unit for turn in group]),
             )
     return figures
 
 
 def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
-    """Set the costs of a round and of a verification in plain steps, and what follows from them.
+    """Set the costs of a round and of a verification in plain steps, and the predicted speed-up.
 
-    The predicted speed-up is tau over the cost of a round, both over plain decoding's. Without a
-    round there are no costs.
+    It is tau over the cost of a round, both over plain decoding's. No round has no cost.
     """
     if not figures.rounds or not plain.rounds:
         return
@@ -265,6 +223,65 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
     if figures.tau_incl_bonus is not None and plain.tau_incl_bonus is not None:
         gain = figures.tau_incl_bonus / plain.tau_incl_bonus
         figures.predicted_speedup = gain / figures.round_cost
+
+
+def model_batches(settings: Sequence[SettingFigures]) -> None:
+    """Set `modelled_speedup` (docs/metrics.md#speed) of settings that differ in batch size only.
+
+    It follows for each batch size from acceptance and draft time at the smallest one, and from
+    plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
+    batch size are left as they are.
+    """
+    for kind in {(s.temperature, s.lossless) for s in settings}:
+        alike = [s for s in settings if (s.temperature, s.lossless) == kind]
+        alike.sort(key=lambda setting: setting.batch)
+        plain = {s.batch: s.plain for s in alike if s.plain.rounds}
+        # mean wall time of a round of a whole batch
+        steps = {batch: (one.decode_s or 0.0) / one.steps for batch, one in plain.items()}
+        if len(steps) < 2:
+            continue
+        smallest = alike[0]
+        for setting in alike:
+            for name, figures in setting.drafters.items():
+                base = smallest.drafters.get(name)
+                # only of loops that report the time of a verification
+                if base is not None and base.rounds and base.split["verify"]:
+                    figures.modelled_speedup = _modelled(base, smallest.batch, setting.batch, steps)
+
+
+def _modelled(
+    base: DrafterFigures, smallest: int, batch: int, steps: dict[int, float]
+) -> float | None:
+    """Return the modelled speed-up of a drafter at a batch size.
+
+    `base` are its figures at the batch size `smallest`, and `steps` the seconds of plain steps by
+    batch size. A pass over n tokens in all takes what a plain step of n requests takes; drafting
+    grows with the batch as a plain step does, and the rest of a round does not grow.
+    """
+    if base.tau_incl_bonus is None or base.mean_n_draft is None:
+        return None
+    # `split` shares a batch's round among its rows, so its sums are those of whole batches
+    per_step = {name: seconds / base.steps for name, seconds in base.split.items()}
+    growth = _extended(steps, batch) / _extended(steps, smallest)
+    cost = (
+        per_step["draft"] * growth
+        + _extended(steps, batch * (1 + base.mean_n_draft))
+        + per_step["accept"]
+        + per_step["kv"]
+        + per_step["host"]
+    )
+    return base.tau_incl_bonus * _extended(steps, batch) / cost
+
+
+def _extended(points: dict[int, float], at: float) -> float:
+    """Return the value at `at` of the line through the two `points` around it, or nearest to it."""
+    sizes = sorted(points)
+    low, high = sizes[-2:]
+    for left, right in pairwise(sizes):
+        if at <= right:
+            low, high = left, right
+            break
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 def warnings_of(generations: Sequence[Generation]) -> list[str]:
@@ -281,13 +298,11 @@ def warnings_of(generations: Sequence[Generation]) -> list[str]:
 def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     """Return a reply token by token: its text, its origin, and the target's probabilities.
 
-    `came` is the depth of an accepted draft, 0 for the target's own token at the end of a round,
-    and -1 for the prefill's. `p` is the target's probability of the token, and `best` has the three
-    likeliest tokens with theirs: as sampled from, or at temperature 1 where decoding is greedy.
+    These are as sampled from, or at temperature 1 where decoding is greedy.
     """
     reply, tokenizer = turn.generation, target.tokenizer
     # tokens that no round has emitted are the prefill's
-    came = [-1] * (len(reply.token_ids) - sum(emitted_per_round(reply)))
+    came = [-1] * (len(reply.token_ids) - sum(metrics.emitted_per_round(reply)))
     for r in reply.rounds:
         for depth in range(1, len(r.tokens) + 1):
             came.append(depth if depth <= r.accepted else 0)
@@ -333,6 +348,8 @@ class Gain(NamedTuple):
     """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
     interval: tuple[float, float]
     """NaN for fewer than `FEWEST` prompts or batches."""
+    median: float | None = None
+    """Median over batches of the ratio of one batch."""
 
 
 def gain(
@@ -343,41 +360,28 @@ def gain(
     `beside` are the other's replies to the same requests. Units are prompts where each request ran
     alone; the prompts of a larger batch share its time, so that the batch cannot be divided.
     """
-    batches = batches_of(turns, size)
-    costs = _costs(batches, beside, turns)
+    costs: list[tuple[float, int, float, int]] = []
     units: list[tuple[int, ...]] = []
-    for batch in batches:
+    for batch in batches_of(turns, size):
+        other, own = [beside[i] for i in batch], [turns[i].generation for i in batch]
+        costs.append((*_cost(other), *_cost(own)))
         # of one number the unit of a prompt, of several a batch of its own
-        units.append((unit_of(turns[batch[0]]),) if len(batch) == 1 else tuple(batch))
-    return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
-
-
-def unit_of(turn: Turn) -> int:
-    """Return the unit that a turn belongs to: a prompt with all its turns, and those like it."""
-    return turn.prompt.unit
-
-
-Costs = tuple[float, int, float, int]
-"""Seconds and tokens of a batch's rounds: first of another way to decode, then of this one."""
-
-
-def _costs(
-    batches: Sequence[Sequence[int]], beside: Sequence[Generation], turns: Sequence[Turn]
-) -> list[Costs]:
-    """Return the costs of each batch of requests."""
-    costs = []
-    for batch in batches:
-        other = _cost([beside[i] for i in batch])
-        costs.append((*other, *_cost([turns[i].generation for i in batch])))
-    return costs
+        units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
+    # a batch without a round has neither time nor tokens, and no ratio
+    ratios = [_ratio(*of_batch) for of_batch in costs if all(of_batch)]
+    return Gain(
+        _ratio(*summed(costs)),
+        interval(pooled(costs, units), _ratio, level),
+        statistics.median(ratios) if ratios else None,
+    )
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
     """Return seconds and tokens of a batch's rounds."""
     tokens = 0
     for generation in generations:
-        tokens += sum(emitted_per_round(generation))
-    return batch_seconds(generations), tokens
+        tokens += sum(metrics.emitted_per_round(generation))
+    return metrics.batch_seconds(generations), tokens
 
 
 def _ratio(other_s: float, other: float, own_s: float, own: float) -> float:

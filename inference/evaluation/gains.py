@@ -12,36 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # it takes seconds to import, and the table of GPUs needs none of it
-    import torch
 
 from ...heads.errors import UserError
 
 
-def chain_tokens(acceptance: float, length: int) -> float:
-    """Return the expected tokens of a round with a chain of K = `length` drafts of one acceptance.
-
-    This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
-    """
-    # at an acceptance of 1 the formula is 0 / 0, and its limit K + 1
-    return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
-
-
 def profile_tokens(acceptances: Sequence[float]) -> float:
-    """Return the expected tokens of a round with an acceptance for each position of the chain.
-
-    This is 1 + sum_k prod_{j <= k} a_j.
-    """
+    """Return the expected tokens of a round with a chain: 1 + sum_k prod_{j <= k} a_j."""
     return 1 + sum(accumulate(acceptances, mul))
 
 
 def stretched(acceptances: Sequence[float], length: int) -> list[float]:
-    """Return the acceptances of a chain of `length` positions.
-
-    Positions past those that are known are taken to be as the last that is.
-    """
+    """Return acceptances of `length` positions; those past the known ones are as the last one."""
     known = list(acceptances[:length])
     return known + [acceptances[-1]] * (length - len(known))
 
@@ -92,27 +73,6 @@ def break_even(acceptances: Sequence[float], length: int) -> float:
     This is (E[tokens] - 1) / K, where `speedup` with a verification of one plain step is 1.
     """
     return (profile_tokens(stretched(acceptances, length)) - 1) / length
-
-
-def simulated_tokens(
-    target: torch.Tensor, drafter: torch.Tensor, length: int, rounds: int, seed: int = 0
-) -> float:
-    """Return the mean tokens of `rounds` simulated rounds with a chain of `length` drafts.
-
-    Drafts are drawn from `drafter` `[V]` and accepted with probability min(1, p / q) of `target`
-    `[V]`, up to the first that is refused. Both distributions are the same at every position.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.multinomial(drafter, rounds * length, replacement=True, generator=generator)
-    drafts = drafts.view(rounds, length)
-    # tokens of probability 0 under the drafter make inf or nan here, and are never drawn
-    chance = (target / drafter).clamp(max=1)[drafts]
-    coins = torch.rand(rounds, length, generator=generator, dtype=chance.dtype)
-    # the running product is 0 from the first refusal on, so its sum counts the accepted drafts
-    accepted = (coins < chance).long().cumprod(-1).sum(-1)
-    return float(accepted.double().mean()) + 1
 
 
 @dataclass(frozen=True)

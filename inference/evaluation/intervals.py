@@ -85,11 +85,6 @@ def effective(units: Sequence[Sums]) -> float:
     return sum(weights) ** 2 / sum(weight**2 for weight in weights)
 
 
-def tokens_and_rounds(emitted: Sequence[int]) -> Sums:
-    """Return the sums of a request that emitted so many tokens in each of its rounds."""
-    return sum(emitted), len(emitted)
-
-
 def tau_interval(
     emitted: Sequence[Sequence[int]], units: Sequence[Hashable] | None = None
 ) -> tuple[float, float]:
@@ -98,7 +93,7 @@ def tau_interval(
     `emitted[i]` are the tokens emitted in each round of request i, `units[i]` names its unit; each
     request is one of its own if they are not given.
     """
-    rows = list(map(tokens_and_rounds, emitted))
+    rows = [(sum(request), len(request)) for request in emitted]
     return interval(rows if units is None else pooled(rows, units), truediv)
 
 

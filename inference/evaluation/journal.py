@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +18,6 @@ import psutil
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..decode import Generation, Round
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +28,8 @@ class Journal:
     def __init__(self, report: str | None, identity: JsonObject, what: str) -> None:
         """Open the journal next to `report`, the file that the measurement will write.
 
-        A journal that is there with another `identity` is replaced. `what` names the kind of
-        work in the log, such as "an evaluation". Raises `UserError` where the folder cannot be
-        written to.
+        One with another `identity` is replaced. `what` names the work in the log, such as "an
+        evaluation". Raises `UserError` where the folder cannot be written to.
         """
         self.path = journal_path(report) if report is not None else None
         self._done: JsonObject = {}
@@ -41,7 +38,7 @@ class Journal:
             return
         # Sorted, so that equal facts make equal lines, which `_read` compares.
         first = json.dumps({"identity": identity}, sort_keys=True)
-        end = self._read(first)
+        end = self._read(self.path, first)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # "r+" keeps what the file holds, "w" empties it
@@ -58,21 +55,16 @@ class Journal:
         elif self._done:
             log.info("%s: going on with %s that was interrupted", report, what)
 
-    def _read(self, first: str) -> int:
+    def _read(self, path: Path, first: str) -> int:
         """Take over the whole lines of an earlier process whose first line was `first`.
 
         Returns the byte at which they end in the file, 0 if nothing can be used.
         """
-        assert self.path is not None
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            lines = path.read_bytes().splitlines(keepends=True)
         except OSError:
             return 0
-        if (
-            not lines
-            or lines[0].decode(errors="replace").rstrip("\n") != first
-            or not lines[0].endswith(b"\n")
-        ):
+        if not lines or lines[0] != f"{first}\n".encode():
             return 0
         end = len(lines[0])
         for line in lines[1:]:
@@ -104,11 +96,6 @@ class Journal:
             self._done[key] = value
             self._append(json.dumps(_entry(key, value)))
 
-    @property
-    def resumed(self) -> bool:
-        """True if there is work in the journal that need not be done again."""
-        return bool(self._done)
-
     def finish(self) -> None:
         """Delete the journal; to be called when the report has been written."""
         if self._file is not None and self.path is not None:
@@ -117,11 +104,7 @@ class Journal:
 
 
 def _entry(key: object, value: object) -> JsonObject:
-    """Return a line's content: key, value, and a checksum of both as JSON writes them.
-
-    JSON reads numbers and texts back to what it wrote, so the checksum can be made again from what
-    was read.
-    """
+    """Return a line's content: key, value, and a checksum of both as JSON writes and reads them."""
     return {"key": key, "value": value, "crc32": zlib.crc32(json.dumps([key, value]).encode())}
 
 
@@ -132,39 +115,15 @@ def journal_path(report: str) -> Path:
 
 
 def kept(report: str, what: str) -> str:
-    """Return the line for a user who stopped the work of a report: what is kept, how to go on.
-
-    `what` says what was done, such as `measured`.
-    """
+    """Return what a user who stopped is told: what is kept of what was, say, `measured`."""
     journal, written = journal_path(report), Path(report)
     if not journal.is_file():
         # The journal goes when the report is whole, before it is shown.
         if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
             return f"{report} is complete"
         return f"nothing was {what} yet; the same command begins again"
-    shown = f", and {report} shows it" if Path(report).is_file() else ""
+    shown = f", and {report} shows it" if written.is_file() else ""
     return (
         f"what was {what} so far is kept in {journal}{shown}; the same command goes on where it "
         "stopped"
     )
-
-
-def as_json(found: dict[str, list[Generation]]) -> dict[str, list[JsonObject]]:
-    """Return the replies of each way of decoding as JSON can hold them."""
-    stored = {}
-    for name, generations in found.items():
-        stored[name] = [asdict(generation) for generation in generations]
-    return stored
-
-
-def from_json(stored: dict[str, list[JsonObject]]) -> dict[str, list[Generation]]:
-    """Return the replies of each way of decoding that `as_json` was given."""
-    found = {}
-    for name, replies in stored.items():
-        found[name] = [_generation(reply) for reply in replies]
-    return found
-
-
-def _generation(stored: JsonObject) -> Generation:
-    rounds = [Round(**round_) for round_ in stored["rounds"]]
-    return Generation(**{**stored, "rounds": rounds})

@@ -14,19 +14,18 @@ from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
+from msgspec import convert, to_builtins
 
 from ..console import Progress
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
-from ..metrics import (
-    batch_seconds,
-)
+from ..metrics import batch_seconds
 from ..proposer import Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
-from .journal import Journal, as_json, from_json
+from .journal import Journal
 from .names import distinct_names
 
 
@@ -85,9 +84,8 @@ def decode_in_turns(
     """Decode every prompt in every way, of which the first is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
-    from the same text. Batches that `journal` holds are not decoded again. `progress` counts the
-    prompts, not their later turns, of which the number is not known. `each` is called after every
-    batch with the results so far.
+    from the same text; `progress` does not count them, since their number is not known. Batches
+    that `journal` holds are not decoded again. `each` is called with the results after every batch.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))
@@ -95,18 +93,16 @@ def decode_in_turns(
     waiting, number = list(prompts), 0
     room = target.max_positions - setting.max_new_tokens
     while waiting:
-        answered: list[Turn] = []
         found = _in_turns(target, by_name, waiting, number, setting, journal)
         for batch, replies, decoded in found:
             for name, generations in replies.items():
-                turns = [Turn(p, number, g) for p, g in zip(batch, generations, strict=True)]
-                results[name] += turns
-                if name == names[0]:
-                    answered += turns
+                pairs = zip(batch, generations, strict=True)
+                results[name] += [Turn(prompt, number, reply) for prompt, reply in pairs]
             if progress is not None and number == 0:
                 (progress.update if decoded else progress.skip)(len(batch))
             each(results)
         number += 1
+        answered = results[names[0]][-len(waiting) :]
         waiting = []
         for turn in answered:
             reply = turn.generation.token_ids
@@ -128,9 +124,8 @@ def _in_turns(
 ) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]], bool]]:
     """Yield each batch of prompts with every way's replies, those of the run of median time.
 
-    The third value is False for replies that came from `journal`.
-    `number` is that of the turn. It is the sample number of the requests as well, so that the turns
-    of a conversation have noise of their own, and the same in all ways.
+    The third value is False for replies that came from `journal`. `number` is that of the turn, and
+    the sample number of the requests: turns have noise of their own, the same in all ways.
     """
     warm = False
     for start in range(0, len(prompts), setting.batch):
@@ -140,7 +135,7 @@ def _in_turns(
             f"{start}"
         )
         if journal is not None and (stored := journal.get(key)) is not None:
-            yield batch, from_json(stored), False
+            yield batch, convert(stored, dict[str, list[Generation]]), False
             continue
         if not warm and number == 0:
             first, tokens = Request(batch[0].token_ids, 0), min(setting.max_new_tokens, WARM_UP)
@@ -162,7 +157,7 @@ def _in_turns(
         for name, runs_of_way in runs.items():
             chosen[name] = sorted(runs_of_way, key=batch_seconds)[median]
         if journal is not None:
-            journal.put(key, as_json(chosen))
+            journal.put(key, to_builtins(chosen))
         yield batch, chosen, True
 
 

@@ -22,8 +22,7 @@ CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 def short_name(spec: str) -> str:
     """Return a drafter's name if there is no other.
 
-    Examples: `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays as it is, and a setting
-    `name=mine` makes it `mine`.
+    `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays, and `..:name=mine` is `mine`.
     """
     name, settings = parse_spec(spec)
     if "name" in settings:

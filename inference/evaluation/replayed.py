@@ -6,7 +6,6 @@ those of decoding them (`replay.rounds_on_text`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -21,19 +20,15 @@ from ..drafters import load_proposer
 from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
-from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
 from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
-from .results import SHOWN, by_depth
+from .results import SHOWN, by_depth, interval_text
 
 
 def run(options: EvaluateOptions) -> None:
-    """Replay the drafters of `evaluate`'s `options`, print a table and write the JSON file.
-
-    Raises `UserError`, for options that only decoding can serve among others.
-    """
+    """Replay the drafters of `options`, print a table, write the JSON file. Raises `UserError`."""
     if not options.sampling.greedy:
         raise UserError(
             "--features replays greedy texts; leave out --temperature, or give --target to decode"
@@ -71,14 +66,10 @@ def replayed(
     `name` is the drafter's in the progress bar. The key `emitted` has the tokens emitted in each
     round of each text.
     """
-
-    def loaded(states):
-        return states.to(target.device, target.dtype)
-
     emitted = []
     for text in Progress(texts, desc=f"replaying {name}", unit=" texts"):
         ids = torch.tensor(text.ids, device=target.device)
-        hidden = Hidden(loaded(text.hidden.last), tuple(loaded(tap) for tap in text.hidden.taps))
+        hidden = text.hidden.map(lambda states: states.to(target.device, target.dtype))
         emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
     # a round that the end of its text cuts counts what it emitted, not what it accepted before
     accepted: list[int] = []
@@ -103,10 +94,9 @@ def show(report: JsonObject, texts: int) -> None:
     for column in ("tau", "95%", f"accepted 1-{SHOWN}"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, figures in report["drafters"].items():
-        low, high = figures["tau_ci95"]
-        between = "-" if math.isnan(low) else f"{low:.2f}-{high:.2f}"
-        row = (f"{figures['tau_incl_bonus']:.2f}", between)
-        table.add_row(name, *row, by_depth(figures["survival"]))
+        interval = interval_text(figures["tau_ci95"]) or "-"
+        accepted = by_depth(figures["survival"])
+        table.add_row(name, f"{figures['tau_incl_bonus']:.2f}", interval, accepted)
     console = Console()
     console.print(table)
     console.print(

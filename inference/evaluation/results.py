@@ -1,8 +1,7 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/metrics.md#report-keys explains every key. Keys with a default may be missing in reports of
-older versions. Ratios of nothing are NaN, which Python writes into JSON and reads from it; None
-stands for what does not apply.
+docs/metrics.md#report-keys explains every key, `DEFINITIONS` most. Ratios of nothing are NaN, which
+Python writes into JSON and reads from it; None stands for what does not apply.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeGuard
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,6 +19,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 
 SCHEMA = 3
+AGAIN = "write the report again with draftsmith evaluate --json"
 Number = float | None
 Interval = tuple[Number, Number]
 """Both ends of a 95% interval; NaN where it is not known."""
@@ -39,10 +39,9 @@ class RequestRecord(Struct, kw_only=True):
     category: str
     turn: Count
     rounds: list[tuple[Count, Count, Count]]
-    """Drafted nodes, accepted drafts and emitted tokens of each round."""
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
-    unit: Count | None = None
+    unit: Count
     """Number of the first prompt with the same id, or without ids the same text."""
     n_prompt: Count = 0
     n_out: Count = 0
@@ -85,7 +84,6 @@ class Sample(Struct, kw_only=True):
 
     tokens: list[str]
     came: list[int]
-    """Depth of the accepted draft, 0 for the target's own token, -1 for the prefill's."""
     p: ByDepth
     """The target's probability of each token."""
     best: list[list[tuple[str, float]]]
@@ -130,13 +128,10 @@ class DrafterFigures(Struct, kw_only=True):
     zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
     rb_tau: Number = None
-    """Rao-Blackwell tau: an expectation in place of a count."""
     alpha: float | ByDepth | None = None
     verify_mode: list[str] = []
     loop_share: Number = None
     equal_to_ar: Count | None = None
-    """Replies equal to plain (autoregressive) decoding's; None unless the rule promises equality of
-    every reply."""
     tokens_s: Number
     ttft_s: Number = None
     ttft_quantiles_s: ByName | None = None
@@ -148,9 +143,7 @@ class DrafterFigures(Struct, kw_only=True):
     speedup_ci95: Interval | None = None
     speedup_median: Number = None
     untuned: str | None = None
-    """Name of the same drafter without the profile, of a tuned one."""
     gain_over_default: Number = None
-    """Tokens per second over those of `untuned` on the same prompts."""
     gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
@@ -165,7 +158,6 @@ class DrafterFigures(Struct, kw_only=True):
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
     kind: str | None = None
-    """Method and settings; in older reports they are the drafter's name."""
 
     @property
     def split(self) -> dict[str, float]:
@@ -232,7 +224,6 @@ class ServerFigures(Struct, kw_only=True):
     tau_incl_bonus: Number
     tau_definition: str = ""
     tau_emitted: Number
-    """Tokens emitted per decoding step, steps without a draft included."""
     survival: ByDepth
     accept_rate: Number
     mean_n_draft: Number = None
@@ -408,19 +399,32 @@ class Report(Document, kw_only=True):
         return value
 
 
-def units_of(requests: Sequence[RequestRecord]) -> set[str | int]:
-    """Return the units that requests belong to, by number; in older reports their prompts."""
-    found = set()
-    for request in requests:
-        known = [n for n in (request.unit, request.prompt) if n is not None]
-        found.add(known[0] if known else request.id)
-    return found
+def caption(*settings: SettingFigures) -> str:
+    """Return `T = 0, batch 1, 4` for settings that differ in batch size only; lossy ones say so."""
+    sizes = ", ".join(str(setting.batch) for setting in settings)
+    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
+    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
+
+
+def known(value: float | None) -> TypeGuard[float]:
+    """Return whether a figure was measured; ratios of nothing are NaN."""
+    return value is not None and math.isfinite(value)
+
+
+def written(value: float | None, form: str = ".2f") -> str:
+    """Return a figure in the format `form`; a dash for one that was not measured."""
+    return format(value, form) if known(value) else "-"
+
+
+def interval_text(interval: Interval | None, form: str = "{:.2f}-{:.2f}") -> str:
+    """Return both ends of an interval in the format `form`; empty where it is not known."""
+    return form.format(*interval) if interval and all(map(known, interval)) else ""
 
 
 def by_depth(survival: ByDepth) -> str:
     """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
-    known = [share for share in survival[:SHOWN] if share is not None]
-    return " ".join(f"{share:.2f}".removeprefix("0") for share in known) or "-"
+    shares = [share for share in survival[:SHOWN] if share is not None]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or "-"
 
 
 def identical(same: int | None, of: int | None) -> str:
@@ -432,10 +436,9 @@ def identical(same: int | None, of: int | None) -> str:
 
 def read_report(path: str) -> Report:
     """Return the report of `draftsmith evaluate` in a file, of any version. Raises `UserError`."""
-    remedy = "write the report again with draftsmith evaluate --json"
-    report, _ = read_document(Path(path), Report, remedy)
+    report, _ = read_document(Path(path), Report, AGAIN)
     if not report.settings and report.server is None:
-        raise UserError(f"{path} is not {Report.what}: it holds no setting; {remedy}")
+        raise UserError(f"{path} is not {Report.what}: it holds no setting; {AGAIN}")
     return report
 
 

@@ -8,37 +8,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from rich.table import Table
 
 from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
+from . import gains
 from .checks import numbers
-from .gains import (
-    GPUS,
-    Model,
-    best_length,
-    break_even,
-    chain_tokens,
-    free_tokens,
-    pass_seconds,
-    profile_tokens,
-    simulated_tokens,
-    speedup,
-    stretched,
-)
 from .options import SimulateOptions as Options
 from .report.tables import factor, number
-from .results import read_measured
+from .results import AGAIN, read_measured
 from .tuning.costs import between
 from .tuning.profile import ProfileFile
 
-GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
-TRIALS = 200_000  # simulated rounds that check the closed form
-AGAIN = "write the report again with draftsmith evaluate --json"
 
 
 def run(options: Options) -> None:
@@ -64,30 +48,26 @@ def simulation(options: Options) -> JsonObject:
     if not all(0 <= a <= 1 for a in given):
         raise UserError("--acceptance must lie between 0 and 1")
     length, longest = options.draft_length, options.longest
-    by_position = stretched(given, length)
-    tokens = profile_tokens(by_position)
-    grid = {}
-    for acceptance in GRID_ACCEPTANCE:
-        grid[str(acceptance)] = {str(k): chain_tokens(acceptance, k) for k in GRID_LENGTH}
+    by_position = gains.stretched(given, length)
+    tokens = gains.profile_tokens(by_position)
     costs = []
     for cost in COSTS:
-        best = asdict(best_length(given, cost, longest))
-        costs.append({"draft_cost": cost, "speedup": speedup(tokens, length, cost), "best": best})
+        best = asdict(gains.best_length(given, cost, longest))
+        costs.append(
+            {"draft_cost": cost, "speedup": gains.speedup(tokens, length, cost), "best": best}
+        )
     results: JsonObject = {
         "acceptance": by_position,
         "draft_length": length,
         "draft_cost": options.draft_cost,
         "tokens": tokens,
-        "speedup": speedup(tokens, length, options.draft_cost),
-        "best": asdict(best_length(given, options.draft_cost, longest)),
-        "break_even_cost": break_even(given, length),
-        "grid": grid,
+        "speedup": gains.speedup(tokens, length, options.draft_cost),
+        "best": asdict(gains.best_length(given, options.draft_cost, longest)),
+        "break_even_cost": gains.break_even(given, length),
         "costs": costs,
     }
-    if len(set(by_position)) == 1:  # the trials have one acceptance at all positions
-        results["simulated_tokens"] = simulated_tokens(*_toy(by_position[0]), length, TRIALS)
     if options.gpu is not None and options.params is not None:
-        model = Model(
+        model = gains.Model(
             options.params,
             options.weight_bytes,
             options.kv_bytes,
@@ -98,32 +78,25 @@ def simulation(options: Options) -> JsonObject:
         results["roofline"] = roofline(model, options, given)
         # more tokens read more experts, so that no number of them is free
         if not model.experts:
-            results["free_tokens"] = free_tokens(model, GPUS[options.gpu])
+            results["free_tokens"] = gains.free_tokens(model, gains.GPUS[options.gpu])
     if options.profile is not None:
         results["measured_verification"] = from_profile(options, given)
     return results
 
 
-def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two distributions `[3]`, of a target and a drafter, whose overlap is `acceptance`."""
-    shared = acceptance / 2
-    target = torch.tensor([shared, shared, 1 - acceptance], dtype=torch.float64)
-    return target, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
-
-
-def roofline(model: Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
+def roofline(model: gains.Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
     """Return a row for each batch size and context, with times from the GPU's data sheet.
 
     The keys are those of `_gains`. Raises `UserError` for lists that are not numbers.
     """
     assert options.gpu is not None
-    gpu, rows = GPUS[options.gpu], []
+    gpu, rows = gains.GPUS[options.gpu], []
     for batch in numbers(options.batch, "--batch", int, 1):
         for context in numbers(options.context, "--context", int, 0):
             # verifying k drafts runs k + 1 tokens of each request through the target
             seconds = []
             for drafts in range(options.longest + 1):
-                seconds.append(pass_seconds(model, gpu, batch, drafts + 1, context))
+                seconds.append(gains.pass_seconds(model, gpu, batch, drafts + 1, context))
             rows.append(_gains(options, acceptance, batch, context, seconds))
     return rows
 
@@ -166,14 +139,14 @@ def _gains(
     """
     length = options.draft_length
     costs = [taken / seconds[0] for taken in seconds]  # in plain steps, which verify 0 drafts
-    tokens = profile_tokens(stretched(acceptance, length))
+    tokens = gains.profile_tokens(gains.stretched(acceptance, length))
     return {
         "batch": batch,
         "context": context,
         "plain_s": seconds[0],
         "verify_cost": costs[length],
-        "speedup": speedup(tokens, length, options.draft_cost, costs[length]),
-        "best": asdict(best_length(acceptance, options.draft_cost, options.longest, costs)),
+        "speedup": gains.speedup(tokens, length, options.draft_cost, costs[length]),
+        "best": asdict(gains.best_length(acceptance, options.draft_cost, options.longest, costs)),
     }
 
 
@@ -203,20 +176,17 @@ def from_report(path: str, longest: int) -> dict[str, JsonObject]:
                 raise UserError(f"{path} does not say what of {name} was accepted; {AGAIN}")
             # drafting time of a round, in plain steps, shared equally among the levels
             step = split["draft"] / drafter.rounds / (plain_seconds / plain.rounds) / levels
-            most_drafted = 0
-            for request in drafter.per_request:
-                for drafted, *_ in request.rounds:
-                    most_drafted = max(most_drafted, drafted)
+            drafted = [drafted for r in drafter.per_request for drafted, *_ in r.rounds]
             best = None
             # only of a chain, and only up to the depths whose acceptance was seen; loops that do
             # not report the time of a verification are left out
-            if split["verify"] > 0 and most_drafted == levels:
-                best = asdict(best_length(acceptance, step, min(longest, levels)))
+            if split["verify"] > 0 and max(drafted, default=0) == levels:
+                best = asdict(gains.best_length(acceptance, step, min(longest, levels)))
             label = name
             if len(settings) > 1:
                 label += f", T = {setting.temperature:g}, batch {setting.batch}"
             rows[label] = {
-                "tokens": profile_tokens(acceptance),
+                "tokens": gains.profile_tokens(acceptance),
                 "tau_untruncated": drafter.tau_untruncated,
                 "tau": drafter.tau_incl_bonus,
                 "round_cost": drafter.round_cost,
@@ -230,11 +200,8 @@ def from_report(path: str, longest: int) -> dict[str, JsonObject]:
 
 def show(found: JsonObject, console: Console) -> None:
     """Print the results of `simulation` as sentences and tables."""
-    checked = ""
-    if "simulated_tokens" in found:
-        checked = f" (simulated {TRIALS:,} times: {found['simulated_tokens']:.3f})"
     console.print(
-        f"{found['tokens']:.3f} tokens a round{checked}, {found['speedup']:.2f}x at draft cost "
+        f"{found['tokens']:.3f} tokens a round, {found['speedup']:.2f}x at draft cost "
         f"{found['draft_cost']:g}."
     )
     best = found["best"]
@@ -243,9 +210,6 @@ def show(found: JsonObject, console: Console) -> None:
         f"With {found['draft_length']} drafts nothing is gained from a draft cost of "
         f"{found['break_even_cost']:.2f} on.\n"
     )
-    grid = _table("tokens a round", "acceptance", *(f"K = {k}" for k in GRID_LENGTH))
-    for acceptance, row in found["grid"].items():
-        grid.add_row(acceptance, *(f"{row[str(k)]:.3f}" for k in GRID_LENGTH))
     costs = _table(
         "speed-up by draft cost", "cost", f"K = {found['draft_length']}", "best K", "speed-up"
     )
@@ -256,7 +220,7 @@ def show(found: JsonObject, console: Console) -> None:
             str(row["best"]["length"]),
             f"{row['best']['speedup']:.2f}x",
         )
-    console.print(grid, costs)
+    console.print(costs)
     free = ""
     if "free_tokens" in found:
         free = f": a pass is free up to about {found['free_tokens']:.0f} tokens in all"

@@ -12,10 +12,7 @@ from .measure import Results
 
 
 def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
-    """Write the replies of every way to decode into a new folder.
-
-    There is one file for each drafter and one line for each question, with lists over its turns.
-    """
+    """Write a new folder with a file for each way to decode, in which a line is a question."""
     with whole_directory(folder) as aside:
         aside.mkdir(exist_ok=True)
         for name, turns in results.items():

@@ -11,7 +11,7 @@ from html import escape
 
 from ....heads.files import JsonObject
 from ..console_tables import over_untuned
-from ..results import FEWEST, PromptSet, Report, SettingFigures, units_of
+from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
 from .page import Figure, others_folded, side_by_side
@@ -205,7 +205,7 @@ def few_prompts(report: Report) -> str:
     """Return why there are no intervals, where too few prompts were measured; else ""."""
     counts = []
     for setting in report.settings:
-        if 0 < (count := len(units_of(setting.plain.per_request))) < FEWEST:
+        if 0 < (count := len({r.unit for r in setting.plain.per_request})) < FEWEST:
             counts.append(count)
     if not counts:
         return ""

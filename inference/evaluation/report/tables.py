@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
-from ..results import DrafterFigures, Report, SettingFigures
+from ..results import DrafterFigures, Report, SettingFigures, caption
 
 # Typographic signs, written as codes because they look like others.
 NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"
@@ -125,12 +125,6 @@ def size(count: int | None) -> str:
         return NOTHING
     unit = min(int(math.log10(count)) // 3, 3)
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
-
-
-def caption(setting: SettingFigures) -> str:
-    """Return `T = 0, batch 4`, and a remark if the target's distribution is not kept."""
-    lossy = "" if setting.lossless else ", LOSSY typical acceptance"
-    return f"T = {setting.temperature:g}, batch {setting.batch}{lossy}"
 
 
 def firsts(report: Report) -> list[SettingFigures]:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
@@ -19,13 +19,17 @@ from msgspec import Meta, Struct
 
 from ....heads.documents import DocumentError, convert
 from ....heads.errors import UserError
+from ....heads.exchange.engines import ENGINES
 from ....heads.exchange.engines.servers import CounterNames, ServerFacts, ServerProtocol
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...settings import Sampling, check_url
 from .counters import Counters, read_counters
-from .protocols import MEASURED, PROTOCOLS, EngineServer, ServerReply
 
+PROTOCOLS = {name: engine.server for name, engine in ENGINES.items() if engine.server is not None}
+*_first, _last = (ENGINES[name].title for name in PROTOCOLS)
+MEASURED = f"{', '.join(_first)} or {_last}"
+"""Titles of the engines that can be measured, as a list in a sentence."""
 WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives
 ANSWER_S = 30.0  # limit for any other answer: models, version, counters
 SILENCE_S = 600.0  # limit between two chunks
@@ -51,6 +55,58 @@ class ModelList(Struct):
 
 
 @dataclass
+class EngineServer:
+    """Address and properties of a server, known before it is measured."""
+
+    url: str
+    engine: str
+    version: str
+    """Empty where the server does not give it."""
+    model: str
+    """Name that requests give for the model."""
+    context: int | None
+    """Tokens that a prompt and its reply may have together; `None` where it is not known."""
+    speculates: bool | None
+    """The server's own answer; `None` where it gives none."""
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        """Form of its requests and replies."""
+        return PROTOCOLS[self.engine]
+
+
+@dataclass
+class ServerReply:
+    """The server's reply to one prompt, and its times: `time.perf_counter` in seconds."""
+
+    prompt: Prompt
+    turn: int
+    """Number of the turn in its conversation, from 0."""
+    sent: float
+    ids: list[int] | None = None
+    """Token ids, the end token included; `None` where the server does not give them."""
+    tokens: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    """The time at which each chunk with tokens arrived."""
+    finish: str = ""
+    """The engine's reason for the end of the reply; empty until it has ended."""
+    meta: JsonObject = field(default_factory=dict)
+    """Counts that came with the reply; of several chunks the last value of each key."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from sending the request to its first chunk, the server's queue included."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; `None` for a reply of one token."""
+        if self.tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
+
+
+@dataclass
 class Load:
     """Outcome of a run of requests at one concurrency."""
 
@@ -70,10 +126,7 @@ Follow = Callable[[Prompt, list[int]], Prompt | None]
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Return a client for the server at `url`, without a limit of its own on connections.
-
-    Raises `UserError` for what is no address.
-    """
+    """Return a client for the server at `url`. Raises `UserError` for what is no address."""
     root = url.rstrip("/").removesuffix("/v1")
     check_url(url, "--server")
     # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
@@ -90,8 +143,7 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     """Ask a server for its engine, version and model, and return them.
 
     `target` is the target's name; `model` is the server's name of it, needed if it serves several.
-    Raises `UserError` for a server that does not answer or is of another engine, and for a model
-    that it does not serve.
+    Raises `UserError`, also for a server of another engine and for a model that it does not serve.
     """
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
@@ -180,10 +232,7 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
 
 
 async def counters_of(client: httpx.AsyncClient, protocol: ServerProtocol) -> Counters:
-    """Return the counters of an engine that has some, as they are now.
-
-    Raises `UserError` if there are none.
-    """
+    """Return the counters of an engine as they are now. Raises `UserError` if there are none."""
     assert isinstance(protocol.counts, CounterNames)
     response = await _request(client, "/metrics")
     if response.status_code != 200:
@@ -212,10 +261,7 @@ async def settled(
 
 
 async def _get(client: httpx.AsyncClient, path: str) -> Any:
-    """Return the JSON at `path`; `None` if there is none.
-
-    Raises `UserError` for a server that does not answer or wants an API key.
-    """
+    """Return the JSON at `path`, `None` if there is none. Raises `UserError` without an answer."""
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
@@ -286,24 +332,16 @@ async def load(
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(work())
     except ExceptionGroup as failures:
-        first = _first_user_error(failures)
-        if first is None:
+        known = failures.subgroup(UserError)
+        if known is None:
             raise
         # All requests in flight fail for one reason (a server that has died, say): report it once.
-        raise UserError(str(first)) from None
+        raise UserError(str(known.exceptions[0])) from None
     every: list[ServerReply] = []
     for turns in replies:
         every += turns
     seconds = max(reply.arrivals[-1] for reply in every) - start
     return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
-
-
-def _first_user_error(failures: ExceptionGroup) -> BaseException | None:
-    """Return the first `UserError` of a group, which may hold groups; `None` if it has none."""
-    first: BaseException | None = failures.subgroup(UserError)
-    while isinstance(first, ExceptionGroup):
-        first = first.exceptions[0]
-    return first
 
 
 async def ask(
@@ -363,8 +401,8 @@ def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> Us
     try:
         # The message is the object itself, its `error`, or the `message` of either.
         message = json.loads(body)
-        message = message.get("error", message) if isinstance(message, dict) else message
-        message = message.get("message", message) if isinstance(message, dict) else message
+        for key in ("error", "message"):
+            message = message.get(key, message) if isinstance(message, dict) else message
     except (ValueError, RecursionError):
         message = body
     message = " ".join(str(message).split())[:200]
@@ -380,10 +418,7 @@ def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> Us
 
 
 async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[JsonObject]:
-    """Yield the objects of a stream of server-sent events, up to [DONE].
-
-    Raises `UserError` for an event that is not a JSON object, or is an error.
-    """
+    """Yield the server-sent events up to [DONE]. Raises `UserError` for an error or no object."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue

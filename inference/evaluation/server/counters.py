@@ -1,16 +1,9 @@
 """Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM has Prometheus counters that all requests share. Its `drafts` are the steps in which a request
-had a draft. A step without one (n-grams that find nothing) is in no counter, so 1 + accepted /
-drafts can be above the tokens emitted per step. Drafts accepted after an end token count as
-accepted. llama.cpp has the same counters under its own prefix, also where it does not speculate.
-
-SGLang sends its counts with every reply. `spec_verify_ct` are all verifications of a request. Its
-own `spec_accept_length` is completion_tokens / spec_verify_ct, with the prefill's token in the
-numerator; its option `--speculative-num-draft-tokens` counts the root, which the drafts here do
-not.
-
-docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
+vLLM and llama.cpp have Prometheus counters that all requests share. A step without a draft (n-grams
+that find nothing) is in none of them, so 1 + accepted / drafts can be above the tokens emitted per
+step, and drafts accepted after an end token count as accepted. SGLang sends its counts with every
+reply. docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
 """
 
 from __future__ import annotations
@@ -19,6 +12,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import sub
+from typing import Any
 
 from ....heads.exchange.engines.servers import CounterNames, ReplyCounts, ServerProtocol
 from ....heads.files import JsonObject
@@ -54,23 +49,18 @@ class Counters:
 
     def since(self, before: Counters) -> Counters:
         """Return what was counted since the reading `before`; `running` stays that of this one."""
-        drafts = None if self.drafts is None else self.drafts - (before.drafts or 0)
-        generated = None if self.generated is None else self.generated - (before.generated or 0)
         # Positions that the earlier reading does not have were 0 then; zeros too many are cut by
-        # `zip`.
+        # `map`.
         earlier = before.by_position + [0] * len(self.by_position)
-        by_position = []
-        for count_now, count_before in zip(self.by_position, earlier, strict=False):
-            by_position.append(count_now - count_before)
         return Counters(
-            drafts,
-            self.drafted - before.drafted,
-            self.accepted - before.accepted,
-            by_position,
-            generated,
-            self.running,
-            self.prefix_hits - before.prefix_hits,
-            self.prefix_queries - before.prefix_queries,
+            drafts=None if self.drafts is None else self.drafts - (before.drafts or 0),
+            drafted=self.drafted - before.drafted,
+            accepted=self.accepted - before.accepted,
+            by_position=list(map(sub, self.by_position, earlier)),
+            generated=None if self.generated is None else self.generated - (before.generated or 0),
+            running=self.running,
+            prefix_hits=self.prefix_hits - before.prefix_hits,
+            prefix_queries=self.prefix_queries - before.prefix_queries,
         )
 
 
@@ -108,12 +98,14 @@ def read_counters(text: str, names: CounterNames) -> Counters:
 
 @dataclass
 class Speculation:
-    """Figures of an engine's drafts during the measured requests; `None` for what is not known."""
+    """Figures of an engine's drafts during the measured requests; `None` for what is not known.
+
+    The fields are those of `ServerFigures`.
+    """
 
     speculates: bool | None
-    definition: str
-    """Definition of the engine's tau."""
-    tau: float | None
+    tau_definition: str
+    tau_incl_bonus: float | None
     """The engine's tau."""
     drafts: int | None = None
     drafted: int | None = None
@@ -165,9 +157,8 @@ def of_counters(
             delta.accepted,
             survival,
             rounds,
+            tau_emitted=(tokens - replies) / rounds if rounds else None,
         )
-        if rounds:
-            speculation.tau_emitted = (tokens - replies) / rounds
     speculation.warnings = _shared(delta, tokens, replies, ran_before)
     # The counters hold steps of other clients, while `tokens` are those of the measured requests.
     if speculation.warnings and speculation.speculates:
@@ -182,10 +173,7 @@ def of_counters(
 
 
 def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list[str]:
-    """Return a warning if other clients' requests are in the counters, else nothing.
-
-    Parameters are those of `of_counters`.
-    """
+    """Return a warning if other clients' requests are in the counters, else nothing."""
     if ran_before:
         return [
             f"{ran_before} requests of others were under way before the measurement: its counters, "
@@ -234,51 +222,32 @@ def of_replies(
         return no_speculation(tokens - len(metas))
     # One token of each reply is the prefill's and belongs to no round.
     tau_emitted = (tokens - len(metas)) / rounds
+    drafted, accepted = (_firsts(verified, wanted) for wanted in (names.drafted, names.accepted))
     found = Speculation(
-        True,
-        names.definition,
-        tau_emitted,
-        rounds,
-        _sum(verified, names.drafted),
-        rounds=rounds,
-        tau_emitted=tau_emitted,
+        True, names.definition, tau_emitted, rounds, rounds=rounds, tau_emitted=tau_emitted
     )
-    accepted = _sum(verified, names.accepted)
+    if drafted is not None:
+        found.drafted = sum(drafted)
     if accepted is not None:
-        found.definition, found.tau = protocol.definition, 1 + accepted / rounds
-        found.accepted = accepted
-        found.survival = _survival(verified, names.histograms, rounds)
+        found.accepted = sum(accepted)
+        found.tau_definition = protocol.definition
+        found.tau_incl_bonus = 1 + found.accepted / rounds
+        histograms = _firsts(verified, names.histograms) or [[]]
+        for depth in range(1, max(map(len, histograms))):
+            survived = sum(sum(histogram[depth:]) for histogram in histograms)
+            found.survival.append(survived / rounds)
     return found
 
 
-def _survival(metas: list[JsonObject], names: tuple[str, ...], rounds: int) -> list[float]:
-    """Return the share of `rounds` that accepted at least d drafts, d = 1, 2, ..
-
-    `names` are those of histograms. The result is empty where a reply has none.
-    """
-    histograms = []
-    for meta in metas:
-        present = [meta[name] for name in names if meta.get(name)]
-        if not present:
-            return []
-        histograms.append(present[0])
-    longest = max(map(len, histograms))
-    shares = []
-    for depth in range(1, longest):
-        survived = sum(sum(histogram[depth:]) for histogram in histograms)
-        shares.append(survived / rounds)
-    return shares
-
-
-def _sum(metas: list[JsonObject], names: tuple[str, ...]) -> int | None:
-    """Return the sum over replies of the first of `names` that each has.
+def _firsts(metas: list[JsonObject], names: tuple[str, ...]) -> list[Any] | None:
+    """Return the first of the counts `names` that each reply has.
 
     `None` is returned where a reply has none of them: a sum over the others would be too small.
     """
-    total = 0
+    found = []
     for meta in metas:
-        present = [meta[name] for name in names if meta.get(name) is not None]
+        present = [meta[name] for name in names if meta.get(name) not in (None, [])]
         if not present:
             return None
-        total += present[0]
-    return total
+        found.append(present[0])
+    return found

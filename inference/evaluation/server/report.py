@@ -1,6 +1,5 @@
 """The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
 
-The server decodes the same prompts as local drafters do, and its figures are in the same table.
 The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
 in this process as well. docs/metrics.md#servers-counters defines the figures.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +21,13 @@ from ....heads.errors import UserError
 from ....heads.exchange.engines.servers import CounterNames
 from ....heads.pretrained import clear_errors, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
-from ...conversations.prompts import Prompt, next_turn, read_prompts
+from ...conversations.prompts import Prompt, next_turn
 from ...decode import Generation
 from ...metrics import quantiles
 from ...settings import Sampling, TargetConfig
 from ...targets.target import Target
 from ...targets.target_files import base_and_adapter
+from ..checks import prompts_of
 from ..measure import Results, first_difference
 from ..options import EvaluateOptions
 from ..results import (
@@ -39,6 +39,7 @@ from ..results import (
     SettingFigures,
     by_depth,
     identical,
+    written,
 )
 from .client import (
     EngineServer,
@@ -89,10 +90,7 @@ class ServerMeasurement:
 
 @dataclass
 class Reader:
-    """The target's tokenizer and generation settings, without its weights.
-
-    They suffice to render prompts as the target wants them.
-    """
+    """What prompts are rendered with: the target's tokenizer and generation settings."""
 
     name: str
     tokenizer: Any
@@ -124,19 +122,11 @@ def measure(
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
-    `options` are those of `draftsmith evaluate`. Raises `UserError` for prompts that cannot be read
-    or do not fit the server, and for a server that is not there or fails.
+    Raises `UserError` for prompts that cannot be read or do not fit the server, and for a server
+    that is not there or fails.
     """
-    assert options.prompts is not None
     reader = load_reader(options.target)
-    prompts = read_prompts(
-        options.prompts,
-        reader.tokenizer,
-        reader.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
+    prompts = prompts_of(options, reader.tokenizer)
     resolved = [sampling.resolved(reader.repetition_penalty) for sampling in samplings]
     return asyncio.run(_measure(options, reader, prompts, resolved, concurrency))
 
@@ -238,8 +228,16 @@ async def _one(
 def figures_of_load(
     sampling: Sampling, at_once: int, run: Load, speculation: Speculation
 ) -> ServerFigures:
-    """Return the figures of one setting, with the engine's own counts during the run."""
+    """Return the figures of one setting, with the engine's own counts during the run.
+
+    A warning is added to `speculation` if this process, and not the server, limited the speed.
+    """
     replies = run.replies
+    if run.busy >= BUSY and run.seconds >= 1:
+        speculation.warnings.append(
+            f"this client was busy {run.busy:.0%} of the time: the server may be faster than its "
+            "figures here"
+        )
     tokens = sum(reply.tokens for reply in replies)
     gaps = []
     for reply in replies:
@@ -249,10 +247,6 @@ def figures_of_load(
         temperature=sampling.temperature,
         concurrency=at_once,
         in_flight_peak=run.peak,
-        tau_incl_bonus=speculation.tau,
-        tau_definition=speculation.definition,
-        tau_emitted=speculation.tau_emitted,
-        survival=speculation.survival,
         accept_rate=_ratio(speculation.accepted, speculation.drafted),
         mean_n_draft=_ratio(speculation.drafted, speculation.drafts),
         tokens_s=tokens / run.seconds,
@@ -263,13 +257,8 @@ def figures_of_load(
         requests=len(replies),
         tokens=tokens,
         chunks=sum(len(reply.arrivals) for reply in replies),
-        drafts=speculation.drafts,
-        drafted=speculation.drafted,
-        accepted=speculation.accepted,
-        rounds=speculation.rounds,
-        speculates=speculation.speculates,
         client_busy=run.busy,
-        warnings=speculation.warnings + _slow_client(run),
+        **asdict(speculation),
         per_request=[
             ServerRequest(
                 id=reply.prompt.id,
@@ -290,16 +279,6 @@ def _ratio(count: int | None, of: int | None) -> float | None:
     return count / of if of and count is not None else None
 
 
-def _slow_client(run: Load) -> list[str]:
-    """Return a warning if this process, and not the server, limited the speed; else nothing."""
-    if run.busy < BUSY or run.seconds < 1:
-        return []
-    return [
-        f"this client was busy {run.busy:.0%} of the time: the server may be faster than its "
-        "figures here"
-    ]
-
-
 def compare_replies(
     measured: ServerMeasurement, target: Target, results: Results, sampling: Sampling
 ) -> None:
@@ -312,43 +291,28 @@ def compare_replies(
     sampling = sampling.resolved(target.repetition_penalty)
     plain_turns = next(iter(results.values()))
     plain = {(turn.prompt.place, turn.number): turn.generation for turn in plain_turns}
-    for setting, run in zip(measured.report.settings, measured.loads, strict=True):
-        if setting.temperature == 0:
-            _compare_load(setting, run, plain, target, sampling)
-
-
-def _compare_load(
-    figures: ServerFigures,
-    run: Load,
-    plain: dict[tuple[int, int], Generation],
-    target: Target,
-    sampling: Sampling,
-) -> None:
-    """Set `equal_to_plain`, `compared` and `divergences` of one greedy setting.
-
-    `plain` are the replies of plain decoding by place of the prompt and number of the turn.
-    """
-    equal = compared = 0
-    differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
-    for reply in run.replies:
-        expected = plain.get((reply.prompt.place, reply.turn))
-        if reply.ids is None or expected is None:
+    for figures, run in zip(measured.report.settings, measured.loads, strict=True):
+        if figures.temperature != 0:
             continue
-        # The server's reply to an earlier turn differed, and so does everything after it.
-        if expected.prompt_ids != reply.prompt.token_ids:
-            continue
-        compared += 1
-        equal += reply.ids == expected.token_ids
-        # Several passes mostly repeat a reply; one pass of the target over each is enough.
-        key = (reply.prompt.place, reply.turn, tuple(reply.ids))
-        if reply.ids != expected.token_ids and key not in differing:
-            generation = Generation(reply.prompt.token_ids, reply.ids)
-            index, gap = first_difference(target, expected, generation, sampling)
-            differing[key] = Divergence(
-                id=reply.prompt.id, turn=reply.turn, index=index, top2_gap=gap
-            )
-    figures.equal_to_plain, figures.compared = equal, compared
-    figures.divergences = list(differing.values())
+        equal = compared = 0
+        differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
+        for reply in run.replies:
+            prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
+            # Where the server's reply to an earlier turn differed, so does everything after it.
+            if reply.ids is None or expected is None or expected.prompt_ids != prompt.token_ids:
+                continue
+            compared += 1
+            equal += reply.ids == expected.token_ids
+            # Several passes mostly repeat a reply; one pass of the target over each is enough.
+            key = (prompt.place, reply.turn, tuple(reply.ids))
+            if reply.ids != expected.token_ids and key not in differing:
+                generation = Generation(prompt.token_ids, reply.ids)
+                index, gap = first_difference(target, expected, generation, sampling)
+                differing[key] = Divergence(
+                    id=prompt.id, turn=reply.turn, index=index, top2_gap=gap
+                )
+        figures.equal_to_plain, figures.compared = equal, compared
+        figures.divergences = list(differing.values())
 
 
 def show(server: ServerReport, local: Sequence[SettingFigures], console: Console) -> None:
@@ -402,23 +366,18 @@ def _acceptance(
     columns = ("batch", "con-\ncurrency", "tau", "emitted", accepted, "acc/\ndrafted", "tok/s")
     for column in (*columns, "identical"):
         table.add_column(column, justify="right", no_wrap=True)
-
-    def number(value):
-        return "-" if value is None else f"{value:.2f}"
-
     for setting in local:
         for name, s in setting.drafters.items():
-            tau = number(s.tau_incl_bonus)
-            rate = number(s.accept_rate if s.mean_n_draft else None)
+            tau = written(s.tau_incl_bonus)
+            rate = written(s.accept_rate if s.mean_n_draft else None)
             same = identical(s.equal_to_ar, s.requests)
             # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
-            row = (tau, tau, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
+            row = (tau, tau, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
             table.add_row(name, str(setting.batch), "-", *row)
     for s in rows:
-        tau, rate = number(s.tau_incl_bonus), number(s.accept_rate)
+        tau, emitted, rate = map(written, (s.tau_incl_bonus, s.tau_emitted, s.accept_rate))
         same = identical(s.equal_to_plain, s.compared)
-        speed = f"{s.tokens_s:.0f}"
-        row = (tau, number(s.tau_emitted), by_depth(s.survival), rate, speed, same)
+        row = (tau, emitted, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
         table.add_row("server", "-", str(s.concurrency), *row)
     return table
 

@@ -163,7 +163,7 @@ def answered(report: dict[str, Any], emitted: list[int], name: str = "head") -> 
         for place, tokens in enumerate(emitted):
             requests.append({
                 "id": f"q{place}", "category": ("code", "chat")[place % 2], "turn": 0,
-                "prompt": place, "rounds": [[4, tokens - 1, tokens]] * 2,
+                "prompt": place, "unit": place, "rounds": [[4, tokens - 1, tokens]] * 2,
             })  # fmt: skip
         setting["drafters"][name]["per_request"] = requests
     return report

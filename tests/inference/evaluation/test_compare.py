@@ -23,11 +23,12 @@ def written(
     requests = [
         {
             "id": f"{category}{i}",
+            "unit": start + i,
             "turn": 0,
             "category": category,
             "rounds": [[5, k - 1, k] for k in emitted],
         }
-        for category, emitted in (("code", code), ("chat", chat))
+        for category, start, emitted in (("code", 0, code), ("chat", 10, chat))
         for i in range(10)
     ]
     figures = {
@@ -73,7 +74,7 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     before, after = report(CODE, CHAT), report(CODE, CHAT)
     for found in (before, after):
         for place, request in enumerate(found.settings[0].drafters["head"].per_request):
-            request.prompt, request.category, request.rounds = place // 2, "", [(5, 3, 4)]
+            request.unit, request.category, request.rounds = place // 2, "", [(5, 3, 4)]
     for place, request in enumerate(after.settings[0].drafters["head"].per_request):
         request.rounds = [(5, 1, 2)] if place % 2 else [(5, 5, 6)]
     (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)

@@ -15,8 +15,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
 from draftsmith.inference.evaluation import evaluate
-from draftsmith.inference.evaluation.batch_model import model_batches
 from draftsmith.inference.evaluation.evaluate import Options, check
+from draftsmith.inference.evaluation.figures import model_batches
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig

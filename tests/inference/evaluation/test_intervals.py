@@ -18,7 +18,6 @@ from draftsmith.inference.evaluation.intervals import (
     pooled,
     student_t,
     tau_interval,
-    tokens_and_rounds,
 )
 from draftsmith.inference.evaluation.results import (
     DrafterFigures,
@@ -196,7 +195,7 @@ def records(replies: Replies) -> list[tuple[RequestRecord, RequestRecord]]:
                 if left > 0:
                     rounds.append((DRAFTS, accepted, min(accepted + 1, left)))
                     left -= accepted + 1
-            pair.append(RequestRecord(id=0, category="", turn=0, rounds=rounds))
+            pair.append(RequestRecord(id=0, unit=0, category="", turn=0, rounds=rounds))
         found.append((pair[0], pair[1]))
     return found
 
@@ -257,6 +256,6 @@ def test_equal_drafters_are_flagged_in_5_percent_of_comparisons_at_most_full(
 def test_one_long_reply_beside_short_ones_has_no_interval() -> None:
     """Its ends would be beyond a factor of 100, at high levels beyond what floats hold."""
     emitted = [[2, 3] * 75] + [[n, 1, 2] for n in (1, 2, 3, 4)]
-    rows = list(map(tokens_and_rounds, emitted))
+    rows = [(sum(request), len(request)) for request in emitted]
     for level in (1 - 0.05 / 9, 1 - 0.05 / 1000):
         assert all(map(math.isnan, interval(rows, truediv, level))), level

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert, to_builtins
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.evaluation.compare import check_alike
-from draftsmith.inference.evaluation.journal import Journal, as_json, from_json, journal_path
+from draftsmith.inference.evaluation.journal import Journal, journal_path
 from draftsmith.inference.evaluation.results import read_report
 from tests.conftest import PYTHON, QUICKSTART
 from tests.inference.evaluation.test_simulate import environment, run_cli
@@ -40,11 +41,12 @@ def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: P
         0.25,
         0.5,
     )
-    first.put("a", as_json({"plain": [reply]}))
+    first.put("a", to_builtins({"plain": [reply]}))
     with journal_path(report).open("a") as file:
         file.write('{"key": "b", "value": [1')  # the process died here
     second = Journal(report, identity, "an evaluation")
-    assert from_json(second.get("a")) == {"plain": [reply]} and second.get("b") is None
+    assert convert(second.get("a"), dict[str, list[Generation]]) == {"plain": [reply]}
+    assert second.get("b") is None
     second.put("b", 5)
     assert Journal(report, identity, "an evaluation").get("b") == 5
     other = Journal(report, {**identity, "target": "u"}, "an evaluation")

@@ -527,7 +527,7 @@ def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
             of_one["tau_ci95"] = unknown
         for place in range(4):
             figures["per_request"].append(
-                {"id": place, "prompt": place % 2, "category": "code", "turn": 0, "rounds": []}
+                {"id": place, "unit": place % 2, "category": "code", "turn": 0, "rounds": []}
             )
     texts = every_format(report, tmp_path)
     assert "No interval is given for figures of fewer than 5 prompts (here 2;" in texts["html"]

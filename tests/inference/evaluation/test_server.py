@@ -24,7 +24,7 @@ from draftsmith.heads.exchange.engines import vllm
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.results import read_measured
-from draftsmith.inference.evaluation.server.client import Load, ServerReply
+from draftsmith.inference.evaluation.server.client import PROTOCOLS, Load, ServerReply
 from draftsmith.inference.evaluation.server.counters import (
     Counters,
     Speculation,
@@ -32,7 +32,6 @@ from draftsmith.inference.evaluation.server.counters import (
     of_replies,
     read_counters,
 )
-from draftsmith.inference.evaluation.server.protocols import PROTOCOLS
 from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
@@ -476,15 +475,15 @@ def test_sglangs_older_and_newer_fields() -> None:
     old = [{"completion_tokens": 10, "spec_verify_ct": 4}, {"completion_tokens": 1}]
     found = of_replies(PROTOCOLS["sglang"], old, 11, True)
     assert (
-        found.tau == pytest.approx(9 / 4)
+        found.tau_incl_bonus == pytest.approx(9 / 4)
         and found.accepted is None
-        and "prefill" in found.definition
+        and "prefill" in found.tau_definition
     )
     new = [{"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}]
     found = of_replies(PROTOCOLS["sglang"], new, 10, True)
-    assert found.tau == pytest.approx(9 / 4) and found.drafted == 12
+    assert found.tau_incl_bonus == pytest.approx(9 / 4) and found.drafted == 12
     silent = of_replies(PROTOCOLS["sglang"], [{"completion_tokens": 10}], 10, True)
-    assert silent.tau is None and "no spec_verify_ct" in silent.warnings[0]
+    assert silent.tau_incl_bonus is None and "no spec_verify_ct" in silent.warnings[0]
 
 
 def test_prometheus_text_of_two_engines() -> None:

@@ -16,7 +16,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,42 +25,11 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
-from .layout import dtype_name
+from .layout import DrafterModule, dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.
 CONFIG_ERRORS = (KeyError, TypeError, IndexError, ValueError, RuntimeError, ArithmeticError)
-
-
-class DrafterModule(Protocol):
-    """Interface of a drafter's module to the artifact; `layout.EngineLayout` has most of it."""
-
-    method: str
-    kind: str
-    taps: tuple[int, ...]
-    bound_to: tuple[str, ...]
-    """Fields of the fingerprint in which a target has to equal the one of the training."""
-    whole_model: bool
-    drafts_by_level: bool
-    most_drafts: int | None
-
-    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        """Write the files that engines read; floating tensors are cast to `dtype`."""
-        ...
-
-    def facts(self) -> JsonObject:
-        """Return everything besides the tensors that decides what the module computes, as JSON."""
-        ...
-
-    @classmethod
-    def load(
-        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
-    ) -> DrafterModule:
-        """Return the module that `save` wrote, with its tensors.
-
-        Raises `UserError`, or one of `CONFIG_ERRORS` for a config that lacks or garbles a key.
-        """
-        ...
 
 
 @dataclass
@@ -85,9 +54,8 @@ class Artifact:
 
         Raises `UserError` if the disk is full or refuses it.
         """
-        drafter: DrafterModule = self.drafter
         with whole_directory(directory) as aside:
-            drafter.save(aside, self.fingerprint.name, dtype)
+            self.drafter.save(aside, self.fingerprint.name, dtype)
             write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
     def own_facts(self, dtype: torch.dtype) -> JsonObject:

@@ -6,7 +6,7 @@ On disk a draft model is an ordinary Hugging Face model directory, which every e
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
+from .layout import DrafterModule
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
 # Texts that tokenizers of one vocabulary may still split in different ways.
@@ -25,14 +26,12 @@ PROBES = (
 )
 
 
-class DraftModel(nn.Module):
+class DraftModel(DrafterModule, nn.Module):
     """Draft model with the target's tokenizer; it is trained and used without dropout."""
 
     method = kind = "draft_model"
     whole_model = drafts_by_level = True
-    most_drafts: int | None = None
-    taps: tuple[int, ...] = ()
-    bound_to: tuple[str, ...] = ()
+    bound_to = ()
     """Empty, because every target with this tokenizer will do, of whatever size."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, vocab_size: int) -> None:
@@ -62,8 +61,8 @@ class DraftModel(nn.Module):
 
     @classmethod
     def load(
-        cls, directory: Path, dtype: torch.dtype | str, embedding_and_head: EmbeddingAndHead | None
-    ) -> DraftModel:
+        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
         """Return the draft model in `directory`; of the target it needs tokenizer and vocabulary.
 
         Raises `UserError` if its weights do not fit its config, or if its tokenizer is not the

@@ -28,8 +28,6 @@ from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
 
-WEIGHTS_FILE = "medusa_lm_head.safetensors"
-
 
 class ResidualBlock(nn.Module):
     """Residual block x + SiLU(A x + b), which is the identity at initialisation."""
@@ -53,8 +51,7 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     method = kind = "medusa"
     document = MedusaFile
-    weights_file = WEIGHTS_FILE
-    taps: tuple[int, ...] = ()
+    weights_file = "medusa_lm_head.safetensors"
 
     def __init__(
         self,
@@ -117,17 +114,12 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     def serving_state(self) -> dict[str, Tensor]:
         """Return the heads' tensors under their names on disk."""
-        state: dict[str, Tensor] = {}
-        for head, blocks in enumerate(self.blocks):
-            assert isinstance(blocks, nn.Sequential)
-            for layer, block in enumerate(blocks):
-                assert isinstance(block, ResidualBlock)
-                state[f"{head}.{layer}.linear.weight"] = block.linear.weight
-                state[f"{head}.{layer}.linear.bias"] = block.linear.bias
+        # Such as 0.0.linear.weight: head, block, layer.
+        state: dict[str, Tensor] = {name: part for name, part in self.blocks.named_parameters()}
         # The output matrix is numbered as if it were one more block.
-        for head, output in enumerate(self.outputs):
-            assert isinstance(output, nn.Linear)
-            state[f"{head}.{self.config.num_layers}.weight"] = output.weight
+        for head in range(len(self.outputs)):
+            matrix = self.outputs.get_parameter(f"{head}.weight")
+            state[f"{head}.{self.config.num_layers}.weight"] = matrix
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:

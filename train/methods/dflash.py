@@ -327,7 +327,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     drafter_class = DFlashDrafter
     objective_class = BlockObjective
     configs: Any = dflash
-    """Module of the drafter's configuration, with `shape_for` and `config_of`."""
+    """Module of the drafter's configuration, with `shape_for`."""
 
     def _shape(self, run: DFlashRun, config: Any, mask_token: int) -> Any:
         """Return the shape of the run's drafter, for a target of this config."""

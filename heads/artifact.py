@@ -88,9 +88,7 @@ class Artifact:
         `warn`.
         """
         directory = Path(directory)
-        if not (directory / OWN_FILE).is_file():
-            raise not_a_drafter(directory)
-        own_file, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+        own_file = read_own_file(directory)
         trained_for, dtype = own_file.target, getattr(torch, own_file.dtype)
         if own_file.export is not None and own_file.export.layout != "native":
             raise UserError(
@@ -115,6 +113,16 @@ class Artifact:
         check_shape(drafter, own_file.taps, own_file.shape, config_path)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
+
+
+def read_own_file(directory: Path) -> OwnFile:
+    """Return the content of a drafter's `draftsmith.json`.
+
+    Raises `UserError` for a folder that is no drafter, and for a broken file.
+    """
+    if not (directory / OWN_FILE).is_file():
+        raise not_a_drafter(directory)
+    return read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")[0]
 
 
 def check_files(directory: Path, own: OwnFile) -> None:

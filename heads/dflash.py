@@ -185,10 +185,10 @@ class DFlashDrafter(LayeredDrafter):
     # docs/checkpoint-formats.md#dflash-and-dspark describes the layout on disk.
 
     def serving_state(self) -> dict[str, Tensor]:
-        """Return the drafter's tensors under their names on disk, `fc` with the scales in it."""
         weight = self.fc.weight
-        # Scales other than 1 exist only in training. Otherwise the weight itself is returned, which
-        # loading fills; and on the meta device there are no numbers to compare.
+        # On disk `fc` has the scales in it; others than 1 exist only in training. Otherwise the
+        # weight itself is returned, which loading fills; and on the meta device there are no
+        # numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self.columns(self.tap_scales)
         state: dict[str, Tensor] = {
@@ -202,10 +202,6 @@ class DFlashDrafter(LayeredDrafter):
         return state | {"norm.weight": self.norm.weight} | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
-        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
-
-        Taps are written as layers counted from 0, without the embeddings, as engines read them.
-        """
         shape = self.shape
         config: JsonObject = {
             "architectures": [self.architecture],
@@ -217,6 +213,7 @@ class DFlashDrafter(LayeredDrafter):
             "dflash_config": {
                 "block_size": shape.block_size,
                 "mask_token_id": shape.mask_token,
+                # Layers counted from 0, without the embeddings, as engines read them.
                 "target_layer_ids": [tap - 1 for tap in shape.taps],
                 "causal": False,
             },
@@ -229,7 +226,6 @@ class DFlashDrafter(LayeredDrafter):
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
-        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "a block drafter needs the target's embedding and head; load it together with its "

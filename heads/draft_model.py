@@ -76,19 +76,16 @@ class DraftModel(DrafterModule, nn.Module):
         with clear_errors(directory, "draft model"):
             model, loading_info = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
             tokenizer = read_tokenizer(directory)
-        wrong: list[Any] = []
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            wrong += loading_info[kind]
-        if wrong:
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if wrong := [str(key) for kind in kinds for key in loading_info[kind]]:
             raise UserError(
-                f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} "
-                "is missing or surplus"
+                f"draft model {directory} does not fit its config: {min(wrong)} is missing or "
+                "surplus"
             )
         if difference := tokenizer_difference(embedding_and_head.tokenizer, tokenizer):
             raise UserError(
                 f"draft model {directory} has another tokenizer than the target: {difference}; "
-                "its token ids mean other text, "
-                "use a model of the same family"
+                "its token ids mean other text, use a model of the same family"
             )
         return cls(model, tokenizer, embedding_and_head.vocab_size)
 

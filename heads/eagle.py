@@ -175,7 +175,6 @@ class EagleDrafter(LayeredDrafter):
         return f"layers.{layer}."
 
     def serving_state(self) -> dict[str, Tensor]:
-        """Return the drafter's tensors under their names on disk."""
         state: dict[str, Tensor] = {f"fc.{name}": p for name, p in self.fc.named_parameters()}
         for i, layer in enumerate(self.decoder_layers):
             prefix = self.prefix_of(i)
@@ -186,10 +185,7 @@ class EagleDrafter(LayeredDrafter):
         return state | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
-        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
-
-        Every flag is written out, because readers' defaults differ, and no value is null.
-        """
+        # Every flag is written out, because readers' defaults differ, and no value is null.
         shape = self.shape
         return {
             "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
@@ -203,7 +199,6 @@ class EagleDrafter(LayeredDrafter):
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> EagleDrafter:
-        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "an EAGLE drafter needs the target's embedding and head; load it together with "

@@ -57,11 +57,7 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        tokenizer: Any,
-        name: str,
-        weights: str | None = None,
+        cls, model: nn.Module, tokenizer: Any, name: str, weights: str | None = None
     ) -> Fingerprint:
         """Return the fingerprint of a target.
 
@@ -93,17 +89,14 @@ class Fingerprint:
 
         A drafter that was trained for `self` cannot be used with such a target.
         """
-        errors = []
-        for name in fields:
-            trained, given = getattr(self, name), getattr(target, name)
-            if trained != given:
-                errors.append(f"{name} is {trained} in the drafter and {given} in the target")
-        return errors
+        return [
+            f"{name} is {trained} in the drafter and {given} in the target"
+            for name in fields
+            if (trained := getattr(self, name)) != (given := getattr(target, name))
+        ]
 
     def warnings_against(self, target: Fingerprint) -> list[str]:
-        """Return a sentence about what differs in `target`, in a list; none if nothing does.
-
-        That are hashes, and numbers of the configuration with both values.
+        """Return a list of one sentence about hashes and numbers that differ, or an empty list.
 
         Decoding stays lossless with such a target, but fewer drafts are probably accepted.
         """
@@ -112,10 +105,11 @@ class Fingerprint:
             "template_hash": "chat template",
             "weights_hash": "weights",
         }
-        different = []
-        for name, text in descriptions.items():
-            if getattr(self, name) != getattr(target, name):
-                different.append(text)
+        different = [
+            text
+            for name, text in descriptions.items()
+            if getattr(self, name) != getattr(target, name)
+        ]
         if changes := changed_numbers(self.numbers, target.numbers):
             different.append(f"its configuration ({changes})")
         if not different:

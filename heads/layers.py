@@ -238,7 +238,7 @@ def layout_of(target: Any) -> JsonObject:
     """
     layer = last_layer_of(target)
     hidden, heads = target.hidden_size, layer.num_attention_heads
-    norm_eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
         # A config without the key, or with None, is of a model whose attention heads all have their
@@ -247,7 +247,7 @@ def layout_of(target: Any) -> JsonObject:
         "head_dim": first_of(layer, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
-        "norm_eps": norm_eps or 1e-6,
+        "norm_eps": eps or 1e-6,
         "rope": rope_of(target),
     }
 

@@ -87,10 +87,7 @@ def files_in(index: Path) -> list[Path]:
     """
     table, _ = read_document(index, WeightsIndex, "copy or download it again")
     # An index names a file once for each tensor in it.
-    files = set()
-    for name in table.weight_map.values():
-        files.add(inside(index.parent, name, index.name))
-    named = sorted(files)
+    named = sorted({inside(index.parent, name, index.name) for name in table.weight_map.values()})
     if missing := [path.name for path in named if not path.is_file()]:
         raise UserError(
             f"{index} names {missing[0]}, which is not there; copy or download it again"
@@ -145,7 +142,7 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             raise UserError(
                 f"{path} is refused: {name} is larger than the file, or no plain tensor"
             )
-        yield str(name), partial(_itself, tensor)
+        yield str(name), lambda tensor=tensor: tensor
 
 
 def _refuse_swollen(path: Path) -> None:
@@ -163,10 +160,6 @@ def _refuse_swollen(path: Path) -> None:
             f"{path} is refused: it has {size:,} bytes and would take {unpacked:,} unpacked; save "
             "the tensors again, as safetensors"
         )
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class TensorFacts(msgspec.Struct):

@@ -13,8 +13,7 @@ from ..files import JsonObject
 from ..layout import dtype_name
 from .engines import ENGINES
 from .engines.engine import ExportRequest
-from .exports import also_read_by
-from .kinds import PAPERS, TITLES
+from .exports import PAPERS, TITLES, also_read_by
 
 HEADINGS = TITLES | {"draft_model": "Draft model"}
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
-from ..artifact import OWN_FILE, check_files, not_a_drafter
-from ..documents import OwnFile, read_document
+from ..artifact import check_files, read_own_file
 from ..errors import UserError, first_line
 from ..files import check_output_folder, whole_directory
 
@@ -40,9 +39,7 @@ class Drafter:
         Raises `UserError` for what is no drafter, and for damaged files.
         """
         folder = fetched(str(name), READ)
-        if not (folder / OWN_FILE).is_file():
-            raise not_a_drafter(folder)
-        own, _ = read_document(folder / OWN_FILE, OwnFile, "save or copy the drafter again")
+        own = read_own_file(folder)
         check_files(folder, own)
         return cls(folder, own.method, own.target.name)
 

@@ -248,13 +248,12 @@ def eagle3(found: Checkpoint) -> Public:
     def flag(name, default=False):
         return bool(inner.get(name, found.config.get(name, default)))
 
-    norm_output = _norm_output(found, flag("norm_output"))
     before_residual = flag("norm_before_residual")
     flags = {
         "norm_before_residual": _open(found.answers.norm_before_residual, before_residual),
         "norm_before_fc": flag("norm_before_fc"),
         "fc_norm": flag("fc_norm", flag("use_aux_norm")),
-        "norm_output": norm_output,
+        "norm_output": _norm_output(found, flag("norm_output")),
     }
     return _eagle3(found, found.config, taps, flags, "eagle3")
 

@@ -189,7 +189,7 @@ class OwnFile(Document):
         msgspec.convert(self.calibration, Calibration)
 
 
-class LlamaFile(Struct):
+class LlamaFile(Struct, kw_only=True):
     """Keys of `config.json` that every drafter with attention has."""
 
     architectures: Annotated[list[str], Meta(min_length=1)]
@@ -205,8 +205,14 @@ class LlamaFile(Struct):
     hidden_act: str
     rope_parameters: JsonObject
     attention_bias: bool
+    draft_vocab_size: Tokens | None = None
 
     def __post_init__(self) -> None:
+        drafted = self.draft_vocab_size or self.vocab_size
+        demand(
+            drafted <= self.vocab_size,
+            f"draft_vocab_size {drafted} is more than vocab_size {self.vocab_size}",
+        )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         demand(
             heads % kv_heads == 0,
@@ -229,29 +235,16 @@ class LlamaFile(Struct):
             )
 
 
-def demand_part(drafted: int | None, vocab_size: int) -> None:
-    """Raise `ValueError` for a draft vocabulary that is larger than the target's."""
-    drafted = drafted or vocab_size
-    demand(
-        drafted <= vocab_size, f"draft_vocab_size {drafted} is more than vocab_size {vocab_size}"
-    )
-
-
-class EagleFile(LlamaFile):
+class EagleFile(LlamaFile, kw_only=True):
     """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
 
     bias: bool
     target_hidden_size: Size | None = None
-    draft_vocab_size: Tokens | None = None
     eagle_aux_hidden_state_layer_ids: list[Tap] = []
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        demand_part(self.draft_vocab_size, self.vocab_size)
 
 
 class BlockInner(Struct):
@@ -262,17 +255,15 @@ class BlockInner(Struct):
     """Layers counted from 0 without the embeddings: tap - 1."""
 
 
-class BlockFile(LlamaFile):
+class BlockFile(LlamaFile, kw_only=True):
     """`config.json` of a DFlash drafter."""
 
     block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
     num_target_layers: Layers
     dflash_config: BlockInner
-    draft_vocab_size: Tokens | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        demand_part(self.draft_vocab_size, self.vocab_size)
         inner, layers = self.dflash_config, self.num_target_layers
         demand(
             self.block_size <= self.max_position_embeddings,

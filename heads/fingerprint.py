@@ -275,10 +275,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     composite: Any = tensor
     inner_names = composite.__tensor_flatten__()[0]
-    plain_tensors = []
-    for name in inner_names:
-        plain_tensors += _plain(getattr(composite, name))
-    return plain_tensors
+    return [plain for name in inner_names for plain in _plain(getattr(composite, name))]
 
 
 def _digest(text: str) -> str:

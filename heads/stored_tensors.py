@@ -5,7 +5,6 @@ Pickled files are read only where there are no safetensors, and only with torch'
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import zipfile
@@ -185,18 +184,11 @@ def header(file: Path) -> dict[str, TensorFacts]:
                 raise ValueError("a pointer of Git LFS is in its place: run git lfs pull")
             if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
                 raise ValueError("it has no header")
-            entries = json.loads(opened.read(length))
-        if not isinstance(entries, dict):
-            raise ValueError("its header is no table")
-        return msgspec.convert(
-            {name: facts for name, facts in entries.items() if name != "__metadata__"},
-            dict[str, TensorFacts],
-        )
+            entries = msgspec.json.decode(opened.read(length), type=dict[str, Any])
+        entries.pop("__metadata__", None)
+        return msgspec.convert(entries, dict[str, TensorFacts])
     except (OSError, ValueError, RecursionError) as error:
-        unread = isinstance(
-            error,
-            json.JSONDecodeError | UnicodeDecodeError | RecursionError | msgspec.ValidationError,
-        )
+        unread = isinstance(error, msgspec.MsgspecError | UnicodeDecodeError | RecursionError)
         reason = "its header cannot be read" if unread else str(error)
         raise UserError(
             f"cannot load {file}: it is not a safetensors file ({reason}); copy, download or save "

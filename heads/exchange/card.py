@@ -70,6 +70,13 @@ def card(
         f"- {kind.replace('_', '-')}",
         "---",
     ]
+    # Two that every drafter has, then the engine's.
+    limits = [
+        f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
+        "accepts less, and no engine says so.",
+        "Acceptance depends on the text: measure on your own prompts.",
+        *notes,
+    ]
     sections = [
         "\n".join(header),
         f"# {HEADINGS[kind]} for {request.target}",
@@ -79,7 +86,7 @@ def card(
         _others(also_read_by(request.engine, artifact)),
         f"## Measured\n\n{_table(request, measured, stored)}",
         f"## What it is\n\n{_facts(artifact, request)}",
-        f"## Limits\n\n{_limits(artifact, notes)}",
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in limits),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -186,15 +193,3 @@ def _data_facts(provenance: JsonObject) -> list[tuple[str, str]]:
         coverage = f"covers {data['vocabulary_coverage']:.2%}"
         rows.append(("draft vocabulary", f"{coverage} of the target's tokens in that data"))
     return rows
-
-
-def _limits(artifact: Artifact, notes: Sequence[str]) -> str:
-    """Return the list of limits, in Markdown: two that every drafter has, then the engine's."""
-    name = artifact.fingerprint.name
-    lines = [
-        f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no "
-        "engine says so.",
-        "Acceptance depends on the text: measure on your own prompts.",
-        *notes,
-    ]
-    return "\n".join(f"- {line}" for line in lines)

@@ -18,7 +18,7 @@ from ..documents import DocumentError, convert
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import check_same, fill_from, place
+from ..layout import check_same, fill_from, place, stored_as
 
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
@@ -112,9 +112,7 @@ class Checkpoint:
         place(drafter, torch.device("cpu"), dtype)
         expected = drafter.serving_state()
         # Vocabulary maps keep their integers.
-        cast: dict[str, Tensor] = {}
-        for name, tensor in self.tensors.items():
-            cast[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        cast = {name: tensor.to(stored_as(tensor, dtype)) for name, tensor in self.tensors.items()}
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
         drafter.eval().requires_grad_(False)

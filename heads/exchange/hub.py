@@ -73,9 +73,9 @@ def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
         raise UserError(
-            f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
+            f"{name} is no folder here, and the hub cannot give it ({first_line(error)}); check "
+            "the name"
         ) from error
 
 
@@ -91,8 +91,7 @@ def upload(folder: str | Path, name: str) -> str:
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
         )
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
         raise UserError(
-            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
-            "with hf auth login"
+            f"{folder} was written, but the hub does not take it as {name} ({first_line(error)}); "
+            "log in with hf auth login"
         ) from error

@@ -171,9 +171,8 @@ def _recognise(answers: Sequence[Any]) -> ServerFacts | None:
     # Another engine may have such a path too, so SGLang's own keys decide.
     for info in answers:
         if isinstance(info, dict) and {"internal_states", "speculative_algorithm"} & info.keys():
-            speculates = None
-            if "speculative_algorithm" in info:
-                speculates = bool(info["speculative_algorithm"])
+            named = "speculative_algorithm" in info
+            speculates = bool(info["speculative_algorithm"]) if named else None
             return ServerFacts(str(info.get("version", "")), speculates)
     return None
 

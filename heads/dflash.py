@@ -30,6 +30,7 @@ from .layers import (
     DrafterShape,
     LayeredDrafter,
     RMSNorm,
+    check_taps,
     inner_size,
     layout_of,
     shared_sizes,
@@ -261,10 +262,7 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
     # Not 0: layers are written from 0 without the embeddings, so that tap 0 would be layer -1. Not
     # L: transformers gives that one after the final norm.
-    if sorted(set(taps)) != list(taps) or any(not 1 <= tap < layers for tap in taps):
-        raise UserError(
-            f"heads.taps {list(taps)} must be ascending, distinct, and between 1 and {layers - 1}"
-        )
+    check_taps(taps, 1, layers)
     if not 0 <= mask_token < target.vocab_size:
         raise UserError(
             f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"

@@ -37,7 +37,6 @@ Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Tap = Annotated[int, Meta(ge=0, le=1 << 10)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Eps = Annotated[float, Meta(gt=0, lt=1)]
-Shares = list[list[Share]]
 
 
 class DocumentError(UserError):
@@ -107,7 +106,7 @@ class Confidence(Struct):
 class Calibration(Struct):
     """Measurements on held-out texts; each method notes some of them."""
 
-    rank_accuracy: Shares = []
+    rank_accuracy: list[list[Share]] = []
     """Share of roots, by depth and then by rank, at which this candidate is the target's token."""
     tree_nodes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     """Nodes of the draft tree that training evaluated with."""

@@ -29,6 +29,7 @@ from .layers import (
     DrafterShape,
     LayeredDrafter,
     RMSNorm,
+    check_taps,
     inner_size,
     layout_of,
     shared_sizes,
@@ -372,10 +373,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
     if not taps and not CLASSES[config.version].reads_last:
         taps = default_taps(layers)
     # The last tap, L, is refused: transformers gives it after the final norm, engines before.
-    if sorted(set(taps)) != list(taps) or any(not 0 <= tap < layers for tap in taps):
-        raise UserError(
-            f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {layers - 1}"
-        )
+    check_taps(taps, 0, layers)
     return EagleShape(
         version=config.version,
         taps=taps,

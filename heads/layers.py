@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import RMSNorm, functional
 from transformers.activations import ACT2FN
 
 from .embedding_and_head import EmbeddingAndHead
+from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
 from .rotary import rotate
@@ -74,18 +75,6 @@ CONFIG_KEYS = {
     "attention_bias": "attention_bias",
 }
 """Keys of `config.json`, by the fields of `DrafterShape`."""
-
-
-class RMSNorm(nn.Module):
-    """Norm that divides by the root mean square of the last axis and multiplies by a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -229,6 +218,15 @@ def config_of(shape: DrafterShape, options: type) -> JsonObject:
     """Return the sizes in `shape` that a user chose, by the names of the class `options`."""
     chosen = asdict(shape) | {"taps": list(shape.taps)}
     return {name: chosen[name] for name in options.__dataclass_fields__ if name in chosen}
+
+
+def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
+    """Raise `UserError` unless `taps` are ascending, from `least`, below the number of layers."""
+    if sorted(set(taps)) != list(taps) or any(not least <= tap < layers for tap in taps):
+        raise UserError(
+            f"heads.taps {list(taps)} must be ascending, distinct, and between {least} and "
+            f"{layers - 1}"
+        )
 
 
 def layout_of(target: Any) -> JsonObject:

@@ -1,7 +1,6 @@
-"""Saving and loading of drafters that consist of a `config.json` and one file of tensors.
+"""Drafter modules, and saving and loading of those that consist of a `config.json` and one file.
 
-Keys and tensors have the names that engines read. Loading demands exactly the expected tensors,
-each with its name, shape and dtype.
+Keys and tensors have the names that engines read.
 """
 
 from __future__ import annotations

@@ -116,20 +116,14 @@ class Artifact:
 
 
 def read_own_file(directory: Path) -> OwnFile:
-    """Return the content of a drafter's `draftsmith.json`.
-
-    Raises `UserError` for a folder that is no drafter, and for a broken file.
-    """
+    """Return a drafter's `draftsmith.json`. Raises `UserError` if it is missing or broken."""
     if not (directory / OWN_FILE).is_file():
         raise not_a_drafter(directory)
     return read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")[0]
 
 
 def check_files(directory: Path, own: OwnFile) -> None:
-    """Demand that the files of a drafter are exactly those that were written.
-
-    Raises `UserError`, which names the file that is not.
-    """
+    """Raise `UserError` for the first file of a drafter that is not as it was written."""
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
@@ -165,10 +159,7 @@ def check_target(
     directory: Path,
     warn: Callable[[str], None],
 ) -> None:
-    """Raise `UserError` for a target that differs in a field of `bound_to`.
-
-    Other differences are reported through `warn`.
-    """
+    """Raise `UserError` if a field of `bound_to` differs; other differences go to `warn`."""
     if errors := trained_for.errors_against(target, bound_to):
         raise UserError(
             f"{directory} was trained for another target ({trained_for.name}): "
@@ -182,10 +173,7 @@ def check_target(
 def check_shape(
     drafter: DrafterModule, taps: list[int], shape: JsonObject, config_path: Path
 ) -> None:
-    """Demand that the drafter made from `config_path` has the noted `taps` and `shape`.
-
-    Raises `UserError`, which names the first fact that differs.
-    """
+    """Raise `UserError` for the first noted fact that the config contradicts."""
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
     for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
@@ -196,10 +184,7 @@ def check_shape(
 
 
 def drafter_class(method: str) -> Any:
-    """Return the module class of a method: `Drafter` in the file of that name in this package.
-
-    Raises `UserError` if there is no such file.
-    """
+    """Return the class `Drafter` of the module `method`. Raises `UserError` if there is none."""
     # A name with dots, from a damaged file, could import a module from anywhere.
     known = method.isidentifier() and importlib.util.find_spec(f".{method}", __package__)
     module = importlib.import_module(f".{method}", __package__) if known else None

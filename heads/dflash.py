@@ -115,10 +115,7 @@ class DFlashDrafter(LayeredDrafter):
         return self.shape.block_size - self.first_slot
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Return the context `[B, S, H]`, the same for all layers.
-
-        `taps` are the target's features, `[B, S, H]` for each tap.
-        """
+        """Return the context `[B, S, H]` of all layers for the target's taps, `[B, S, H]` each."""
         features = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
         return self.hidden_norm(self.fc(features * self.columns(self.tap_scales)))
 

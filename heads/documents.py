@@ -74,10 +74,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, JsonObject
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """Return `value`, as `json.loads` gives it, as an object of type `kind`.
-
-    Raises `DocumentError`.
-    """
+    """Return JSON's `value` as an object of type `kind`. Raises `DocumentError`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -88,10 +85,7 @@ def convert(value: object, kind: type[T]) -> T:
 
 
 def demand(holds: bool, what: str) -> None:
-    """Raise `ValueError` with the text `what` unless `holds`.
-
-    It is for the `__post_init__` of a type: msgspec turns the error into its own, with the key.
-    """
+    """Raise `ValueError(what)` unless `holds`, for `__post_init__`: msgspec adds the key."""
     if not holds:
         raise ValueError(what)
 
@@ -158,10 +152,7 @@ class AdapterFile(Document):
 
 
 class OwnFile(Document):
-    """`draftsmith.json`: the facts about a drafter that only draftsmith needs.
-
-    docs/checkpoint-formats.md#artifact describes the keys.
-    """
+    """`draftsmith.json`: facts for draftsmith alone (docs/checkpoint-formats.md#artifact)."""
 
     what: ClassVar[str] = "what draftsmith wrote next to a drafter"
     newest: ClassVar[int] = SCHEMA

@@ -91,10 +91,7 @@ class DraftModel(DrafterModule, nn.Module):
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:
-    """Return a sentence about a difference between two tokenizers, or None.
-
-    The ids of all tokens are compared first, then the ids of `PROBES`.
-    """
+    """Return a sentence about a difference in token ids, or in those of `PROBES`; or None."""
     if target is None or draft is None:
         return "one of them has none"
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()

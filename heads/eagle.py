@@ -130,10 +130,7 @@ class EagleDrafter(LayeredDrafter):
 
     @abstractmethod
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first layer's residual stream `[B, N, H]`, and its queries, keys and values.
-
-        Arguments as for `advance`.
-        """
+        """Return the first layer's residual stream `[B, N, H]` and its `qkv`; see `advance`."""
 
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend

@@ -207,10 +207,7 @@ def check_output_folder(path: str | os.PathLike[str], option: str, replaced: boo
 
 
 def _check_parent(path: Path, option: str) -> None:
-    """Demand that `path` can be made in the nearest of its parents that exists, which has space.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` unless `path` can be made in its nearest parent, which has space."""
     try:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
@@ -235,10 +232,7 @@ def refuse_link(path: Path) -> None:
 
 
 def check_space(path: Path, needed: float, remedy: str) -> None:
-    """Demand `needed` bytes of free space on the disk where `path` is or will be.
-
-    Raises `UserError`, whose message ends with `remedy`.
-    """
+    """Raise `UserError`, with `remedy`, unless `needed` bytes are free where `path` will be."""
     candidates = (path.absolute(), *path.absolute().parents)
     # The path itself need not exist; the root folder always does.
     existing = next(candidate for candidate in candidates if candidate.exists())
@@ -288,10 +282,7 @@ def remove_partials(folder: Path, owned: bool = False) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Give directories of `folder` their names back whose replacement was killed half-way.
-
-    Those that have been replaced are deleted.
-    """
+    """Give directories their names back whose replacement was killed; delete replaced ones."""
     for old in folder.glob(".*.replaced"):
         # Nothing else may be touched: the folder may be anyone's, such as the user's own.
         if PARTIAL.search(old.name) and is_abandoned(old):

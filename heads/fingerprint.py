@@ -85,10 +85,7 @@ class Fingerprint:
         return asdict(self)
 
     def errors_against(self, target: Fingerprint, fields: tuple[str, ...]) -> list[str]:
-        """Return a sentence for each of `fields` in which `target` differs.
-
-        A drafter that was trained for `self` cannot be used with such a target.
-        """
+        """Return a sentence for each of `fields` that differs: such a target is refused."""
         return [
             f"{name} is {trained} in the drafter and {given} in the target"
             for name in fields
@@ -197,10 +194,7 @@ def _shortened(value: Any) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Return the hash of every (token, id) pair, added and special tokens included.
-
-    It is empty for a target without a tokenizer.
-    """
+    """Return the hash of every (token, id) pair; empty for a target without a tokenizer."""
     if tokenizer is None:
         return ""
     # Ordered by id, then by token: the order of the dictionary is not the same in every process.

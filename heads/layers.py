@@ -230,10 +230,7 @@ def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
 
 
 def layout_of(target: Any) -> JsonObject:
-    """Return the sizes that a drafter takes from a target's transformers config.
-
-    The names are those of the fields of `DrafterShape`.
-    """
+    """Return the fields of `DrafterShape` that a drafter takes from a target's config."""
     layer = last_layer_of(target)
     hidden, heads = target.hidden_size, layer.num_attention_heads
     eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")

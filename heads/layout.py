@@ -162,10 +162,7 @@ def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def check_same(
     expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path
 ) -> None:
-    """Demand that a file holds exactly the tensors of `expected`, by name and shape.
-
-    `shapes` are the shapes of the tensors in the file `path`. Raises `UserError`.
-    """
+    """Raise `UserError` unless the `shapes` in the file `path` are those of `expected`, by name."""
     problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [f"{name} is not part of this drafter" for name in shapes if name not in expected]
     for name in sorted(expected.keys() & shapes.keys()):

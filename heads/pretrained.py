@@ -50,10 +50,7 @@ class Repeated(Struct):
 
 
 def check_repeated(folder: Path) -> None:
-    """Demand plausible numbers of layers and experts in the config.json of `folder`, if it has one.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` for implausible numbers of layers or experts in a config.json."""
     if not (folder / "config.json").is_file():
         return
     try:

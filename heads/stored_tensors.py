@@ -80,10 +80,7 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def files_in(index: Path) -> list[Path]:
-    """Return the files of weights that an index names.
-
-    Raises `UserError` if one is missing or outside of the index's folder.
-    """
+    """Return the files that an index names. Raises `UserError` if one is missing or outside."""
     table, _ = read_document(index, WeightsIndex, "copy or download it again")
     # An index names a file once for each tensor in it.
     named = sorted({inside(index.parent, name, index.name) for name in table.weight_map.values()})
@@ -95,10 +92,7 @@ def files_in(index: Path) -> list[Path]:
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name of each tensor in a safetensors file, and a function that reads it.
-
-    Raises `UserError`.
-    """
+    """Yield name and reader of each tensor in a safetensors file. Raises `UserError`."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -108,10 +102,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name of each tensor in a file of `torch.save`, and a function that returns it.
-
-    Raises `UserError` for a file that holds anything but a table of tensors.
-    """
+    """Yield name and reader of each tensor in a file of `torch.save`. Raises `UserError`."""
     try:
         _refuse_swollen(path)
         # Files of the current format are zip archives, whose tensors are mapped and not read yet.
@@ -171,10 +162,7 @@ class TensorFacts(msgspec.Struct):
 
 
 def header(file: Path) -> dict[str, TensorFacts]:
-    """Return dtype, shape and offsets of every tensor in a safetensors file, by name.
-
-    Only the header is read. Raises `UserError`.
-    """
+    """Return each tensor's facts, by name, from a safetensors file's header. Raises `UserError`."""
     try:
         with file.open("rb") as opened:
             # A safetensors file begins with the length of its header (8 bytes, little-endian),

@@ -104,10 +104,7 @@ def files_for(
 
 
 def check_free(out: str | Path) -> bool:
-    """Return true if the folder `out` is an earlier export, false if it is absent or empty.
-
-    Raises `UserError` for anything else.
-    """
+    """Return true for an earlier export, false for an absent or empty folder; else `UserError`."""
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
         raise UserError(

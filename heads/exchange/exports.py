@@ -37,10 +37,7 @@ def titles(kinds: Iterable[str], word: str = "or") -> str:
 
 
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:
-    """Return the recipe of this drafter for `engine`.
-
-    Raises `UserError` with the reason, and with the engines that take it, if `engine` cannot.
-    """
+    """Return the recipe of this drafter for `engine`. Raises `UserError` with the reason."""
     facts, recipes = facts_of(artifact), ENGINES[engine].recipes
     if facts.kind not in recipes:
         where = ", ".join(takers(facts)) or "none of the engines"

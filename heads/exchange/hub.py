@@ -52,18 +52,12 @@ class Drafter:
             shutil.copytree(self.folder, aside, dirs_exist_ok=True)
 
     def push_to_hub(self, name: str) -> str:
-        """Upload the drafter as the repository `name`, and return its address.
-
-        Raises `UserError`.
-        """
+        """Upload the drafter as repository `name`; return its address. Raises `UserError`."""
         return upload(self.folder, name)
 
 
 def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
-    """Return the folder `name`, or a folder with the files of the repository `name` on the hub.
-
-    Raises `UserError` where there is neither.
-    """
+    """Return the folder `name`, or a downloaded repository. Raises `UserError` for neither."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -80,10 +74,7 @@ def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
 
 
 def upload(folder: str | Path, name: str) -> str:
-    """Upload a folder as the repository `name`, private if it is new; return its address.
-
-    Raises `UserError` where the hub does not take it.
-    """
+    """Upload a folder as a repository, private if new; return its address. Raises `UserError`."""
     try:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)

@@ -199,10 +199,7 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
 
 
 def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> None:
-    """Add zeros for the blocks' biases where the file has none.
-
-    Raises `UserError` where the config says that there are none and the file has some.
-    """
+    """Add zeros for blocks without biases. Raises `UserError` if the config contradicts."""
     tensors = found.tensors
     biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
     if found.config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):

@@ -123,10 +123,7 @@ def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Set
 
 
 def _whole_block(proposer: Any, settings: Settings) -> Settings:
-    """Return the settings of a block drafter, which drafts the whole block if nothing is said.
-
-    Raises `UserError` for settings that do not apply to blocks.
-    """
+    """Return a block drafter's settings, by default the whole block. Raises `UserError`."""
     for key in ("steps", "topk"):
         if settings[key] is not None:
             raise UserError(

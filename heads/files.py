@@ -75,12 +75,12 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         # user. The umask can only be read by setting it.
         mask = os.umask(0)
         os.umask(mask)
-        for file in aside.rglob("*"):
-            if file.is_file():
-                file.chmod(0o666 & ~mask)
-        # The contents reach the disk before the rename does: after a crash of the machine, a
-        # directory of the right name must not hold empty files.
-        sync_tree(aside)
+        for inner in (aside, *aside.rglob("*")):
+            if inner.is_file():
+                inner.chmod(0o666 & ~mask)
+            # The contents reach the disk before the rename does: after a crash of the machine, a
+            # directory of the right name must not hold empty files.
+            _sync(inner)
         old = _put_in_place(aside, path)
         in_place = True
         # The new name is in the parent folder, which is flushed like a file.
@@ -293,15 +293,8 @@ def put_back(folder: Path) -> None:
                 old.rename(path)
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush `folder`, and every file and directory below it, to the disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
 def _sync(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
     # Reading is enough for `fsync`, and a directory cannot be opened for anything else.
     descriptor = os.open(path, os.O_RDONLY)
     try:

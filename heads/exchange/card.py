@@ -70,6 +70,12 @@ def card(
         f"- {kind.replace('_', '-')}",
         "---",
     ]
+    how = f"## Serve with {request.engine}\n\n```\n{serve}\n```"
+    if others := also_read_by(request.engine, artifact):
+        how += (
+            f"\n\nThe same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` "
+            "prints the command of each)."
+        )
     # Two that every drafter has, then the engine's.
     limits = [
         f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
@@ -82,23 +88,12 @@ def card(
         f"# {HEADINGS[kind]} for {request.target}",
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
         "the text stays the target's own.",
-        f"## Serve with {request.engine}\n\n```\n{serve}\n```",
-        _others(also_read_by(request.engine, artifact)),
+        how,
         f"## Measured\n\n{_table(request, measured, stored)}",
         f"## What it is\n\n{_facts(artifact, request)}",
         "## Limits\n\n" + "\n".join(f"- {line}" for line in limits),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _others(engines: Sequence[str]) -> str:
-    """Return the sentence that names the other engines that read these files; empty without any."""
-    if not engines:
-        return ""
-    return (
-        f"The same files are read by: {', '.join(engines)} (`draftsmith export --to ENGINE` prints "
-        "the command of each)."
-    )
+    return "\n\n".join(sections) + "\n"
 
 
 def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:

@@ -142,10 +142,7 @@ def check_files(directory: Path, own: OwnFile) -> None:
 
 
 def not_a_drafter(directory: Path) -> UserError:
-    """Return the error for a folder without `draftsmith.json`.
-
-    For the folder of a training run, whose drafters are in `best` and `last`, it names one of them.
-    """
+    """Return the error for a folder without `draftsmith.json`; it names a run's drafter."""
     candidates = (directory / name for name in ("best", "last"))
     drafters = [folder for folder in candidates if (folder / OWN_FILE).is_file()]
     remedy = f"did you mean {drafters[0]}?" if drafters else "name the folder that training wrote"

@@ -166,10 +166,7 @@ def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
 
 
 def check_json(path: str | None) -> None:
-    """Demand that `--json path` can be written; `-` stands for standard output.
-
-    Commands call this before anything that takes long. Raises `UserError`.
-    """
+    """Demand that `--json path` can be written; `-` is standard output. Raises `UserError`."""
     if path != STANDARD_OUTPUT:
         check_output(path, "--json")
 
@@ -344,10 +341,7 @@ def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: st
 
 
 def damage(folder: Path) -> str | None:
-    """Return a sentence about damage to a folder since `write_checksums`, or None.
-
-    A file that is missing, changed or surplus, or cannot be read, counts as damage.
-    """
+    """Return a sentence about a file that is not as `write_checksums` found it, or None."""
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
@@ -436,10 +430,7 @@ YamlLoader.yaml_implicit_resolvers = {
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """Return the table of keys in the YAML file `path`; a byte order mark is skipped.
-
-    Raises `UserError` for a missing file, and one that is no YAML or no table.
-    """
+    """Return the table in a YAML file; a byte order mark is skipped. Raises `UserError`."""
     try:
         value = yaml.load(path.read_text(encoding="utf-8-sig"), YamlLoader)
     except FileNotFoundError as error:

@@ -96,10 +96,7 @@ def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any)
 
 
 def check_weights(folder: Path) -> None:
-    """Demand that `folder` holds its weights in safetensors files.
-
-    If there is an index, every file that it names has to be in the folder. Raises `UserError`.
-    """
+    """Raise `UserError` unless `folder` holds all its weights in safetensors files."""
     if (folder / WEIGHTS_INDEX).is_file():
         files_in(folder / WEIGHTS_INDEX)
     elif not any(folder.glob("*.safetensors")):

@@ -170,10 +170,8 @@ def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
         return "its anchor drafts too (sample_from_anchor), which no engine serves as dflash"
     if spark and not anchored:
         return "its anchor does not draft (sample_from_anchor is false), as that of DSpark does"
-    if keys.get("use_swa"):
-        return "it has layers with sliding attention"
     layer_types = keys.get("layer_types") or ["full_attention"]
-    if set(layer_types) != {"full_attention"}:
+    if keys.get("use_swa") or set(layer_types) != {"full_attention"}:
         return "it has layers with sliding attention"
     if keys.get("is_causal") or keys.get("causal"):
         return "its blocks are causal: a slot does not see those after it"

@@ -40,10 +40,7 @@ LENGTH = 12  # positions of the forward pass that is compared
 
 
 def check_name(out: str, kind: str) -> None:
-    """Raise `UserError` if an engine would guess another method than the drafter's from the name.
-
-    `kind` is the drafter's.
-    """
+    """Raise `UserError` if an engine would take the folder's name for another method's."""
     for engine in ENGINES.values():
         if (guess := engine.guess(out, kind)) is not None:
             raise UserError(
@@ -165,10 +162,7 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
 
 @singledispatch
 def outputs(drafter: Any) -> Tensor:
-    """Return the drafter's logits of `LENGTH` positions with random inputs, the same in every call.
-
-    There is a function for each class of drafters.
-    """
+    """Return the drafter's logits of `LENGTH` random inputs, the same in every call."""
     raise NotImplementedError(f"no forward pass of {type(drafter).__name__} is compared")
 
 

@@ -16,7 +16,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,42 +25,11 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
-from .layout import dtype_name
+from .layout import DrafterModule, dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.
 CONFIG_ERRORS = (KeyError, TypeError, IndexError, ValueError, RuntimeError, ArithmeticError)
-
-
-class DrafterModule(Protocol):
-    """Interface of a drafter's module to the artifact; `layout.EngineLayout` has most of it."""
-
-    method: str
-    kind: str
-    taps: tuple[int, ...]
-    bound_to: tuple[str, ...]
-    """Fields of the fingerprint in which a target has to equal the one of the training."""
-    whole_model: bool
-    drafts_by_level: bool
-    most_drafts: int | None
-
-    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        """Write the files that engines read; floating tensors are cast to `dtype`."""
-        ...
-
-    def facts(self) -> JsonObject:
-        """Return everything besides the tensors that decides what the module computes, as JSON."""
-        ...
-
-    @classmethod
-    def load(
-        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
-    ) -> DrafterModule:
-        """Return the module that `save` wrote, with its tensors.
-
-        Raises `UserError`, or one of `CONFIG_ERRORS` for a config that lacks or garbles a key.
-        """
-        ...
 
 
 @dataclass
@@ -85,9 +54,8 @@ class Artifact:
 
         Raises `UserError` if the disk is full or refuses it.
         """
-        drafter: DrafterModule = self.drafter
         with whole_directory(directory) as aside:
-            drafter.save(aside, self.fingerprint.name, dtype)
+            self.drafter.save(aside, self.fingerprint.name, dtype)
             write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
     def own_facts(self, dtype: torch.dtype) -> JsonObject:
@@ -120,9 +88,7 @@ class Artifact:
         `warn`.
         """
         directory = Path(directory)
-        if not (directory / OWN_FILE).is_file():
-            raise not_a_drafter(directory)
-        own_file, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+        own_file = read_own_file(directory)
         trained_for, dtype = own_file.target, getattr(torch, own_file.dtype)
         if own_file.export is not None and own_file.export.layout != "native":
             raise UserError(
@@ -149,11 +115,15 @@ class Artifact:
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
 
-def check_files(directory: Path, own: OwnFile) -> None:
-    """Demand that the files of a drafter are exactly those that were written.
+def read_own_file(directory: Path) -> OwnFile:
+    """Return a drafter's `draftsmith.json`. Raises `UserError` if it is missing or broken."""
+    if not (directory / OWN_FILE).is_file():
+        raise not_a_drafter(directory)
+    return read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")[0]
 
-    Raises `UserError`, which names the file that is not.
-    """
+
+def check_files(directory: Path, own: OwnFile) -> None:
+    """Raise `UserError` for the first file of a drafter that is not as it was written."""
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
@@ -172,10 +142,7 @@ def check_files(directory: Path, own: OwnFile) -> None:
 
 
 def not_a_drafter(directory: Path) -> UserError:
-    """Return the error for a folder without `draftsmith.json`.
-
-    For the folder of a training run, whose drafters are in `best` and `last`, it names one of them.
-    """
+    """Return the error for a folder without `draftsmith.json`; it names a run's drafter."""
     candidates = (directory / name for name in ("best", "last"))
     drafters = [folder for folder in candidates if (folder / OWN_FILE).is_file()]
     remedy = f"did you mean {drafters[0]}?" if drafters else "name the folder that training wrote"
@@ -189,10 +156,7 @@ def check_target(
     directory: Path,
     warn: Callable[[str], None],
 ) -> None:
-    """Raise `UserError` for a target that differs in a field of `bound_to`.
-
-    Other differences are reported through `warn`.
-    """
+    """Raise `UserError` if a field of `bound_to` differs; other differences go to `warn`."""
     if errors := trained_for.errors_against(target, bound_to):
         raise UserError(
             f"{directory} was trained for another target ({trained_for.name}): "
@@ -206,10 +170,7 @@ def check_target(
 def check_shape(
     drafter: DrafterModule, taps: list[int], shape: JsonObject, config_path: Path
 ) -> None:
-    """Demand that the drafter made from `config_path` has the noted `taps` and `shape`.
-
-    Raises `UserError`, which names the first fact that differs.
-    """
+    """Raise `UserError` for the first noted fact that the config contradicts."""
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
     for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
@@ -220,10 +181,7 @@ def check_shape(
 
 
 def drafter_class(method: str) -> Any:
-    """Return the module class of a method: `Drafter` in the file of that name in this package.
-
-    Raises `UserError` if there is no such file.
-    """
+    """Return the class `Drafter` of the module `method`. Raises `UserError` if there is none."""
     # A name with dots, from a damaged file, could import a module from anywhere.
     known = method.isidentifier() and importlib.util.find_spec(f".{method}", __package__)
     module = importlib.import_module(f".{method}", __package__) if known else None

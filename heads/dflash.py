@@ -13,7 +13,7 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -24,45 +24,32 @@ from .drafter_configs import DFlashConfig
 from .embedding_and_head import EmbeddingAndHead, Head
 from .errors import UserError
 from .files import JsonObject
-from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
-from .layout import EngineLayout
+from .layers import (
+    Attend,
+    DecoderLayer,
+    DrafterShape,
+    LayeredDrafter,
+    RMSNorm,
+    check_taps,
+    inner_size,
+    layout_of,
+    shared_sizes,
+)
 from .rotary import Rotary
-from .vocabulary import VocabularyMaps
 
-WEIGHTS_FILE = "model.safetensors"
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
 
 
-@dataclass(frozen=True)
-class BlockShape:
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(DrafterShape):
     """All sizes of a block drafter, as in its `config.json`."""
 
-    taps: tuple[int, ...]
     block_size: int
     mask_token: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
-    activation: str
     target_layers: int
-    rope: JsonObject = field(hash=False)
-    """Rotary parameters, as transformers' `rope_parameters`."""
-    attention_bias: bool = False
-    """True only for some imported drafters; training makes none with biases."""
     draft_vocab_size: int | None = None
     """Number of tokens that can be drafted; None: all."""
-
-    @property
-    def qk_norm(self) -> bool:
-        """True, for `layers.LayerShape`: block drafters are made of Qwen3's layers."""
-        return True
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -74,12 +61,8 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     if count == 1:
         return (num_layers // 2 + 1,)
     # Example: 5 taps of 28 layers are 2, 8, 14, 20, 26.
-    spread: list[int] = []
-    for i in range(count):
-        # The multiplication comes first, so that whole results are exact in floating point.
-        layer = round(1 + i * (num_layers - 4) / (count - 1))
-        spread.append(layer + 1)
-    taps = tuple(spread)
+    # The multiplication comes first, so that whole results are exact in floating point.
+    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
     if len(set(taps)) < count or taps[-1] >= num_layers:
         raise UserError(
             f"the target has {num_layers} layers, too few for {count} taps; give heads.taps, such "
@@ -88,26 +71,21 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     return taps
 
 
-class DFlashDrafter(VocabularyMaps, EngineLayout):
-    """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head.
-
-    `embedding_and_head` are the target's embedding and head, borrowed, not owned.
-    """
+class DFlashDrafter(LayeredDrafter):
+    """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head."""
 
     method = kind = "dflash"
     borrows_head = True
-    read_in_parts = ("fc", "qkv")
     document = BlockFile
     architecture = "DFlashDraftModel"
-    weights_file = WEIGHTS_FILE
+    shape: BlockShape
     first_slot = 1
     """Number of the first slot that drafts; its draft is about the token after the anchor."""
     tap_scales: Tensor
     """Factors `[F]` of the taps while the drafter is trained; on disk `fc` has them."""
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
-        super().__init__()
-        self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+        super().__init__(shape, embedding_and_head)
         self.most_drafts = self.drafts
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
@@ -115,7 +93,10 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         self.input_norms = nn.ModuleList(
             RMSNorm(hidden, shape.norm_eps) for _ in range(shape.num_layers)
         )
-        self.layers = nn.ModuleList(DecoderLayer(shape, hidden) for _ in range(shape.num_layers))
+        # Block drafters are made of Qwen3's layers, which have norms on queries and keys.
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, hidden, qk_norm=True) for _ in range(shape.num_layers)
+        )
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
         # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
@@ -134,10 +115,7 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         return self.shape.block_size - self.first_slot
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """Return the context `[B, S, H]`, the same for all layers.
-
-        `taps` are the target's features, `[B, S, H]` for each tap.
-        """
+        """Return the context `[B, S, H]` of all layers for the target's taps, `[B, S, H]` each."""
         features = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
         return self.hidden_norm(self.fc(features * self.columns(self.tap_scales)))
 
@@ -198,24 +176,17 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
         return self._part[1]
 
     @property
-    def decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-
-    @property
     def head_parameters(self) -> list[Tensor]:
         """Parameters that `logits` reads and that are trained."""
         return [self.norm.weight]
 
-    def facts(self) -> JsonObject:
-        return {**asdict(self.shape), "taps": list(self.taps)}
-
     # docs/checkpoint-formats.md#dflash-and-dspark describes the layout on disk.
 
     def serving_state(self) -> dict[str, Tensor]:
-        """Return the drafter's tensors under their names on disk, `fc` with the scales in it."""
         weight = self.fc.weight
-        # Scales other than 1 exist only in training. Otherwise the weight itself is returned, which
-        # loading fills; and on the meta device there are no numbers to compare.
+        # On disk `fc` has the scales in it; others than 1 exist only in training. Otherwise the
+        # weight itself is returned, which loading fills; and on the meta device there are no
+        # numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self.columns(self.tap_scales)
         state: dict[str, Tensor] = {
@@ -223,61 +194,36 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
             "hidden_norm.weight": self.hidden_norm.weight,
         }
         for i, layer in enumerate(self.decoder_layers):
-            norm = self.input_norms[i]
-            assert isinstance(norm, RMSNorm)
             state |= {f"layers.{i}.{name}": weight for name, weight in layer.matrices().items()}
-            state[f"layers.{i}.input_layernorm.weight"] = norm.weight
+            norm = self.input_norms.get_parameter(f"{i}.weight")
+            state[f"layers.{i}.input_layernorm.weight"] = norm
         return state | {"norm.weight": self.norm.weight} | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
-        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
-
-        Taps are written as layers counted from 0, without the embeddings, as engines read them.
-        """
         shape = self.shape
         config: JsonObject = {
             "architectures": [self.architecture],
             "model_type": "qwen3",
-            "dtype": dtype,
-            "num_hidden_layers": shape.num_layers,
+            **super().serving_config(target_name, dtype),
             "num_target_layers": shape.target_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": shape.activation,
-            "rms_norm_eps": shape.norm_eps,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_positions,
-            "rope_theta": shape.rope["rope_theta"],
-            "rope_parameters": shape.rope,
-            "attention_bias": shape.attention_bias,
             "layer_types": ["full_attention"] * shape.num_layers,
-            "tie_word_embeddings": False,
             "block_size": shape.block_size,
             "dflash_config": {
                 "block_size": shape.block_size,
                 "mask_token_id": shape.mask_token,
+                # Layers counted from 0, without the embeddings, as engines read them.
                 "target_layer_ids": [tap - 1 for tap in shape.taps],
                 "causal": False,
             },
-            "base_model_name_or_path": target_name,
         }
         if shape.draft_vocab_size is not None:
             config["draft_vocab_size"] = shape.draft_vocab_size
-        if (share := shape.rope.get("partial_rotary_factor")) is not None:
-            config["partial_rotary_factor"] = share
-        if shape.rope["rope_type"] != "default":
-            # Readers of older layouts look for it here.
-            config["rope_scaling"] = shape.rope
         return config
 
     @classmethod
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
-        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "a block drafter needs the target's embedding and head; load it together with its "
@@ -298,20 +244,9 @@ def sizes_from(config: JsonObject) -> JsonObject:
         "taps": tuple(layer + 1 for layer in inner["target_layer_ids"]),
         "block_size": config["block_size"],
         "mask_token": inner["mask_token_id"],
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
-        "vocab_size": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
-        "norm_eps": config["rms_norm_eps"],
-        "activation": config["hidden_act"],
         "target_layers": config["num_target_layers"],
-        "rope": config["rope_parameters"],
-        "attention_bias": config["attention_bias"],
         "draft_vocab_size": config.get("draft_vocab_size"),
+        **shared_sizes(config),
     }
 
 
@@ -324,10 +259,7 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
     # Not 0: layers are written from 0 without the embeddings, so that tap 0 would be layer -1. Not
     # L: transformers gives that one after the final norm.
-    if sorted(set(taps)) != list(taps) or any(not 1 <= tap < layers for tap in taps):
-        raise UserError(
-            f"heads.taps {list(taps)} must be ascending, distinct, and between 1 and {layers - 1}"
-        )
+    check_taps(taps, 1, layers)
     if not 0 <= mask_token < target.vocab_size:
         raise UserError(
             f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
@@ -351,13 +283,6 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
 def shape_for(config: DFlashConfig, target: Any, mask_token: int) -> BlockShape:
     """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
     return BlockShape(**sizes_for(config, target, mask_token))
-
-
-def config_of(shape: BlockShape) -> JsonObject:
-    """Return the sizes in `shape` that a user chose, by the names of `DFlashConfig`."""
-    options = DFlashConfig.__dataclass_fields__
-    chosen = {name: value for name, value in asdict(shape).items() if name in options}
-    return chosen | {"taps": list(shape.taps)}
 
 
 Drafter = DFlashDrafter

@@ -37,7 +37,6 @@ Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Tap = Annotated[int, Meta(ge=0, le=1 << 10)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Eps = Annotated[float, Meta(gt=0, lt=1)]
-Shares = list[list[Share]]
 
 
 class DocumentError(UserError):
@@ -75,10 +74,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, JsonObject
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """Return `value`, as `json.loads` gives it, as an object of type `kind`.
-
-    Raises `DocumentError`.
-    """
+    """Return JSON's `value` as an object of type `kind`. Raises `DocumentError`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -89,10 +85,7 @@ def convert(value: object, kind: type[T]) -> T:
 
 
 def demand(holds: bool, what: str) -> None:
-    """Raise `ValueError` with the text `what` unless `holds`.
-
-    It is for the `__post_init__` of a type: msgspec turns the error into its own, with the key.
-    """
+    """Raise `ValueError(what)` unless `holds`, for `__post_init__`: msgspec adds the key."""
     if not holds:
         raise ValueError(what)
 
@@ -107,7 +100,7 @@ class Confidence(Struct):
 class Calibration(Struct):
     """Measurements on held-out texts; each method notes some of them."""
 
-    rank_accuracy: Shares = []
+    rank_accuracy: list[list[Share]] = []
     """Share of roots, by depth and then by rank, at which this candidate is the target's token."""
     tree_nodes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     """Nodes of the draft tree that training evaluated with."""
@@ -159,10 +152,7 @@ class AdapterFile(Document):
 
 
 class OwnFile(Document):
-    """`draftsmith.json`: the facts about a drafter that only draftsmith needs.
-
-    docs/checkpoint-formats.md#artifact describes the keys.
-    """
+    """`draftsmith.json`: facts for draftsmith alone (docs/checkpoint-formats.md#artifact)."""
 
     what: ClassVar[str] = "what draftsmith wrote next to a drafter"
     newest: ClassVar[int] = SCHEMA
@@ -189,7 +179,7 @@ class OwnFile(Document):
         msgspec.convert(self.calibration, Calibration)
 
 
-class LlamaFile(Struct):
+class LlamaFile(Struct, kw_only=True):
     """Keys of `config.json` that every drafter with attention has."""
 
     architectures: Annotated[list[str], Meta(min_length=1)]
@@ -205,8 +195,14 @@ class LlamaFile(Struct):
     hidden_act: str
     rope_parameters: JsonObject
     attention_bias: bool
+    draft_vocab_size: Tokens | None = None
 
     def __post_init__(self) -> None:
+        drafted = self.draft_vocab_size or self.vocab_size
+        demand(
+            drafted <= self.vocab_size,
+            f"draft_vocab_size {drafted} is more than vocab_size {self.vocab_size}",
+        )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         demand(
             heads % kv_heads == 0,
@@ -229,29 +225,16 @@ class LlamaFile(Struct):
             )
 
 
-def demand_part(drafted: int | None, vocab_size: int) -> None:
-    """Raise `ValueError` for a draft vocabulary that is larger than the target's."""
-    drafted = drafted or vocab_size
-    demand(
-        drafted <= vocab_size, f"draft_vocab_size {drafted} is more than vocab_size {vocab_size}"
-    )
-
-
-class EagleFile(LlamaFile):
+class EagleFile(LlamaFile, kw_only=True):
     """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
 
     bias: bool
     target_hidden_size: Size | None = None
-    draft_vocab_size: Tokens | None = None
     eagle_aux_hidden_state_layer_ids: list[Tap] = []
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        demand_part(self.draft_vocab_size, self.vocab_size)
 
 
 class BlockInner(Struct):
@@ -262,17 +245,15 @@ class BlockInner(Struct):
     """Layers counted from 0 without the embeddings: tap - 1."""
 
 
-class BlockFile(LlamaFile):
+class BlockFile(LlamaFile, kw_only=True):
     """`config.json` of a DFlash drafter."""
 
     block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
     num_target_layers: Layers
     dflash_config: BlockInner
-    draft_vocab_size: Tokens | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        demand_part(self.draft_vocab_size, self.vocab_size)
         inner, layers = self.dflash_config, self.num_target_layers
         demand(
             self.block_size <= self.max_position_embeddings,

@@ -6,7 +6,7 @@ On disk a draft model is an ordinary Hugging Face model directory, which every e
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
+from .layout import DrafterModule
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
 # Texts that tokenizers of one vocabulary may still split in different ways.
@@ -25,14 +26,12 @@ PROBES = (
 )
 
 
-class DraftModel(nn.Module):
+class DraftModel(DrafterModule, nn.Module):
     """Draft model with the target's tokenizer; it is trained and used without dropout."""
 
     method = kind = "draft_model"
     whole_model = drafts_by_level = True
-    most_drafts: int | None = None
-    taps: tuple[int, ...] = ()
-    bound_to: tuple[str, ...] = ()
+    bound_to = ()
     """Empty, because every target with this tokenizer will do, of whatever size."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, vocab_size: int) -> None:
@@ -62,8 +61,8 @@ class DraftModel(nn.Module):
 
     @classmethod
     def load(
-        cls, directory: Path, dtype: torch.dtype | str, embedding_and_head: EmbeddingAndHead | None
-    ) -> DraftModel:
+        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
         """Return the draft model in `directory`; of the target it needs tokenizer and vocabulary.
 
         Raises `UserError` if its weights do not fit its config, or if its tokenizer is not the
@@ -77,28 +76,22 @@ class DraftModel(nn.Module):
         with clear_errors(directory, "draft model"):
             model, loading_info = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
             tokenizer = read_tokenizer(directory)
-        wrong: list[Any] = []
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            wrong += loading_info[kind]
-        if wrong:
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if wrong := [str(key) for kind in kinds for key in loading_info[kind]]:
             raise UserError(
-                f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} "
-                "is missing or surplus"
+                f"draft model {directory} does not fit its config: {min(wrong)} is missing or "
+                "surplus"
             )
         if difference := tokenizer_difference(embedding_and_head.tokenizer, tokenizer):
             raise UserError(
                 f"draft model {directory} has another tokenizer than the target: {difference}; "
-                "its token ids mean other text, "
-                "use a model of the same family"
+                "its token ids mean other text, use a model of the same family"
             )
         return cls(model, tokenizer, embedding_and_head.vocab_size)
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:
-    """Return a sentence about a difference between two tokenizers, or None.
-
-    The ids of all tokens are compared first, then the ids of `PROBES`.
-    """
+    """Return a sentence about a difference in token ids, or in those of `PROBES`; or None."""
     if target is None or draft is None:
         return "one of them has none"
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()

@@ -20,6 +20,13 @@ def check_activation(name: str) -> None:
         )
 
 
+def check_positive(config: object, *names: str) -> None:
+    """Raise `UserError` for the first of the options `names` that is given and below 1."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UserError(f"heads.{name} must be at least 1, not {value}")
+
+
 @dataclass
 class MedusaConfig:
     """Options of the Medusa heads."""
@@ -32,8 +39,7 @@ class MedusaConfig:
     """Use the target's own head for all heads, instead of an output matrix for each."""
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise UserError("heads.num_heads and heads.num_layers must be at least 1")
+        check_positive(self, "num_heads", "num_layers")
 
 
 @dataclass
@@ -70,9 +76,7 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         check_activation(self.activation)
-        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"heads.{name} must be at least 1, not {value}")
+        check_positive(self, "num_layers", "draft_vocab_size", "hidden_size", "intermediate_size")
         if self.version == 1:
             for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
                 if getattr(self, name):
@@ -116,9 +120,7 @@ class DFlashConfig:
                 f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
                 "the anchor's own"
             )
-        for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"heads.{name} must be at least 1, not {value}")
+        check_positive(self, "num_layers", "intermediate_size", "draft_vocab_size")
 
 
 @dataclass

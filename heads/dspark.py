@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import dflash
 from .dflash import BlockShape, DFlashDrafter, sizes_for, sizes_from
 from .documents import DSparkFile
 from .drafter_configs import DSparkConfig
@@ -25,7 +24,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .files import JsonObject
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DSparkShape(BlockShape):
     """All sizes of a DSpark drafter, as in its `config.json`."""
 
@@ -119,11 +118,6 @@ class DSparkDrafter(DFlashDrafter):
 def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape:
     """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
     return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
-
-
-def config_of(shape: DSparkShape) -> JsonObject:
-    """Return the sizes in `shape` that a user chose, by the names of `DSparkConfig`."""
-    return dflash.config_of(shape) | {"markov_rank": shape.markov_rank}
 
 
 Drafter = DSparkDrafter

@@ -11,7 +11,7 @@ V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,34 +23,27 @@ from .drafter_configs import EagleConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
-from .layout import EngineLayout
+from .layers import (
+    Attend,
+    DecoderLayer,
+    DrafterShape,
+    LayeredDrafter,
+    RMSNorm,
+    check_taps,
+    inner_size,
+    layout_of,
+    shared_sizes,
+)
 from .rotary import Rotary
-from .vocabulary import VocabularyMaps
-
-WEIGHTS_FILE = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class EagleShape:
+@dataclass(frozen=True, kw_only=True)
+class EagleShape(DrafterShape):
     """All sizes and flags of an EAGLE drafter, as in its `config.json`."""
 
     version: int
-    taps: tuple[int, ...]
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     draft_vocab_size: int
-    max_positions: int
-    norm_eps: float
-    activation: str
-    rope: JsonObject = field(hash=False)
-    """Rotary parameters, as transformers' `rope_parameters`."""
     norm_taps: bool = False
     norm_output: bool = False
     qk_norm: bool = False
@@ -59,7 +52,6 @@ class EagleShape:
     """One norm over all taps together, before they are fused (engines call it norm_before_fc)."""
     norm_before_residual: bool = False
     """The residual stream begins with the normed state instead of the state itself."""
-    attention_bias: bool = False
     fc_bias: bool = False
 
 
@@ -74,17 +66,13 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-class EagleDrafter(VocabularyMaps, EngineLayout):
-    """Base of both versions: a joint of token and state, and the decoder layers after it.
-
-    `embedding_and_head` are the target's embedding and head, borrowed, not owned.
-    """
+class EagleDrafter(LayeredDrafter):
+    """Base of both versions: a joint of token and state, and the decoder layers after it."""
 
     method = "eagle"
     drafts_by_level = True
-    read_in_parts = ("fc", "qkv")
     document = EagleFile
-    weights_file = WEIGHTS_FILE
+    shape: EagleShape
     reads_last: bool
     """True if rows begin with the target's last hidden state, false if with its taps."""
     first_normed: int
@@ -94,12 +82,12 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         self, shape: EagleShape, embedding_and_head: EmbeddingAndHead, fused: int, first: int
     ) -> None:
         """Make the parts of both versions; `fused` are the inputs of `fc`, `first` of layer 0."""
-        super().__init__()
-        self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+        super().__init__(shape, embedding_and_head)
         hidden = shape.hidden_size
         self.fc = nn.Linear(fused, hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, hidden if i else first) for i in range(shape.num_layers)
+            DecoderLayer(shape, hidden if i else first, shape.qk_norm)
+            for i in range(shape.num_layers)
         )
         # Under the numbers of their layers, which a list would shift where the first has no norm.
         normed = range(self.first_normed, shape.num_layers)
@@ -140,18 +128,9 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         weight = self.joint.weight[:, self.shape.hidden_size :]
         return token_part + functional.linear(state, weight, self.joint.bias)
 
-    @property
-    def first_layer(self) -> DecoderLayer:
-        layer = self.layers[0]
-        assert isinstance(layer, DecoderLayer)
-        return layer
-
     @abstractmethod
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first layer's residual stream `[B, N, H]`, and its queries, keys and values.
-
-        Arguments as for `advance`.
-        """
+        """Return the first layer's residual stream `[B, N, H]` and its `qkv`; see `advance`."""
 
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
@@ -161,9 +140,9 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         `state` `[B, N, H]` comes from `fuse`, or for drafts of a greater depth from `recycled`.
         """
         state, qkv = self.enter(token_part, state)
-        state = self.first_layer(0, state, qkv, rotary, attend)
-        for i, layer in enumerate(self.layers[1:], 1):
-            assert isinstance(layer, DecoderLayer)
+        first, *others = self.decoder_layers
+        state = first(0, state, qkv, rotary, attend)
+        for i, layer in enumerate(others, 1):
             state = layer(i, state, layer.qkv(self.input_norms[str(i)](state)), rotary, attend)
         return state
 
@@ -187,9 +166,6 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         """Parameters of the drafter that `logits` reads."""
         return []
 
-    def facts(self) -> JsonObject:
-        return {**asdict(self.shape), "taps": list(self.taps)}
-
     # docs/checkpoint-formats.md#eagle describes the layout on disk.
 
     def prefix_of(self, layer: int) -> str:
@@ -197,57 +173,30 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         return f"layers.{layer}."
 
     def serving_state(self) -> dict[str, Tensor]:
-        """Return the drafter's tensors under their names on disk."""
         state: dict[str, Tensor] = {f"fc.{name}": p for name, p in self.fc.named_parameters()}
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+        for i, layer in enumerate(self.decoder_layers):
             prefix = self.prefix_of(i)
             state |= {prefix + name: weight for name, weight in layer.matrices().items()}
             if str(i) in self.input_norms:
-                norm = self.input_norms[str(i)]
-                assert isinstance(norm, RMSNorm)
-                state[prefix + "input_layernorm.weight"] = norm.weight
+                norm = self.input_norms.get_parameter(f"{i}.weight")
+                state[prefix + "input_layernorm.weight"] = norm
         return state | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
-        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
-
-        Every flag is written out, because readers' defaults differ, and no value is null.
-        """
+        # Every flag is written out, because readers' defaults differ, and no value is null.
         shape = self.shape
-        config: JsonObject = {
+        return {
             "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
             "model_type": "llama",
-            "dtype": dtype,
-            "num_hidden_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": shape.activation,
-            "rms_norm_eps": shape.norm_eps,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_positions,
-            "rope_theta": shape.rope["rope_theta"],
-            "rope_parameters": shape.rope,
-            "attention_bias": shape.attention_bias,
+            **super().serving_config(target_name, dtype),
             "mlp_bias": False,
-            "tie_word_embeddings": False,
             "bias": shape.fc_bias,
-            "base_model_name_or_path": target_name,
         }
-        if (share := shape.rope.get("partial_rotary_factor")) is not None:
-            config["partial_rotary_factor"] = share  # SGLang looks for it here
-        if shape.rope["rope_type"] != "default":
-            config["rope_scaling"] = shape.rope  # readers of older layouts look for it here
-        return config
 
     @classmethod
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> EagleDrafter:
-        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "an EAGLE drafter needs the target's embedding and head; load it together with "
@@ -258,26 +207,15 @@ class EagleDrafter(VocabularyMaps, EngineLayout):
         shape = EagleShape(
             version=version,
             taps=tuple(config.get("eagle_aux_hidden_state_layer_ids", ())),
-            hidden_size=config["hidden_size"],
             target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            vocab_size=config["vocab_size"],
             draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
-            max_positions=config["max_position_embeddings"],
-            norm_eps=config["rms_norm_eps"],
-            activation=config["hidden_act"],
-            rope=config["rope_parameters"],
             norm_taps=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
             qk_norm=qk_norm,
             norm_fused_taps=config.get("norm_before_fc", False),
             norm_before_residual=config.get("norm_before_residual", False),
-            attention_bias=config["attention_bias"],
             fc_bias=config["bias"],
+            **shared_sizes(config),
         )
         return drafter_of(shape, embedding_and_head)
 
@@ -301,7 +239,7 @@ class Eagle1Drafter(EagleDrafter):
 
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = self.join(token_part, state)
-        return state, self.first_layer.qkv(state)
+        return state, self.decoder_layers[0].qkv(state)
 
     def logits(self, output: Tensor) -> Tensor:
         return self.embedding_and_head.head(output)
@@ -332,7 +270,7 @@ class Eagle3Drafter(EagleDrafter):
 
     @property
     def joint(self) -> nn.Linear:
-        return self.first_layer.qkv
+        return self.decoder_layers[0].qkv
 
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         # Stored features may have another dtype than the drafter.
@@ -376,9 +314,7 @@ class Eagle3Drafter(EagleDrafter):
     def serving_state(self) -> dict[str, Tensor]:
         state = super().serving_state()
         state[self.prefix_of(0) + "hidden_norm.weight"] = self.hidden_norm.weight
-        for i, norm in enumerate(self.tap_norms):
-            assert isinstance(norm, RMSNorm)
-            state[f"fc_norm.{i}.weight"] = norm.weight
+        state |= {f"fc_norm.{name}": weight for name, weight in self.tap_norms.named_parameters()}
         if self.fused_tap_norm is not None:
             state["input_norm.weight"] = self.fused_tap_norm.weight
         state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
@@ -434,10 +370,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
     if not taps and not CLASSES[config.version].reads_last:
         taps = default_taps(layers)
     # The last tap, L, is refused: transformers gives it after the final norm, engines before.
-    if sorted(set(taps)) != list(taps) or any(not 0 <= tap < layers for tap in taps):
-        raise UserError(
-            f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {layers - 1}"
-        )
+    check_taps(taps, 0, layers)
     return EagleShape(
         version=config.version,
         taps=taps,
@@ -453,13 +386,6 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         qk_norm=config.qk_norm,
         **layout_of(target),
     )
-
-
-def config_of(shape: EagleShape) -> JsonObject:
-    """Return the sizes in `shape` that a user chose, by the names of `EagleConfig`."""
-    options = EagleConfig.__dataclass_fields__
-    chosen = {name: value for name, value in asdict(shape).items() if name in options}
-    return chosen | {"taps": list(shape.taps)}
 
 
 Drafter = EagleDrafter

@@ -2,10 +2,7 @@
 
 
 class UserError(ValueError):
-    """Error that the user can correct.
-
-    The message is one line: what is wrong, then what to do about it.
-    """
+    """Error that the user can correct; its one line says what is wrong and what to do."""
 
 
 # Parts of the messages of torch and of the system when memory runs out.

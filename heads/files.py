@@ -75,12 +75,12 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         # user. The umask can only be read by setting it.
         mask = os.umask(0)
         os.umask(mask)
-        for file in aside.rglob("*"):
-            if file.is_file():
-                file.chmod(0o666 & ~mask)
-        # The contents reach the disk before the rename does: after a crash of the machine, a
-        # directory of the right name must not hold empty files.
-        sync_tree(aside)
+        for inner in (aside, *aside.rglob("*")):
+            if inner.is_file():
+                inner.chmod(0o666 & ~mask)
+            # The contents reach the disk before the rename does: after a crash of the machine, a
+            # directory of the right name must not hold empty files.
+            _sync(inner)
         old = _put_in_place(aside, path)
         in_place = True
         # The new name is in the parent folder, which is flushed like a file.
@@ -166,10 +166,7 @@ def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
 
 
 def check_json(path: str | None) -> None:
-    """Demand that `--json path` can be written; `-` stands for standard output.
-
-    Commands call this before anything that takes long. Raises `UserError`.
-    """
+    """Demand that `--json path` can be written; `-` is standard output. Raises `UserError`."""
     if path != STANDARD_OUTPUT:
         check_output(path, "--json")
 
@@ -207,10 +204,7 @@ def check_output_folder(path: str | os.PathLike[str], option: str, replaced: boo
 
 
 def _check_parent(path: Path, option: str) -> None:
-    """Demand that `path` can be made in the nearest of its parents that exists, which has space.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` unless `path` can be made in its nearest parent, which has space."""
     try:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
@@ -235,10 +229,7 @@ def refuse_link(path: Path) -> None:
 
 
 def check_space(path: Path, needed: float, remedy: str) -> None:
-    """Demand `needed` bytes of free space on the disk where `path` is or will be.
-
-    Raises `UserError`, whose message ends with `remedy`.
-    """
+    """Raise `UserError`, with `remedy`, unless `needed` bytes are free where `path` will be."""
     candidates = (path.absolute(), *path.absolute().parents)
     # The path itself need not exist; the root folder always does.
     existing = next(candidate for candidate in candidates if candidate.exists())
@@ -288,10 +279,7 @@ def remove_partials(folder: Path, owned: bool = False) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Give directories of `folder` their names back whose replacement was killed half-way.
-
-    Those that have been replaced are deleted.
-    """
+    """Give directories their names back whose replacement was killed; delete replaced ones."""
     for old in folder.glob(".*.replaced"):
         # Nothing else may be touched: the folder may be anyone's, such as the user's own.
         if PARTIAL.search(old.name) and is_abandoned(old):
@@ -302,15 +290,8 @@ def put_back(folder: Path) -> None:
                 old.rename(path)
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush `folder`, and every file and directory below it, to the disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
 def _sync(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
     # Reading is enough for `fsync`, and a directory cannot be opened for anything else.
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -360,10 +341,7 @@ def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: st
 
 
 def damage(folder: Path) -> str | None:
-    """Return a sentence about damage to a folder since `write_checksums`, or None.
-
-    A file that is missing, changed or surplus, or cannot be read, counts as damage.
-    """
+    """Return a sentence about a file that is not as `write_checksums` found it, or None."""
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
@@ -452,10 +430,7 @@ YamlLoader.yaml_implicit_resolvers = {
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """Return the table of keys in the YAML file `path`; a byte order mark is skipped.
-
-    Raises `UserError` for a missing file, and one that is no YAML or no table.
-    """
+    """Return the table in a YAML file; a byte order mark is skipped. Raises `UserError`."""
     try:
         value = yaml.load(path.read_text(encoding="utf-8-sig"), YamlLoader)
     except FileNotFoundError as error:

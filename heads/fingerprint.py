@@ -57,11 +57,7 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        tokenizer: Any,
-        name: str,
-        weights: str | None = None,
+        cls, model: nn.Module, tokenizer: Any, name: str, weights: str | None = None
     ) -> Fingerprint:
         """Return the fingerprint of a target.
 
@@ -89,21 +85,15 @@ class Fingerprint:
         return asdict(self)
 
     def errors_against(self, target: Fingerprint, fields: tuple[str, ...]) -> list[str]:
-        """Return a sentence for each of `fields` in which `target` differs.
-
-        A drafter that was trained for `self` cannot be used with such a target.
-        """
-        errors = []
-        for name in fields:
-            trained, given = getattr(self, name), getattr(target, name)
-            if trained != given:
-                errors.append(f"{name} is {trained} in the drafter and {given} in the target")
-        return errors
+        """Return a sentence for each of `fields` that differs: such a target is refused."""
+        return [
+            f"{name} is {trained} in the drafter and {given} in the target"
+            for name in fields
+            if (trained := getattr(self, name)) != (given := getattr(target, name))
+        ]
 
     def warnings_against(self, target: Fingerprint) -> list[str]:
-        """Return a sentence about what differs in `target`, in a list; none if nothing does.
-
-        That are hashes, and numbers of the configuration with both values.
+        """Return a list of one sentence about hashes and numbers that differ, or an empty list.
 
         Decoding stays lossless with such a target, but fewer drafts are probably accepted.
         """
@@ -112,10 +102,11 @@ class Fingerprint:
             "template_hash": "chat template",
             "weights_hash": "weights",
         }
-        different = []
-        for name, text in descriptions.items():
-            if getattr(self, name) != getattr(target, name):
-                different.append(text)
+        different = [
+            text
+            for name, text in descriptions.items()
+            if getattr(self, name) != getattr(target, name)
+        ]
         if changes := changed_numbers(self.numbers, target.numbers):
             different.append(f"its configuration ({changes})")
         if not different:
@@ -203,10 +194,7 @@ def _shortened(value: Any) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Return the hash of every (token, id) pair, added and special tokens included.
-
-    It is empty for a target without a tokenizer.
-    """
+    """Return the hash of every (token, id) pair; empty for a target without a tokenizer."""
     if tokenizer is None:
         return ""
     # Ordered by id, then by token: the order of the dictionary is not the same in every process.
@@ -281,10 +269,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     composite: Any = tensor
     inner_names = composite.__tensor_flatten__()[0]
-    plain_tensors = []
-    for name in inner_names:
-        plain_tensors += _plain(getattr(composite, name))
-    return plain_tensors
+    return [plain for name in inner_names for plain in _plain(getattr(composite, name))]
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE, DFlash and DSpark drafters, and the sizes it takes from a target.
+"""What EAGLE, DFlash and DSpark drafters share: decoder layers, sizes, and their files.
 
 Training and decoding run the same layer: the caller passes the attention function, which decides
 what each row attends to.
@@ -10,15 +10,20 @@ heads, E size of an attention head, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import RMSNorm, functional
 from transformers.activations import ACT2FN
 
+from .embedding_and_head import EmbeddingAndHead
+from .errors import UserError
 from .files import JsonObject
+from .layout import EngineLayout
 from .rotary import rotate
+from .vocabulary import VocabularyMaps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention function: (layer, queries [B, N, G, E], keys, values [B, N, Gkv, E]) -> [B, N, G * E].
@@ -28,39 +33,48 @@ block's context.
 """
 
 
-class LayerShape(Protocol):
-    """Sizes and flags of a decoder layer."""
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a decoder layer."""
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def attention_bias(self) -> bool: ...
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str = "silu"
+    attention_bias: bool = False
+    """True only for some imported drafters; training makes none with biases."""
 
 
-class RMSNorm(nn.Module):
-    """Norm that divides by the root mean square of the last axis and multiplies by a weight."""
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape(LayerShape):
+    """Sizes that EAGLE, DFlash and DSpark drafters have in common."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    taps: tuple[int, ...]
+    num_layers: int
+    vocab_size: int
+    max_positions: int
+    rope: JsonObject = field(hash=False)
+    """Rotary parameters, as transformers' `rope_parameters`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+CONFIG_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "activation": "hidden_act",
+    "norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "rope": "rope_parameters",
+    "attention_bias": "attention_bias",
+}
+"""Keys of `config.json`, by the fields of `DrafterShape`."""
 
 
 class DecoderLayer(nn.Module):
@@ -71,7 +85,7 @@ class DecoderLayer(nn.Module):
     inputs]` makes queries, keys and values in this order, and `gate_up` both factors of the MLP.
     """
 
-    def __init__(self, shape: LayerShape, inputs: int) -> None:
+    def __init__(self, shape: LayerShape, inputs: int, qk_norm: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -83,8 +97,8 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
         self.post_attention_norm = RMSNorm(hidden, shape.norm_eps)
         self.act = ACT2FN[shape.activation]
-        self.q_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = RMSNorm(self.size, shape.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.size, shape.norm_eps) if qk_norm else None
 
     def forward(
         self,
@@ -156,14 +170,70 @@ class DecoderLayer(nn.Module):
         return named
 
 
-def layout_of(target: Any) -> JsonObject:
-    """Return the sizes that a drafter takes from a target's transformers config.
+class LayeredDrafter(VocabularyMaps, EngineLayout):
+    """Base of drafters that consist of decoder layers, after `fc` has fused the target's features.
 
-    The names are those of the fields of `EagleShape` and `BlockShape`.
+    `embedding_and_head` are the target's embedding and head, borrowed, not owned.
     """
+
+    read_in_parts = ("fc", "qkv")
+    weights_file = "model.safetensors"
+    layers: nn.ModuleList
+    shape: DrafterShape
+
+    def __init__(self, shape: DrafterShape, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__()
+        self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def facts(self) -> JsonObject:
+        return {**asdict(self.shape), "taps": list(self.taps)}
+
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
+        """Return the keys of `config.json` that all these drafters have."""
+        shape, rope = self.shape, self.shape.rope
+        config: JsonObject = {
+            "dtype": dtype,
+            **{key: getattr(shape, name) for name, key in CONFIG_KEYS.items()},
+            "rope_theta": rope["rope_theta"],
+            "tie_word_embeddings": False,
+            "base_model_name_or_path": target_name,
+        }
+        if (share := rope.get("partial_rotary_factor")) is not None:
+            config["partial_rotary_factor"] = share  # SGLang looks for it here
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope  # readers of older layouts look for it here
+        return config
+
+
+def shared_sizes(config: JsonObject) -> JsonObject:
+    """Return the fields of `DrafterShape` but the taps, by name, from a `config.json`."""
+    return {name: config[key] for name, key in CONFIG_KEYS.items()}
+
+
+def config_of(shape: DrafterShape, options: type) -> JsonObject:
+    """Return the sizes in `shape` that a user chose, by the names of the class `options`."""
+    chosen = asdict(shape) | {"taps": list(shape.taps)}
+    return {name: chosen[name] for name in options.__dataclass_fields__ if name in chosen}
+
+
+def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
+    """Raise `UserError` unless `taps` are ascending, from `least`, below the number of layers."""
+    if sorted(set(taps)) != list(taps) or any(not least <= tap < layers for tap in taps):
+        raise UserError(
+            f"heads.taps {list(taps)} must be ascending, distinct, and between {least} and "
+            f"{layers - 1}"
+        )
+
+
+def layout_of(target: Any) -> JsonObject:
+    """Return the fields of `DrafterShape` that a drafter takes from a target's config."""
     layer = last_layer_of(target)
     hidden, heads = target.hidden_size, layer.num_attention_heads
-    norm_eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
         # A config without the key, or with None, is of a model whose attention heads all have their
@@ -172,7 +242,7 @@ def layout_of(target: Any) -> JsonObject:
         "head_dim": first_of(layer, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
-        "norm_eps": norm_eps or 1e-6,
+        "norm_eps": eps or 1e-6,
         "rope": rope_of(target),
     }
 

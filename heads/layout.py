@@ -1,7 +1,6 @@
-"""Saving and loading of drafters that consist of a `config.json` and one file of tensors.
+"""Drafter modules, and saving and loading of those that consist of a `config.json` and one file.
 
-Keys and tensors have the names that engines read. Loading demands exactly the expected tensors,
-each with its name, shape and dtype.
+Keys and tensors have the names that engines read.
 """
 
 from __future__ import annotations
@@ -40,9 +39,11 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-class EngineLayout(ABC):
-    """Base of drafters that get `save` and `load` from a description of their files."""
+class DrafterModule(ABC):
+    """What a drafter's module says of itself, and its files."""
 
+    method: str
+    taps: tuple[int, ...] = ()
     kind: str
     """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
     whole_model = False
@@ -55,12 +56,36 @@ class EngineLayout(ABC):
     """Levels of drafts that the drafter has; None: any number."""
     read_in_parts: tuple[str, ...] = ()
     """Names of layers of which rows or columns of the matrix are read: it must stay as it is."""
+    bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
+    """Fields of the fingerprint in which a target has to equal the one of the training."""
+
+    @abstractmethod
+    def facts(self) -> JsonObject:
+        """Return everything besides the tensors that decides what the module computes, as JSON."""
+
+    @abstractmethod
+    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        """Write the files that engines read; floating tensors are cast to `dtype`."""
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
+        """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
+
+        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
+        drafter.
+        """
+
+
+class EngineLayout(DrafterModule):
+    """Base of drafters that get `save` and `load` from a description of their files."""
+
     weights_file: str
     """Name of the safetensors file."""
     document: type
     """Type in `documents` that `config.json` has to fit."""
-    bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
-    """Fields of the fingerprint in which a target has to equal the one of the training."""
 
     @abstractmethod
     def serving_state(self) -> dict[str, Tensor]:
@@ -84,21 +109,14 @@ class EngineLayout(ABC):
         `KeyError` if a key is missing.
         """
 
-    @abstractmethod
-    def facts(self) -> JsonObject:
-        """Return everything besides the tensors that decides what the module computes, as JSON."""
-
-    def check(self) -> None:  # noqa: B027  # most have nothing to check
+    def check(self) -> None:  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        """Write `config.json` and the tensors; floating tensors are cast to `dtype`."""
-        write_json(
-            directory / "config.json",
-            self.serving_config(target_name, dtype_name(dtype)),
+        write_json(directory / "config.json", self.serving_config(target_name, dtype_name(dtype)))
+        save_file(
+            self.stored_state(dtype), directory / self.weights_file, metadata={"format": "pt"}
         )
-        tensors = self.stored_state(dtype)
-        save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
 
     def stored_state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return copies of the tensors under their names on disk, floating ones as `dtype`.
@@ -115,25 +133,23 @@ class EngineLayout(ABC):
     def load(
         cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
-        """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
-
-        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
-        drafter.
-        """
         config = read_json(directory / "config.json")
         convert(config, cls.document)
-        stored = header(directory / cls.weights_file)
+        path = directory / cls.weights_file
         # A damaged size must not be allocated: the sizes are compared with the file's header while
         # the module takes no memory, and the module is then built once more.
         with torch.device("meta"):
             expected = cls.from_serving_config(config, embedding_and_head).serving_state()
-        check_same(
-            expected,
-            {name: tuple(facts.shape) for name, facts in stored.items()},
-            directory / cls.weights_file,
-        )
+        shapes = {name: tuple(facts.shape) for name, facts in header(path).items()}
+        check_same(expected, shapes, path)
         drafter = cls.from_serving_config(config, embedding_and_head)
-        fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
+        try:
+            stored = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again"
+            ) from error
+        fill_from(stored, drafter.serving_state(), path, dtype)
         drafter.check()
         return drafter
 
@@ -143,27 +159,10 @@ def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Copy the tensors of the safetensors file `path` into `expected`.
-
-    Raises `UserError` if the file cannot be read, or does not hold exactly these tensors.
-    """
-    try:
-        stored = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again"
-        ) from error
-    fill_from(stored, expected, path, dtype)
-
-
 def check_same(
     expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path
 ) -> None:
-    """Demand that a file holds exactly the tensors of `expected`, by name and shape.
-
-    `shapes` are the shapes of the tensors in the file `path`. Raises `UserError`.
-    """
+    """Raise `UserError` unless the `shapes` in the file `path` are those of `expected`, by name."""
     problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [f"{name} is not part of this drafter" for name in shapes if name not in expected]
     for name in sorted(expected.keys() & shapes.keys()):
@@ -185,12 +184,11 @@ def refuse(problems: list[str], path: Path) -> None:
 def fill_from(
     stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype
 ) -> None:
-    """Copy the tensors `stored`, which were read from `path`, into `expected`.
+    """Copy the tensors `stored`, read from `path`, into `expected`; `check_same` has compared them.
 
-    Raises `UserError` if names, shapes or dtypes differ; floating tensors have to be of type
-    `dtype`, which need not be that of `expected`.
+    Raises `UserError` if floating tensors are not of type `dtype`, which need not be that of
+    `expected`, or others not of their own.
     """
-    check_same(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, path)
     problems = []
     for name, tensor in expected.items():
         wanted = stored_as(tensor, dtype)

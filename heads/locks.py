@@ -103,10 +103,7 @@ def only_writer(path: Path, is_folder: bool, remedy: str) -> Iterator[None]:
 
 
 def _locked(lock: Path, path: Path, remedy: str) -> int:
-    """Return the descriptor of the file `lock`, which this process holds locked.
-
-    Raises as `only_writer` does, and `OSError`.
-    """
+    """Return the descriptor of the locked file. Raises as `only_writer`, and `OSError`."""
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -1,12 +1,9 @@
 """Medusa heads (Cai et al., arXiv 2401.10774).
 
 Head i, from 0, reads the target's last hidden state at position t and predicts x[t+2+i]
-(docs/notation.md#positions).
-
-Choices that differ from the reference code: the biases of residual blocks start at zero, so that an
-untrained block is exactly the identity; the blocks of a head are distinct modules (the reference
-repeats one); with `shared_head` the heads own no output matrix, and the target's head makes their
-logits.
+(docs/notation.md#positions). Unlike in the reference code the biases of residual blocks start at
+zero, so that an untrained block is exactly the identity; the blocks of a head are distinct modules;
+with `shared_head` the target's head makes the logits.
 
 Shapes: D heads, H hidden size (the target's), V vocabulary.
 """
@@ -27,8 +24,6 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
-
-WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
 
 class ResidualBlock(nn.Module):
@@ -53,8 +48,7 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     method = kind = "medusa"
     document = MedusaFile
-    weights_file = WEIGHTS_FILE
-    taps: tuple[int, ...] = ()
+    weights_file = "medusa_lm_head.safetensors"
 
     def __init__(
         self,
@@ -81,21 +75,17 @@ class MedusaHeads(EngineLayout, nn.Module):
                 "target"
             )
 
-    def states(self, hidden: Tensor, head: int) -> Tensor:
-        """Return the state `[..., H]` that head number `head` makes of `hidden` `[..., H]`."""
-        blocks: Any = self.blocks[head]
-        linear = blocks[0].linear
-        # The heads may have another type than the target's states. The `weight` of a layer that is
-        # packed for decoding is made again each time, so such a layer names its type itself.
-        dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
-        return blocks(hidden.to(dtype))
-
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., V]` of head number `head` for last hidden states `[..., H]`.
 
         They are about the token at position t + 2 + `head`, where t is the state's position.
         """
-        states = self.states(hidden, head)
+        blocks: Any = self.blocks[head]
+        linear = blocks[0].linear
+        # The heads may have another type than the target's states. The `weight` of a layer that is
+        # packed for decoding is made again each time, so such a layer names its type itself.
+        dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
+        states = blocks(hidden.to(dtype))
         if self.config.shared_head:
             assert self.target_head is not None
             return self.target_head(states)
@@ -116,18 +106,12 @@ class MedusaHeads(EngineLayout, nn.Module):
     # (docs/checkpoint-formats.md#medusa).
 
     def serving_state(self) -> dict[str, Tensor]:
-        """Return the heads' tensors under their names on disk."""
-        state: dict[str, Tensor] = {}
-        for head, blocks in enumerate(self.blocks):
-            assert isinstance(blocks, nn.Sequential)
-            for layer, block in enumerate(blocks):
-                assert isinstance(block, ResidualBlock)
-                state[f"{head}.{layer}.linear.weight"] = block.linear.weight
-                state[f"{head}.{layer}.linear.bias"] = block.linear.bias
+        # Such as 0.0.linear.weight: head, block, layer.
+        state: dict[str, Tensor] = {name: part for name, part in self.blocks.named_parameters()}
         # The output matrix is numbered as if it were one more block.
-        for head, output in enumerate(self.outputs):
-            assert isinstance(output, nn.Linear)
-            state[f"{head}.{self.config.num_layers}.weight"] = output.weight
+        for head in range(len(self.outputs)):
+            matrix = self.outputs.get_parameter(f"{head}.weight")
+            state[f"{head}.{self.config.num_layers}.weight"] = matrix
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:

@@ -50,10 +50,7 @@ class Repeated(Struct):
 
 
 def check_repeated(folder: Path) -> None:
-    """Demand plausible numbers of layers and experts in the config.json of `folder`, if it has one.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` for implausible numbers of layers or experts in a config.json."""
     if not (folder / "config.json").is_file():
         return
     try:
@@ -99,22 +96,16 @@ def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any)
 
 
 def check_weights(folder: Path) -> None:
-    """Demand that `folder` holds its weights in safetensors files.
-
-    If there is an index, every file that it names has to be in the folder. Raises `UserError`.
-    """
+    """Raise `UserError` unless `folder` holds all its weights in safetensors files."""
     if (folder / WEIGHTS_INDEX).is_file():
         files_in(folder / WEIGHTS_INDEX)
     elif not any(folder.glob("*.safetensors")):
-        pickled = []
-        for pattern in PICKLES:
-            for file in sorted(folder.glob(pattern)):
-                pickled.append(file.name)
+        pickled = [file for pattern in PICKLES for file in sorted(folder.glob(pattern))]
         if pickled:
             raise UserError(
-                f"{folder} holds its weights in {pickled[0]}, a pickle, which can run code when "
-                "it is read; "
-                "save the model again with save_pretrained, which writes safetensors"
+                f"{folder} holds its weights in {pickled[0].name}, a pickle, which can run code "
+                "when it is read; save the model again with save_pretrained, which writes "
+                "safetensors"
             )
         raise UserError(
             f"{folder} holds no weights: there is no *.safetensors file; copy or download the "
@@ -144,6 +135,17 @@ def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> It
         transformers_logging.set_verbosity(before)
 
 
+# Parts of messages, and what is said in their place.
+REASONS = {
+    "ignore_mismatched_sizes": "its files hold tensors of other shapes than its config.json "
+    "describes; they are not of one model",
+    "Unrecognized configuration class": "it is no causal language model that transformers knows",
+    "custom code": "it comes with code of its own, which is not run; for a target that you trust, "
+    "give --target.trust-remote-code",
+    "backend tokenizer": "there is no tokenizer that can be read",
+}
+
+
 def reason_of(error: Exception) -> str:
     """Return why a library cannot read some files, in one line.
 
@@ -157,18 +159,4 @@ def reason_of(error: Exception) -> str:
         return "one of its files is nested too deeply"
     if isinstance(error, StrictDataclassError):
         return f"its config.json contradicts itself ({str(error).strip().splitlines()[-1].strip()})"
-    if "ignore_mismatched_sizes" in reason:
-        return (
-            "its files hold tensors of other shapes than its config.json describes; they are not "
-            "of one model"
-        )
-    if "Unrecognized configuration class" in reason:
-        return "it is no causal language model that transformers knows"
-    if "custom code" in reason:
-        return (
-            "it comes with code of its own, which is not run; for a target that you trust, give "
-            "--target.trust-remote-code"
-        )
-    if "backend tokenizer" in reason:
-        return "there is no tokenizer that can be read"
-    return reason
+    return next((text for part, text in REASONS.items() if part in reason), reason)

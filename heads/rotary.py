@@ -35,10 +35,8 @@ class Rotary:
         )
         # Llama's class serves every target: it computes all scalings from the parameters alone.
         table = LlamaRotaryEmbedding(config)
-        self._frequencies, self._scale = (
-            table.inv_freq.detach().float().clone(),
-            float(table.attention_scaling),
-        )
+        self._frequencies = table.inv_freq.detach().float().clone()
+        self._scale = float(table.attention_scaling)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 cosines and sines `[B, N, 1, n]` of positions `[B, N]`; n is `size`."""

@@ -5,7 +5,6 @@ Pickled files are read only where there are no safetensors, and only with torch'
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import zipfile
@@ -81,16 +80,10 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def files_in(index: Path) -> list[Path]:
-    """Return the files of weights that an index names.
-
-    Raises `UserError` if one is missing or outside of the index's folder.
-    """
+    """Return the files that an index names. Raises `UserError` if one is missing or outside."""
     table, _ = read_document(index, WeightsIndex, "copy or download it again")
     # An index names a file once for each tensor in it.
-    files = set()
-    for name in table.weight_map.values():
-        files.add(inside(index.parent, name, index.name))
-    named = sorted(files)
+    named = sorted({inside(index.parent, name, index.name) for name in table.weight_map.values()})
     if missing := [path.name for path in named if not path.is_file()]:
         raise UserError(
             f"{index} names {missing[0]}, which is not there; copy or download it again"
@@ -99,10 +92,7 @@ def files_in(index: Path) -> list[Path]:
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name of each tensor in a safetensors file, and a function that reads it.
-
-    Raises `UserError`.
-    """
+    """Yield name and reader of each tensor in a safetensors file. Raises `UserError`."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -112,10 +102,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name of each tensor in a file of `torch.save`, and a function that returns it.
-
-    Raises `UserError` for a file that holds anything but a table of tensors.
-    """
+    """Yield name and reader of each tensor in a file of `torch.save`. Raises `UserError`."""
     try:
         _refuse_swollen(path)
         # Files of the current format are zip archives, whose tensors are mapped and not read yet.
@@ -145,7 +132,7 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             raise UserError(
                 f"{path} is refused: {name} is larger than the file, or no plain tensor"
             )
-        yield str(name), partial(_itself, tensor)
+        yield str(name), lambda tensor=tensor: tensor
 
 
 def _refuse_swollen(path: Path) -> None:
@@ -165,10 +152,6 @@ def _refuse_swollen(path: Path) -> None:
         )
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class TensorFacts(msgspec.Struct):
     """Entry for one tensor in the header of a safetensors file."""
 
@@ -179,10 +162,7 @@ class TensorFacts(msgspec.Struct):
 
 
 def header(file: Path) -> dict[str, TensorFacts]:
-    """Return dtype, shape and offsets of every tensor in a safetensors file, by name.
-
-    Only the header is read. Raises `UserError`.
-    """
+    """Return each tensor's facts, by name, from a safetensors file's header. Raises `UserError`."""
     try:
         with file.open("rb") as opened:
             # A safetensors file begins with the length of its header (8 bytes, little-endian),
@@ -192,18 +172,11 @@ def header(file: Path) -> dict[str, TensorFacts]:
                 raise ValueError("a pointer of Git LFS is in its place: run git lfs pull")
             if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
                 raise ValueError("it has no header")
-            entries = json.loads(opened.read(length))
-        if not isinstance(entries, dict):
-            raise ValueError("its header is no table")
-        return msgspec.convert(
-            {name: facts for name, facts in entries.items() if name != "__metadata__"},
-            dict[str, TensorFacts],
-        )
+            entries = msgspec.json.decode(opened.read(length), type=dict[str, Any])
+        entries.pop("__metadata__", None)
+        return msgspec.convert(entries, dict[str, TensorFacts])
     except (OSError, ValueError, RecursionError) as error:
-        unread = isinstance(
-            error,
-            json.JSONDecodeError | UnicodeDecodeError | RecursionError | msgspec.ValidationError,
-        )
+        unread = isinstance(error, msgspec.MsgspecError | UnicodeDecodeError | RecursionError)
         reason = "its header cannot be read" if unread else str(error)
         raise UserError(
             f"cannot load {file}: it is not a safetensors file ({reason}); copy, download or save "

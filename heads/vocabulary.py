@@ -22,10 +22,7 @@ class VocabularyMaps(nn.Module):
     t2d: Tensor | None
 
     def add_maps(self, drafted: int, vocab_size: int) -> None:
-        """Register the maps of `drafted` tokens; a drafter of all `vocab_size` has none.
-
-        They are filled by `set_maps` or by loading.
-        """
+        """Register maps of `drafted` tokens, to be filled; a drafter of all has none."""
         reduced = drafted < vocab_size
         d2t = torch.zeros(drafted, dtype=torch.int64)
         t2d = torch.zeros(vocab_size, dtype=torch.bool)

@@ -13,8 +13,7 @@ from ..files import JsonObject
 from ..layout import dtype_name
 from .engines import ENGINES
 from .engines.engine import ExportRequest
-from .exports import also_read_by
-from .kinds import PAPERS, TITLES
+from .exports import PAPERS, TITLES, also_read_by
 
 HEADINGS = TITLES | {"draft_model": "Draft model"}
 
@@ -71,28 +70,30 @@ def card(
         f"- {kind.replace('_', '-')}",
         "---",
     ]
+    how = f"## Serve with {request.engine}\n\n```\n{serve}\n```"
+    if others := also_read_by(request.engine, artifact):
+        how += (
+            f"\n\nThe same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` "
+            "prints the command of each)."
+        )
+    # Two that every drafter has, then the engine's.
+    limits = [
+        f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
+        "accepts less, and no engine says so.",
+        "Acceptance depends on the text: measure on your own prompts.",
+        *notes,
+    ]
     sections = [
         "\n".join(header),
         f"# {HEADINGS[kind]} for {request.target}",
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
         "the text stays the target's own.",
-        f"## Serve with {request.engine}\n\n```\n{serve}\n```",
-        _others(also_read_by(request.engine, artifact)),
+        how,
         f"## Measured\n\n{_table(request, measured, stored)}",
         f"## What it is\n\n{_facts(artifact, request)}",
-        f"## Limits\n\n{_limits(artifact, notes)}",
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in limits),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _others(engines: Sequence[str]) -> str:
-    """Return the sentence that names the other engines that read these files; empty without any."""
-    if not engines:
-        return ""
-    return (
-        f"The same files are read by: {', '.join(engines)} (`draftsmith export --to ENGINE` prints "
-        "the command of each)."
-    )
+    return "\n\n".join(sections) + "\n"
 
 
 def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
@@ -187,15 +188,3 @@ def _data_facts(provenance: JsonObject) -> list[tuple[str, str]]:
         coverage = f"covers {data['vocabulary_coverage']:.2%}"
         rows.append(("draft vocabulary", f"{coverage} of the target's tokens in that data"))
     return rows
-
-
-def _limits(artifact: Artifact, notes: Sequence[str]) -> str:
-    """Return the list of limits, in Markdown: two that every drafter has, then the engine's."""
-    name = artifact.fingerprint.name
-    lines = [
-        f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no "
-        "engine says so.",
-        "Acceptance depends on the text: measure on your own prompts.",
-        *notes,
-    ]
-    return "\n".join(f"- {line}" for line in lines)

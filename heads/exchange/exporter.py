@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..artifact import OWN_FILE, Artifact, drafter_class, not_a_drafter
-from ..documents import OwnFile, read_document
+from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
@@ -25,8 +24,7 @@ from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
 from .engines import ENGINES
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
-from .exports import recipe_for
-from .kinds import facts_of, titles
+from .exports import facts_of, recipe_for, titles
 from .selfcheck import check_export, check_name, stand_in_for
 
 CARD = "README.md"
@@ -106,10 +104,7 @@ def files_for(
 
 
 def check_free(out: str | Path) -> bool:
-    """Return true if the folder `out` is an earlier export, false if it is absent or empty.
-
-    Raises `UserError` for anything else.
-    """
+    """Return true for an earlier export, false for an absent or empty folder; else `UserError`."""
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
         raise UserError(
@@ -121,10 +116,8 @@ def check_free(out: str | Path) -> bool:
     # exports, which can be made again, have the key `export`.
     document = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
     if not isinstance(document, dict) or "export" not in document:
-        what = "a drafter, not an export"
-        if document is None:
-            what = "something else than an export"
-        raise UserError(f"{out} holds {what}; name another --out, or remove it")
+        what = "something else than" if document is None else "a drafter, not"
+        raise UserError(f"{out} holds {what} an export; name another --out, or remove it")
     return True
 
 
@@ -137,10 +130,7 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             )
         # float16 ends at 65504; bfloat16 has the range of float32.
         if not weight.to(dtype).isfinite().all():
-            raise UserError(
-                f"{name} does not fit into {str(dtype).removeprefix('torch.')}; use --dtype "
-                "bfloat16"
-            )
+            raise UserError(f"{name} does not fit into {dtype_name(dtype)}; use --dtype bfloat16")
 
 
 def check_vocabulary(artifact: Artifact) -> None:
@@ -166,24 +156,19 @@ def load_alone(directory: str | Path) -> Artifact:
     Raises `UserError` for a folder that is no artifact, or a damaged one.
     """
     directory = Path(directory)
-    if not (directory / OWN_FILE).is_file():
-        if (directory / "config.json").is_file():
-            raise UserError(
-                f"{directory} was not made here: read it with draftsmith import; a plain model is "
-                "served as it is"
-            )
-        raise not_a_drafter(directory)
-    document, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+    if not (directory / OWN_FILE).is_file() and (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory} was not made here: read it with draftsmith import; a plain model is "
+            "served as it is"
+        )
+    document = read_own_file(directory)
     trained_for = document.target
     embedding_and_head = stand_in_for(trained_for).embedding_and_head
     if drafter_class(document.method) is DraftModel:
         # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.
-        embedding_and_head = replace(
-            embedding_and_head,
-            vocab_size=trained_for.vocab_size,
-            tokenizer=_own_tokenizer(directory, trained_for),
-        )
+        tokenizer = _own_tokenizer(directory, trained_for)
+        embedding_and_head = replace(embedding_and_head, tokenizer=tokenizer)
     artifact = Artifact.load(directory, trained_for, embedding_and_head)
     place(artifact.drafter, torch.device("cpu"), getattr(torch, document.dtype))
     return artifact

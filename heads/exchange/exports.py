@@ -1,24 +1,43 @@
-"""Which engines take a drafter, and how: the recipes of `engines` for one drafter.
+"""Kinds of drafters (methods, and each version of EAGLE by itself), and which engines take one.
 
 docs/checkpoint-formats.md#what-each-engine-reads
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..artifact import Artifact
 from ..errors import UserError
 from .engines import ENGINES
 from .engines.engine import DrafterFacts, Recipe
-from .kinds import TITLES, facts_of, titles
 
 DRAFTS = 3  # drafts of a round, if no other number is given
+TITLES = {
+    "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark",
+    "medusa": "Medusa heads",
+    "draft_model": "a draft model",
+}  # fmt: skip
+PAPERS = {
+    "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
+    "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
+}  # fmt: skip
+
+
+def facts_of(artifact: Artifact) -> DrafterFacts:
+    """Return the artifact's drafter as engines see it."""
+    drafter = artifact.drafter
+    return DrafterFacts(drafter.kind, drafter, artifact.fingerprint.model_type)
+
+
+def titles(kinds: Iterable[str], word: str = "or") -> str:
+    """Return the titles of kinds as a list in a sentence, with `word` before the last."""
+    *first, last = (TITLES.get(kind, kind) for kind in kinds)
+    return f"{', '.join(first)} {word} {last}" if first else last
 
 
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:
-    """Return the recipe of this drafter for `engine`.
-
-    Raises `UserError` with the reason, and with the engines that take it, if `engine` cannot.
-    """
+    """Return the recipe of this drafter for `engine`. Raises `UserError` with the reason."""
     facts, recipes = facts_of(artifact), ENGINES[engine].recipes
     if facts.kind not in recipes:
         where = ", ".join(takers(facts)) or "none of the engines"

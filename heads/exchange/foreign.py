@@ -5,6 +5,7 @@ The checks against the target that several layouts share are here too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -17,11 +18,15 @@ from ..documents import DocumentError, convert
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import check_same, fill_from, place
+from ..layout import check_same, fill_from, place, stored_as
 
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
 SAME = 2**-7
+# Keys without which no decoder layer can be built.
+LAYER_KEYS = (
+    "num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size",
+)  # fmt: skip
 
 
 @dataclass
@@ -107,9 +112,7 @@ class Checkpoint:
         place(drafter, torch.device("cpu"), dtype)
         expected = drafter.serving_state()
         # Vocabulary maps keep their integers.
-        cast: dict[str, Tensor] = {}
-        for name, tensor in self.tensors.items():
-            cast[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        cast = {name: tensor.to(stored_as(tensor, dtype)) for name, tensor in self.tensors.items()}
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
         drafter.eval().requires_grad_(False)
@@ -125,6 +128,71 @@ class Checkpoint:
                 f"{self.folder} asks for {count:,} {what} and holds {len(self.tensors)} tensors; "
                 "its names or its config are damaged, copy or download it again"
             )
+
+    def demand_keys(self, keys: Sequence[str]) -> None:
+        """Raise `UserError` for the first of `keys` without which no drafter can be built."""
+        for key in keys:
+            if self.config.get(key) is None:
+                raise UserError(f"{self.path} lacks {key}; it is needed to build the drafter")
+
+    def check_taps(self, taps: list[int], least: int, width: int) -> None:
+        """Raise `UserError` unless the target has `taps`, from `least`, and `fc` fuses them.
+
+        `width` is the number of columns of `fc` for each of them.
+        """
+        most = self.target.num_layers - 1
+        # The type is compared because a config may hold 2.0 or true, which equal a number.
+        fit = all(type(tap) is int and least <= tap <= most for tap in taps)
+        if not fit or sorted(set(taps)) != taps:
+            raise UserError(
+                f"taps {taps} must be ascending, distinct and between {least} and {most}; say "
+                "--taps"
+            )
+        fc = self.tensors.get("fc.weight")
+        if fc is not None and fc.shape[1] != len(taps) * width:
+            # Not rounded: 2.5 taps tell the user that it is the width that is wrong.
+            raise UserError(
+                f"{self.folder}: fc.weight fuses {fc.shape[1] / width:g} taps of width {width}, "
+                f"the config names {len(taps)}: {taps}"
+            )
+
+    def layer_keys(self, layers: int, positions: int) -> JsonObject:
+        """Return the part of the native config that describes the layers, `layers` in number.
+
+        `positions` is their number where the config does not say it. Zeros for the bias of an
+        output projection are dropped: exports for vLLM hold them, because its class needs them,
+        and no drafter has this bias.
+        """
+        config, tensors, heads = self.config, self.tensors, self.config["num_attention_heads"]
+        for name in list(tensors):
+            if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
+                del tensors[name]
+        kv_heads = config.get("num_key_value_heads")
+        return {
+            "num_hidden_layers": layers,
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": config["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads if kv_heads is None else kv_heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "hidden_act": config.get("hidden_act") or "silu",
+            "rms_norm_eps": config["rms_norm_eps"],
+            "vocab_size": config["vocab_size"],
+            "max_position_embeddings": config.get("max_position_embeddings") or positions,
+            "rope_parameters": rope_of(self),
+            "attention_bias": any("q_proj.bias" in name for name in tensors),
+        }
+
+    def drop_whole_maps(self) -> str | None:
+        """Drop vocabulary maps that name every token; return one that leaves tokens out, if any."""
+        maps = {name: self.tensors[name] for name in ("d2t", "t2d") if name in self.tensors}
+        for name, numbers in maps.items():
+            # `d2t` holds offsets, `t2d` is true for what can be drafted.
+            if numbers.any() if name == "d2t" else not numbers.all():
+                return name
+        for name in maps:
+            del self.tensors[name]
+        return None
 
 
 def rope_of(found: Checkpoint) -> JsonObject:

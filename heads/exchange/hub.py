@@ -9,8 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 
-from ..artifact import OWN_FILE, check_files, not_a_drafter
-from ..documents import OwnFile, read_document
+from ..artifact import check_files, read_own_file
 from ..errors import UserError, first_line
 from ..files import check_output_folder, whole_directory
 
@@ -40,9 +39,7 @@ class Drafter:
         Raises `UserError` for what is no drafter, and for damaged files.
         """
         folder = fetched(str(name), READ)
-        if not (folder / OWN_FILE).is_file():
-            raise not_a_drafter(folder)
-        own, _ = read_document(folder / OWN_FILE, OwnFile, "save or copy the drafter again")
+        own = read_own_file(folder)
         check_files(folder, own)
         return cls(folder, own.method, own.target.name)
 
@@ -55,18 +52,12 @@ class Drafter:
             shutil.copytree(self.folder, aside, dirs_exist_ok=True)
 
     def push_to_hub(self, name: str) -> str:
-        """Upload the drafter as the repository `name`, and return its address.
-
-        Raises `UserError`.
-        """
+        """Upload the drafter as repository `name`; return its address. Raises `UserError`."""
         return upload(self.folder, name)
 
 
 def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
-    """Return the folder `name`, or a folder with the files of the repository `name` on the hub.
-
-    Raises `UserError` where there is neither.
-    """
+    """Return the folder `name`, or a downloaded repository. Raises `UserError` for neither."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -76,17 +67,14 @@ def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
         raise UserError(
-            f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
+            f"{name} is no folder here, and the hub cannot give it ({first_line(error)}); check "
+            "the name"
         ) from error
 
 
 def upload(folder: str | Path, name: str) -> str:
-    """Upload a folder as the repository `name`, private if it is new; return its address.
-
-    Raises `UserError` where the hub does not take it.
-    """
+    """Upload a folder as a repository, private if new; return its address. Raises `UserError`."""
     try:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
@@ -94,8 +82,7 @@ def upload(folder: str | Path, name: str) -> str:
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
         )
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
         raise UserError(
-            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
-            "with hf auth login"
+            f"{folder} was written, but the hub does not take it as {name} ({first_line(error)}); "
+            "log in with hf auth login"
         ) from error

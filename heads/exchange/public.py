@@ -21,13 +21,14 @@ from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
+from .engines.engine import EAGLE_TAPS
 from .foreign import (
+    LAYER_KEYS,
     Answers,
     Checkpoint,
     Public,
     TargetSide,
     drop_embedding,
-    rope_of,
     same_matrix,
     same_size,
 )
@@ -44,13 +45,6 @@ TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
-INNER_KEYS = (
-    "num_attention_heads",
-    "intermediate_size",
-    "rms_norm_eps",
-    "hidden_size",
-    "vocab_size",
-)
 
 
 def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
@@ -68,18 +62,16 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     stored = StoredTensors(folder)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a table of keys; copy or download it again")
-    stored_names: dict[str, str] = {}
-    for stored_name in stored:
-        if not DERIVED.search(stored_name):
-            stored_names[plain_name(stored_name, stored)] = stored_name
+    stored_names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
     # The names alone decide who wrote the files, so that only the drafter's tensors are read.
     read = recognise(config, list(stored_names), folder)
     # Medusa v1.0 stores the target's tensors in the same file.
     left_out = ("model.", "lm_head.") if any(map(MEDUSA.match, stored_names)) else ()
-    tensors = {}
-    for name, stored_name in stored_names.items():
-        if not name.startswith(left_out):
-            tensors[name] = stored[stored_name]
+    tensors = {
+        name: stored[stored_name]
+        for name, stored_name in stored_names.items()
+        if not name.startswith(left_out)
+    }
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
             raise UserError(
@@ -147,10 +139,9 @@ def medusa(found: Checkpoint) -> Public:
     (`medusa_head.0.0.linear.weight`).
     """
     inside = any(name.startswith("medusa_head.") for name in found.tensors)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in found.tensors.items():
-        tensors[re.sub(r"^medusa_heads?\.", "", name)] = tensor
-    found.tensors = tensors
+    found.tensors = tensors = {
+        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
+    }
     heads, layers, shared = _medusa_sizes(found, inside)
     # Exports for vLLM hold the target's head where the Medusa heads own none.
     if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
@@ -180,10 +171,8 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
     The tensors' names decide. `inside`: the heads are in a whole model. Raises `UserError` where
     the config contradicts them.
     """
-    numbered = []
-    for name in found.tensors:
-        if match := MEDUSA.match(name):
-            numbered.append((int(match[1]), int(match[2]), match[3]))
+    matches = [match for name in found.tensors if (match := MEDUSA.match(name))]
+    numbered = [(int(match[1]), int(match[2]), match[3]) for match in matches]
     # A head's output matrix is numbered after its last block, and is called `weight` alone: of two
     # heads with one block each, 0.0.linear.weight and 1.0.linear.weight are blocks, and 0.1.weight
     # and 1.1.weight are matrices.
@@ -210,15 +199,9 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
 
 
 def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> None:
-    """Add zeros for the blocks' biases where the file has none.
-
-    Raises `UserError` where the config says that there are none and the file has some.
-    """
+    """Add zeros for blocks without biases. Raises `UserError` if the config contradicts."""
     tensors = found.tensors
-    biases = []
-    for name, tensor in tensors.items():
-        if name.endswith("linear.bias"):
-            biases.append(tensor)
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
     if found.config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
         raise UserError(
             f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
@@ -262,14 +245,12 @@ def eagle3(found: Checkpoint) -> Public:
     def flag(name, default=False):
         return bool(inner.get(name, found.config.get(name, default)))
 
-    norm_output = _norm_output(found, flag("norm_output"))
     before_residual = flag("norm_before_residual")
-    use_aux_norm = bool(inner.get("use_aux_norm", found.config.get("use_aux_norm", False)))
     flags = {
         "norm_before_residual": _open(found.answers.norm_before_residual, before_residual),
         "norm_before_fc": flag("norm_before_fc"),
-        "fc_norm": flag("fc_norm", use_aux_norm),
-        "norm_output": norm_output,
+        "fc_norm": flag("fc_norm", flag("use_aux_norm")),
+        "norm_output": _norm_output(found, flag("norm_output")),
     }
     return _eagle3(found, found.config, taps, flags, "eagle3")
 
@@ -304,7 +285,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
 def speculators(found: Checkpoint) -> Public:
     """Read EAGLE-3 in the speculators library's layout."""
     layer, config = found.config["transformer_layer_config"], found.config
-    taps = found.answers.taps or config.get("eagle_aux_hidden_state_layer_ids")
+    taps = found.answers.taps or config.get(EAGLE_TAPS)
     if not taps:
         taps = default_taps(found.target.num_layers)
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
@@ -325,10 +306,8 @@ def speculators(found: Checkpoint) -> Public:
         "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
     }
     # The library writes null for a width that is not set.
-    sizes = {}
-    for key in ("draft_vocab_size", "target_hidden_size"):
-        if config.get(key) is not None:
-            sizes[key] = config[key]
+    names = ("draft_vocab_size", "target_hidden_size")
+    sizes = {key: config[key] for key in names if config.get(key) is not None}
     return _eagle3(found, {**layer, **sizes}, list(taps), flags, "speculators")
 
 
@@ -349,11 +328,6 @@ def _eagle3(
         raise UserError(
             f"{found.path} says fc_norm and norm_before_fc, of which a head can have one"
         )
-    if sorted(set(taps)) != taps or not all(0 <= tap < found.target.num_layers for tap in taps):
-        raise UserError(
-            f"taps {taps} must be ascending, distinct and between 0 and "
-            f"{found.target.num_layers - 1}; say --taps"
-        )
     drop_embedding(found)
     native = _llama_layers(found, version=3)
     tensors, vocab = found.tensors, native["vocab_size"]
@@ -361,20 +335,14 @@ def _eagle3(
     _vocabulary(found, drafted, vocab)
     wide = config.get("target_hidden_size") or native["hidden_size"]
     same_size(found, "target_hidden_size", wide, found.target.hidden_size)
-    if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(taps) * wide:
-        # Not rounded: 2.5 taps tell the user that it is the width that is wrong.
-        fused = tensors["fc.weight"].shape[1] / wide
-        raise UserError(
-            f"{found.folder}: fc.weight fuses {fused:g} taps of width {wide}, the config names "
-            f"{len(taps)}: {taps}"
-        )
+    found.check_taps(taps, 0, wide)
     if "lm_head.weight" not in tensors and drafted == vocab and found.target.head is not None:
         tensors["lm_head.weight"] = found.target.head.to("cpu", found.dtype)
         found.notes.append("it has no lm_head: the target's is taken, as engines do")
     native |= flags | {
         "draft_vocab_size": drafted,
         "bias": "fc.bias" in tensors,
-        "eagle_aux_hidden_state_layer_ids": taps,
+        EAGLE_TAPS: taps,
         "target_hidden_size": wide,
     }
     return found.finished(EagleDrafter, native, layout)
@@ -390,8 +358,7 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """
     if found.answers.taps is not None:
         return found.answers.taps
-    key = "eagle_aux_hidden_state_layer_ids"
-    top, nested = found.config.get(key) or None, inner.get(key) or None
+    top, nested = found.config.get(EAGLE_TAPS) or None, inner.get(EAGLE_TAPS) or None
     # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     if top is not None:
@@ -424,16 +391,10 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     Raises `UserError` for a missing size, or one that contradicts the target.
     """
     config, tensors = found.config, found.tensors
-    missing = [key for key in INNER_KEYS if config.get(key) is None]
-    if missing:
-        raise UserError(f"{found.path} lacks {missing[0]}; it is needed to build the drafter")
+    found.demand_keys(LAYER_KEYS)
     same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
-    # Exports for vLLM hold zeros there, which its class needs. No drafter has this bias.
-    for name in list(tensors):
-        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
-            del tensors[name]
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.
     layers = 1
     for name in tensors:
@@ -448,28 +409,11 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     if version == 3:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
         pattern, prefix = (LAYER, "midlayer.") if layers == 1 else (MIDDLE, "layers.0.")
-        found.tensors = {}
-        for name, tensor in tensors.items():
-            found.tensors[pattern.sub(prefix, name)] = tensor
-    heads = config["num_attention_heads"]
-
-    def has(fragment):
-        return any(fragment in name for name in tensors)
-
+        found.tensors = {pattern.sub(prefix, name): tensor for name, tensor in tensors.items()}
+    q_norm = any("q_norm" in name for name in tensors)
     return {
-        "architectures": [ARCHITECTURES[version, has("q_norm")]],  # type: ignore[index]
-        "num_hidden_layers": layers,
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "hidden_act": config.get("hidden_act") or "silu",
-        "rms_norm_eps": config["rms_norm_eps"],
-        "vocab_size": config["vocab_size"],
-        "max_position_embeddings": config.get("max_position_embeddings") or 2048,
-        "rope_parameters": rope_of(found),
-        "attention_bias": has("q_proj.bias"),
+        "architectures": [ARCHITECTURES[version, q_norm]],
+        **found.layer_keys(layers, 2048),
     }
 
 
@@ -482,17 +426,11 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
     """
     tensors = found.tensors
     if drafted == vocab:
-        for name in ("d2t", "t2d"):
-            if name not in tensors:
-                continue
-            # Trivial maps are dropped: no offsets, or every token drafted.
-            whole = not tensors[name].any() if name == "d2t" else bool(tensors[name].all())
-            if not whole:
-                raise UserError(
-                    f"{found.folder}: {name} leaves tokens out, but draft_vocab_size is the whole "
-                    "vocabulary"
-                )
-            del tensors[name]
+        if (name := found.drop_whole_maps()) is not None:
+            raise UserError(
+                f"{found.folder}: {name} leaves tokens out, but draft_vocab_size is the whole "
+                "vocabulary"
+            )
         return
     if "d2t" not in tensors:
         raise UserError(

@@ -14,17 +14,13 @@ from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
 from ..files import JsonObject
-from .foreign import Checkpoint, Public, drop_embedding, rope_of, same_matrix, same_size
+from .foreign import LAYER_KEYS, Checkpoint, Public, drop_embedding, same_matrix, same_size
 
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
 OTHER_KINDS = ("DFlash2DraftModel", "DominoDraftModel", "DFlashLinearDraftModel")
 ONE = ("input_embedding_scale", "output_multiplier", "logit_scale", "attention_value_scale")
 """Factors that draftsmith's drafters do not have, so they must be 1."""
-NEEDED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "rms_norm_eps",
-    "vocab_size",
-)  # fmt: skip
+NEEDED = (*LAYER_KEYS, "num_hidden_layers", "num_key_value_heads", "mask_token_id")
 
 
 def is_block(config: JsonObject, names: Iterable[str]) -> bool:
@@ -84,14 +80,10 @@ def speculators_block(found: Checkpoint) -> Public:
             "non-causal, as they are trained; vLLM takes them as causal"
         )
     taps = found.answers.taps or [*config["aux_hidden_state_layer_ids"]]
-    outer = {}
-    for key, value in config.items():
-        # The library writes null for what is not set; that must not hide the layer's own value.
-        if key != "transformer_layer_config" and value is not None:
-            outer[key] = value
     anchored = bool(config.get("sample_from_anchor"))
-    # Where both have a key, the outer one is meant: that of the drafter.
-    keys = {**layer, **outer}
+    # Where both have a key, the outer one is meant: that of the drafter. The library writes null
+    # for what is not set; that must not hide the layer's own value.
+    keys = layer | {key: value for key, value in config.items() if value is not None}
     return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}")
 
 
@@ -110,37 +102,25 @@ def _read(
     `UserError`.
     """
     found.config = keys
-    _refuse_others(found, spark, anchored)
-    needed = (*NEEDED, "markov_rank") if spark else NEEDED
-    if missing := [key for key in needed if keys.get(key) is None]:
-        raise UserError(f"{found.path} lacks {missing[0]}; it is needed to build the drafter")
+    if (reason := _unsupported(found, spark, anchored)) is not None:
+        raise UserError(f"{found.folder} is not supported: {reason}")
+    found.demand_keys((*NEEDED, "markov_rank") if spark else NEEDED)
     target, tensors = found.target, found.tensors
-    _check_sizes(found)
+    sizes = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+    }
+    for name, size in sizes.items():
+        # Only some layouts have the last two.
+        if keys.get(name) is not None:
+            same_size(found, name, keys[name], size)
     _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
         same_matrix(found, "lm_head.weight", matrix, target.head)
-    # Exports for vLLM hold zeros there, which its class needs. No drafter has this bias.
-    for name in list(tensors):
-        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
-            del tensors[name]
-    fit = sorted(set(taps)) == taps
-    for tap in taps:
-        # The type is compared because a config may hold 2.0 or true, which equal a number.
-        fit = fit and type(tap) is int and 1 <= tap < target.num_layers
-    if not fit:
-        raise UserError(
-            f"taps {taps} must be ascending, distinct and between 1 and {target.num_layers - 1}; "
-            "say --taps"
-        )
-    fc = tensors.get("fc.weight")
-    if fc is not None and fc.shape[1] != len(taps) * target.hidden_size:
-        # Not rounded, as it shows a wrong width too.
-        fused = fc.shape[1] / target.hidden_size
-        raise UserError(
-            f"{found.folder}: fc.weight fuses {fused:g} taps of width {target.hidden_size}, the "
-            f"config names {taps}"
-        )
+    found.check_taps(taps, 1, target.hidden_size)
     kind = DSparkDrafter if spark else DFlashDrafter
     native = _native(found, taps)
     found.demand_parts(native["num_hidden_layers"], "layers")
@@ -148,29 +128,16 @@ def _read(
     return found.finished(kind, native | {"architectures": [kind.architecture]}, layout)
 
 
-def _check_sizes(found: Checkpoint) -> None:
-    """Raise `UserError` unless the config's sizes are the target's."""
-    keys, target = found.config, found.target
-    same_size(found, "vocab_size", keys["vocab_size"], target.vocab_size)
-    same_size(found, "hidden_size", keys["hidden_size"], target.hidden_size)
-    # Keys that only some layouts have.
-    optional = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
-    for name, size in optional.items():
-        if keys.get(name) is not None:
-            same_size(found, name, keys[name], size)
-
-
 def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     """Return the native config. Raises `UserError` for a key that is missing or garbled."""
-    keys, heads = found.config, found.config["num_attention_heads"]
+    keys = found.config
     # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.
     if keys.get("rope_theta") is None and "rope_theta" not in (keys.get("rope_parameters") or {}):
         raise UserError(
             f"{found.path} lacks rope_theta, for which engines take different ones; add that of "
             "the training"
         )
-    if (mask := keys.get("mask_token_id")) is None:
-        raise UserError(f"{found.path} lacks mask_token_id; it is needed to build the drafter")
+    mask = keys["mask_token_id"]
     if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
         raise UserError(
             f"{found.path} says mask_token_id {mask}, which is none of the target's "
@@ -185,33 +152,15 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
             "least 2"
         )
     return {
+        **found.layer_keys(keys["num_hidden_layers"], 32768),
         "block_size": block,
-        "hidden_size": keys["hidden_size"],
-        "intermediate_size": keys["intermediate_size"],
-        "num_hidden_layers": keys["num_hidden_layers"],
         "num_target_layers": found.target.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys["num_key_value_heads"],
-        "head_dim": keys.get("head_dim") or keys["hidden_size"] // heads,
-        "hidden_act": keys.get("hidden_act") or "silu",
-        "rms_norm_eps": keys["rms_norm_eps"],
-        "vocab_size": keys["vocab_size"],
-        "max_position_embeddings": keys.get("max_position_embeddings") or 32768,
-        "rope_parameters": rope_of(found),
-        "attention_bias": any("q_proj.bias" in name for name in found.tensors),
         # None for DFlash, which does not read it.
         "markov_rank": keys.get("markov_rank"),
         # None for all tokens.
         "draft_vocab_size": keys.get("draft_vocab_size"),
         INNER: {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
     }
-
-
-def _refuse_others(found: Checkpoint, spark: bool, anchored: bool) -> None:
-    """Raise `UserError` for what changes the drafts and is not in draftsmith's drafters."""
-    reason = _unsupported(found, spark, anchored)
-    if reason is not None:
-        raise UserError(f"{found.folder} is not supported: {reason}")
 
 
 def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
@@ -221,10 +170,8 @@ def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
         return "its anchor drafts too (sample_from_anchor), which no engine serves as dflash"
     if spark and not anchored:
         return "its anchor does not draft (sample_from_anchor is false), as that of DSpark does"
-    if keys.get("use_swa"):
-        return "it has layers with sliding attention"
     layer_types = keys.get("layer_types") or ["full_attention"]
-    if set(layer_types) != {"full_attention"}:
+    if keys.get("use_swa") or set(layer_types) != {"full_attention"}:
         return "it has layers with sliding attention"
     if keys.get("is_causal") or keys.get("causal"):
         return "its blocks are causal: a slot does not see those after it"
@@ -268,22 +215,14 @@ def _draft_vocabulary(found: Checkpoint) -> None:
 
     Raises `UserError` for a draft vocabulary of others, whose heads have rows of their own.
     """
-    tensors, drafted = found.tensors, found.config.get("draft_vocab_size")
-    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-    reduced = drafted not in (None, found.config["vocab_size"])
-    if (offsets := maps.get("d2t")) is not None:
-        reduced = reduced or bool(offsets.any())
-    if (can_be_drafted := maps.get("t2d")) is not None:
-        reduced = reduced or not can_be_drafted.bool().all()
-    if not reduced:
+    reduced = found.config.get("draft_vocab_size") not in (None, found.config["vocab_size"])
+    if not reduced and found.drop_whole_maps() is None:
         found.config.pop("draft_vocab_size", None)
-        return
-    if not found.answers.ours:
+    elif not found.answers.ours:
         raise UserError(
             f"{found.folder} drafts a part of the target's vocabulary (d2t), which block drafters "
             "of others do not here; not supported"
         )
-    tensors |= maps
 
 
 def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:

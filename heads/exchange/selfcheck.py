@@ -34,18 +34,13 @@ from .engines.engine import FileLayout
 from .foreign import Answers, TargetSide
 from .public import read_public
 
-BORROWED = (
-    "embedding_and_head",
-    "target_head",
-)  # attributes in which drafters keep functions of their target
+# Attributes in which drafters keep functions of their target.
+BORROWED = ("embedding_and_head", "target_head")
 LENGTH = 12  # positions of the forward pass that is compared
 
 
 def check_name(out: str, kind: str) -> None:
-    """Raise `UserError` if an engine would guess another method than the drafter's from the name.
-
-    `kind` is the drafter's.
-    """
+    """Raise `UserError` if an engine would take the folder's name for another method's."""
     for engine in ENGINES.values():
         if (guess := engine.guess(out, kind)) is not None:
             raise UserError(
@@ -68,11 +63,12 @@ def check_export(
     """
     if isinstance(artifact.drafter, DraftModel):
         # transformers writes its config, with nulls that its readers understand.
-        loaded: Any = load_draft_model(folder, artifact, dtype)
+        stand_in = stand_in_for(artifact.fingerprint).embedding_and_head
+        target = replace(stand_in, tokenizer=artifact.drafter.tokenizer)
+        loaded: Any = DraftModel.load(folder, dtype, target)
     else:
         config = read_json(folder / "config.json")
-        null = next(nulls(config), None)
-        if null is not None:
+        for null in nulls(config):
             _fail(f"config.json has no value for {null}")
         _check_taps(config, artifact.drafter, layout)
         loaded = load_back(folder, artifact, layout, head)
@@ -88,18 +84,6 @@ def nulls(config: object, path: str = "") -> Iterator[str]:
         if value is None:
             yield f"{path}{key}"
         yield from nulls(value, f"{path}{key}.")
-
-
-def load_draft_model(folder: Path, artifact: Artifact, dtype: torch.dtype) -> DraftModel:
-    """Return the draft model in `folder`, with the tokenizer of the artifact's."""
-
-    def embed(_ids: Tensor) -> Tensor:
-        raise AssertionError("a draft model has its own embedding")
-
-    embedding_and_head = EmbeddingAndHead(
-        embed, lambda last: last, artifact.fingerprint.vocab_size, artifact.drafter.tokenizer
-    )
-    return DraftModel.load(folder, dtype, embedding_and_head)
 
 
 def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
@@ -178,16 +162,22 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
 
 @singledispatch
 def outputs(drafter: Any) -> Tensor:
-    """Return the drafter's logits of `LENGTH` positions with random inputs, the same in every call.
-
-    There is a function for each class of drafters.
-    """
+    """Return the drafter's logits of `LENGTH` random inputs, the same in every call."""
     raise NotImplementedError(f"no forward pass of {type(drafter).__name__} is compared")
 
 
 def _seeded() -> torch.Generator:
     """Return a generator of its own, so that the caller's random state is not changed."""
     return torch.Generator().manual_seed(0)
+
+
+def _attended(queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
+    """Return what attention functions of `layers.Attend` return, for all keys that they see."""
+    queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+    attended = functional.scaled_dot_product_attention(
+        queries, keys, values, is_causal=is_causal, enable_gqa=True
+    )
+    return attended.transpose(1, 2).flatten(2)
 
 
 @outputs.register
@@ -214,11 +204,7 @@ def _(drafter: EagleDrafter) -> Tensor:
     state, positions = drafter.fuse(tuple(taps), last), torch.arange(LENGTH)[None]
 
     def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=True
-        )
-        return attended.transpose(1, 2).flatten(2)
+        return _attended(queries, keys, values, is_causal=True)
 
     # The first step reads fused features, the second the drafter's own state one position on.
     for step in range(2):
@@ -244,10 +230,8 @@ def _block_state(drafter: DFlashDrafter) -> Tensor:
         context_keys, context_values = context[layer]
         keys = torch.cat([context_keys, keys], dim=1)
         values = torch.cat([context_values, values], dim=1)
-        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
         # No mask: a slot sees all of the context and all slots of its block.
-        attended = functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-        return attended.transpose(1, 2).flatten(2)
+        return _attended(queries, keys, values, is_causal=False)
 
     state = drafter.embed(ids[:, -1:])
     for layer in range(shape.num_layers):

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from ...heads.layers import DecoderLayer
+from ...heads.layers import DecoderLayer, LayerShape
 from ..rounds.attention import attention_over
 from ..rounds.cache import TreeCache
 from .packed import is_plain
@@ -35,21 +34,6 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 NORMS = {"q_norm", "k_norm"}
 """Norms of queries and keys; a layer has both or none."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a transformers layer, as `DecoderLayer` asks for them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    qk_norm: bool
-    activation: str = "silu"  # replaced by the layer's own module
-    attention_bias: bool = False  # replaced with the projection
 
 
 class FusedDecoder:
@@ -187,24 +171,25 @@ def _shared(layer: Any, move: bool) -> DecoderLayer:
     """Return a transformers layer as a `DecoderLayer` with the same weights."""
     attention, mlp = layer.self_attn, layer.mlp
     hidden, size = attention.q_proj.in_features, attention.head_dim
-    sizes = _Sizes(
+    qk_norm = hasattr(attention, "q_norm")
+    # The norms, the activation and the projections, with or without biases, are replaced below.
+    sizes = LayerShape(
         hidden_size=hidden,
         intermediate_size=mlp.gate_proj.out_features,
         num_heads=attention.q_proj.out_features // size,
         num_kv_heads=attention.k_proj.out_features // size,
         head_dim=size,
         norm_eps=1e-6,
-        qk_norm=hasattr(attention, "q_norm"),
     )
     # Without storage: every module of it is replaced.
     with torch.device("meta"):
-        shared: Any = DecoderLayer(sizes, hidden)
+        shared: Any = DecoderLayer(sizes, hidden, qk_norm)
     shared.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj], move)
     shared.output, shared.down = attention.o_proj, mlp.down_proj
     shared.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
     shared.act = mlp.act_fn
     shared.post_attention_norm = FusedNorm(layer.post_attention_layernorm)
-    if sizes.qk_norm:
+    if qk_norm:
         shared.q_norm, shared.k_norm = FusedNorm(attention.q_norm), FusedNorm(attention.k_norm)
     return shared.eval()
 

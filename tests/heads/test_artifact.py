@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from draftsmith.heads.artifact import OWN_FILE, Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, whole_directory, whole_file, write_json
-from draftsmith.heads.medusa import WEIGHTS_FILE
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.conftest import edit_config, random_heads, tiny_target
 from tests.tampered import seal
 
 TARGET = tiny_target()
+WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CALIBRATION = {"rank_accuracy": [[0.5, 0.1]] * 4, "tree_nodes": 3}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
+from ...heads.layers import config_of
 from ...inference.targets.target import TargetSource
 
 log = logging.getLogger(__name__)
@@ -19,12 +20,12 @@ def shape_before(
     """Return the shape of the drafter that the run begins with.
 
     Differences to what its target would have now are logged as warnings. `options` are the run's
-    `heads`, `configs` the module of `heads/` with `shape_for` and `config_of`.
+    `heads`, `configs` the module of `heads/` with `shape_for`.
     Raises `UserError` if the run asks for another shape.
     """
     shape = before.drafter.shape
     options_class = type(options)
-    defaults, stored = asdict(options_class()), configs.config_of(shape)
+    defaults, stored = asdict(options_class()), config_of(shape, options_class)
     for name, value in asdict(options).items():
         # An option given as its default cannot be distinguished from one that was left out.
         if value not in (defaults[name], stored[name]):

@@ -312,7 +312,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     drafter_class = DFlashDrafter
     objective_class = BlockObjective
     configs: Any = dflash
-    """Module of the drafter's configuration, with `shape_for` and `config_of`."""
+    """Module of the drafter's configuration, with `shape_for`."""
 
     def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         # The taps are the same for any mask token, and none is chosen yet.

@@ -189,10 +189,7 @@ class ServingEngine:
     """Writes further files into the folder of an export."""
 
     def obstacle(self, facts: DrafterFacts) -> str | None:
-        """Return the reason why the engine cannot serve a drafter of a kind that it takes, if any.
-
-        None is returned for kinds without a recipe too.
-        """
+        """Return why the engine cannot serve a drafter; None if it can, or takes no such kind."""
         recipe = self.recipes.get(facts.kind)
         reasons = (limit(facts) for limit in (recipe.limits if recipe is not None else ()))
         return next((reason for reason in reasons if reason is not None), None)

@@ -147,9 +147,7 @@ ENGINE = ServingEngine(
                 _three_taps,
             ),
         ),
-        "dflash": Recipe(
-            partial(_serve, "draft-dflash"), (limits.CHAIN, limits.FEWER, CONVERTER), BLOCK
-        ),
+        "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, BLOCK),
         "dspark": Recipe(
             partial(_serve, "draft-dspark"),
             (limits.CHAIN, limits.FEWER, CUT, CONVERTER),

@@ -123,10 +123,7 @@ def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Set
 
 
 def _whole_block(proposer: Any, settings: Settings) -> Settings:
-    """Return the settings of a block drafter, which drafts the whole block if nothing is said.
-
-    Raises `UserError` for settings that do not apply to blocks.
-    """
+    """Return a block drafter's settings, by default the whole block. Raises `UserError`."""
     for key in ("steps", "topk"):
         if settings[key] is not None:
             raise UserError(
@@ -171,9 +168,8 @@ def _recognise(answers: Sequence[Any]) -> ServerFacts | None:
     # Another engine may have such a path too, so SGLang's own keys decide.
     for info in answers:
         if isinstance(info, dict) and {"internal_states", "speculative_algorithm"} & info.keys():
-            speculates = None
-            if "speculative_algorithm" in info:
-                speculates = bool(info["speculative_algorithm"])
+            named = "speculative_algorithm" in info
+            speculates = bool(info["speculative_algorithm"]) if named else None
             return ServerFacts(str(info.get("version", "")), speculates)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
     from ...files import JsonObject
 
 FORMAT = "0.9.0"  # of the layout that is written
+LAYER_KEYS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "vocab_size",
+    "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "attention_bias",
+    "mlp_bias", "tie_word_embeddings", "partial_rotary_factor",
+)  # fmt: skip
+EAGLE3_KEYS = (
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "target_hidden_size", EAGLE_TAPS,
+)  # fmt: skip
+DSPARK_KEYS = (
+    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
 
 
 def _serve(request: ExportRequest, _: Any) -> str:
@@ -33,27 +47,17 @@ def _eagle3(native: NativeFiles) -> Files:
     Every flag is written out, because the defaults of the library and of vLLM differ.
     """
     config, tensors = NATIVE.write(native)
-    flags = (
-        "draft_vocab_size",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "target_hidden_size",
-    )
+    states = {"num_aux_hidden_states": config["num_aux_hidden_states"]}
     library_config = {
         **_outer("eagle3", "Eagle3DraftModel", native),
-        **{key: config[key] for key in flags if key in config},
-        EAGLE_TAPS: config[EAGLE_TAPS],
-        "num_aux_hidden_states": config["num_aux_hidden_states"],
+        **_keys(config, EAGLE3_KEYS),
+        **states,
         "transformer_layer_config": {
             "model_type": "qwen3" if native.facts.shape.qk_norm else "llama",
-            **_layer_keys(config),
+            **_keys(config, LAYER_KEYS),
+            **states,  # the class that vLLM makes of it sees the layer's config only
         },
     }
-    # The class that vLLM makes of it sees the layer's config only.
-    layer_config = library_config["transformer_layer_config"]
-    layer_config["num_aux_hidden_states"] = config["num_aux_hidden_states"]
     # The library numbers its layers, a single one too.
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     return library_config, renamed
@@ -64,15 +68,9 @@ def _block(native: NativeFiles) -> Files:
     config, tensors = NATIVE.write(native)
     shape, spark = native.facts.shape, native.facts.kind == "dspark"
     architecture = "DSparkDraftModel" if spark else "DFlashDraftModel"
-    spark_keys = (
-        "markov_rank",
-        "markov_head_type",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-    )
     library_config = {
         **_outer(native.facts.kind, architecture, native),
-        **{key: config[key] for key in spark_keys if key in config},
+        **_keys(config, DSPARK_KEYS),
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token,
         "aux_hidden_state_layer_ids": list(shape.taps),
@@ -85,7 +83,7 @@ def _block(native: NativeFiles) -> Files:
         "transformer_layer_config": {
             "model_type": "qwen3",
             "layer_types": config["layer_types"],
-            **_layer_keys(config),
+            **_keys(config, LAYER_KEYS),
         },
     }
     return library_config, tensors
@@ -109,16 +107,9 @@ def _outer(kind: str, architecture: str, native: NativeFiles) -> JsonObject:
     }
 
 
-def _layer_keys(config: JsonObject) -> JsonObject:
-    """Return the part of a native config that describes the layers."""
-    keys = (
-        "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim",
-        "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta",
-        "rope_parameters", "rope_scaling",
-        "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor",
-    )  # fmt: skip
-    return {key: config[key] for key in keys if key in config}
+def _keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
+    """Return those keys of a native config that are among `names`."""
+    return {name: config[name] for name in names if name in config}
 
 
 BLOCK_TAPS = {"aux_hidden_state_layer_ids": 0}

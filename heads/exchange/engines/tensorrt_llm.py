@@ -17,9 +17,9 @@ def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
         "speculative_config:",
         f"  decoding_type: {kind}",
         f"  max_draft_len: {request.drafts}",
+        # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
+        f"  speculative_model: {json.dumps(request.out)}",
     ]
-    # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
-    lines.append(f"  speculative_model: {json.dumps(request.out)}")
     # The engine counts layers from 0.
     if kind == "Eagle3":
         lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")

@@ -14,7 +14,6 @@ from msgspec import Struct
 from ...errors import UserError
 from . import limits
 from .engine import (
-    DrafterFacts,
     ExportRequest,
     FileLayout,
     Files,
@@ -54,10 +53,6 @@ def _with_head(files: NativeFiles) -> Files:
 
 
 MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head)
-
-
-def _medusa_layout(facts: DrafterFacts) -> FileLayout | None:
-    return MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
 
 
 def guess(path: str, kind: str) -> str | None:
@@ -178,7 +173,9 @@ ENGINE = ServingEngine(
         "medusa": Recipe(
             partial(_serve, "medusa"),
             (limits.CHAIN, NO_MEDUSA, limits.shared_head),
-            other_layout=_medusa_layout,
+            other_layout=lambda facts: (
+                MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
+            ),
         ),
     },
     like=Like(

@@ -53,22 +53,20 @@ class Inputs:
     None if the target in this process has to write them."""
 
 
-def inputs_of(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
-    """Load the target, data and features that the run's config names.
+Check = Callable[[JsonObject], None]
+"""Function that raises `UserError` for a resume whose identity, or a part of it, has changed. It is
+called before anything is written: such a resume must leave the folder as it is."""
 
-    `folder` is the run's output. `check` is called with the identity before anything is written.
-    """
+
+def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
+    """Load the target, data and features that the run's config names; `folder` is its output."""
     if (store := run.features.store) is not None:
         return stored_inputs(run, store, accelerator, check)
     find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
 
-def live_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
+def live_inputs(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
     """Return the inputs of a run whose target is in this process, whole or spread over ranks.
 
     Raises `UserError` for packed rows that are longer than the target's positions.
@@ -80,36 +78,27 @@ def live_inputs(
             "positions; lower it"
         )
     tables, identity = checked_tables(run, accelerator, target, folder, check)
-    return Inputs(
-        target,
-        tables,
-        identity,
-        lambda objective, batches, asked: LiveTarget(target, objective.taps),
-    )
+
+    def make_source(objective: Objective, *_: object) -> FeatureSource:
+        return LiveTarget(target, objective.taps)
+
+    return Inputs(target, tables, identity, make_source)
 
 
 def checked_tables(
-    run: RunConfig,
-    accelerator: Accelerator,
-    target: TargetSource,
-    folder: Path,
-    check: Callable[[JsonObject], None],
+    run: RunConfig, accelerator: Accelerator, target: TargetSource, folder: Path, check: Check
 ) -> tuple[data_module.Tables, JsonObject]:
     """Return the tables of a run and its identity, see `Inputs`.
 
-    `check` is called with its parts before the tables are written: a resume with other data must
-    leave the folder as it is. Raises `UserError` as `prepared_tables` does.
+    Raises `UserError` as `prepared_tables` does.
     """
     known = identity_of(target.fingerprint())
     check(known)
-    tables = prepared_tables(
-        accelerator,
-        run.data,
-        target,
-        folder / "data",
-        run.seed,
-        lambda identity: check({"data": identity}),
-    )
+
+    def check_data(identity: str) -> None:
+        check({"data": identity})
+
+    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed, check_data)
     return tables, known | {"data": data_module.noted(folder / "data").identity}
 
 
@@ -133,16 +122,14 @@ def prepared_tables(
     """
 
     def prepare() -> None:
-        # returns nothing: what it returned would be sent to every rank, and each reads the files
+        # What it returned would be sent to every rank, and each reads the files.
         data_module.prepare(data, target, folder, seed, check)
 
     on_main(accelerator, prepare)
     return data_module.load(folder)
 
 
-def served_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
+def served_inputs(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
     """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
     tables, identity = checked_tables(run, accelerator, target, folder, check)
@@ -152,19 +139,16 @@ def served_inputs(
     def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
         return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
 
-    return Inputs(
-        target,
-        tables,
-        identity,
-        lambda objective, batches, asked: ServedFeatures(target, objective.taps),
-        make_texts,
-    )
+    def make_source(objective: Objective, *_: object) -> FeatureSource:
+        return ServedFeatures(target, objective.taps)
+
+    return Inputs(target, tables, identity, make_source, make_texts)
 
 
 def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     """Load the target's embedding, final norm and head, with a client of the server for the rest.
 
-    The tensors lie on this rank's device.
+    The tensors are on this rank's device.
     """
     options = run.features
     assert options.server is not None, "the run reads features from a server"
@@ -180,12 +164,7 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     return target
 
 
-def stored_inputs(
-    run: RunConfig,
-    store: str,
-    accelerator: Accelerator,
-    check: Callable[[JsonObject], None],
-) -> Inputs:
+def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: Check) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
     The store has the data and the target's embedding and head too. Raises `UserError` if packed
@@ -212,24 +191,15 @@ def stored_inputs(
             store, batches, target, objective.taps, objective.all_last, main, asked
         )
 
-    log.info(
-        "features of %s from %s, and its data: data.sources of this config are not read",
-        target.name,
-        store,
-    )
+    said = "features of %s from %s, and its data: data.sources of this config are not read"
+    log.info(said, target.name, store)
     for name, stored in manifest.held_out.items():
         if (wanted := getattr(run.evaluation, name, stored)) != stored:
-            log.info(
-                "evaluation.%s is %d in the store, which is used, not %d", name, stored, wanted
-            )
+            said = "evaluation.%s is %d in the store, which is used, not %d"
+            log.info(said, name, stored, wanted)
 
-    return Inputs(
-        target,
-        data_module.load(Path(store, "data")),
-        identity,
-        make_source,
-        lambda taps: load_texts(store, taps),
-    )
+    tables = data_module.load(Path(store, "data"))
+    return Inputs(target, tables, identity, make_source, lambda taps: load_texts(store, taps))
 
 
 def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) -> None:

@@ -8,7 +8,8 @@ Shapes: S positions of a text, H hidden size of the draft model, Ht of the targe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,27 +155,42 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
     """
     sums, count = [0.0] * target.num_layers, 0
 
-    def watch(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
-            # Architectures differ in how they pass the hidden states, and in what a layer returns.
-            before = arguments[0] if arguments else named["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-            sums[index] += float((1 - cosine).sum())
+    def add(index: int, before: Tensor, after: Tensor) -> None:
+        cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+        sums[index] += float((1 - cosine).sum())
 
-        return hook
-
-    hooks = []
-    for i, layer in enumerate(layers_of(target)[1]):
-        hooks.append(layer.register_forward_hook(watch(i), with_kwargs=True))
-    try:
+    with _layers_hooked(target, add):
         for ids in texts:
             target.forward(ids[None].to(target.device))
             count += len(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [value / max(count, 1) for value in sums]
+
+
+@contextmanager
+def _layers_hooked(
+    target: Target, hook: Callable[[int, Tensor, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Call `hook` with the number, the input and the output of each layer of the target that runs.
+
+    A tensor that it returns takes the place of the output.
+    """
+
+    def hooked(index: int) -> Callable[..., Any]:
+        def call(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
+            # Architectures differ in how they pass the hidden states, and in what a layer returns.
+            before = arguments[0] if arguments else named["hidden_states"]
+            if not isinstance(output, tuple):
+                return hook(index, before, output)
+            after = hook(index, before, output[0])
+            return None if after is None else (after, *output[1:])
+
+        return call
+
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers_of(target)[1]):
+            handle = layer.register_forward_hook(hooked(i), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
@@ -210,17 +226,12 @@ def _cut(
         ) from error
     embedding = target.model.get_input_embeddings().weight
     untied = embedding is not target.model.get_output_embeddings().weight
+    runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
     # A narrower model, or one with another embedding, does not compute what the target's layers do.
-    if not width.narrow and not (config.head == "tie" and untied):
-        _check_cut(
-            target,
-            CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False),
-            kept,
-        )
-    on_device = CausalModel(
-        draft_model.to(target.device), target.tokenizer, "the draft model", frozen=False
-    )
-    begin_calibrated(on_device, target, texts())
+    if not config.narrow and not (config.head == "tie" and untied):
+        _check_cut(target, runner, kept)
+    draft_model.to(target.device)
+    begin_calibrated(runner, target, texts())
     return draft_model
 
 
@@ -348,27 +359,17 @@ def _copy_weights(
 
 @torch.no_grad()
 def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> None:
-    """Raise `UserError` unless `draft_model` computes what the target does without its other
-    layers.
+    """Raise `UserError` unless `draft_model` is what the target is without its other layers.
 
-    A config may hold more that belongs to single layers than `smaller` knows of. Hooks skip the
-    target's other layers: they return a layer's input in place of its output.
+    A config may hold more that belongs to single layers than `smaller` knows of.
     """
 
-    def skip(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
-        before = arguments[0] if arguments else named["hidden_states"]
-        return (before, *output[1:]) if isinstance(output, tuple) else before
+    def skip(index: int, before: Tensor, _: Tensor) -> Tensor | None:
+        return None if index in kept else before
 
-    hooks = []
-    for i, layer in enumerate(layers_of(target)[1]):
-        if i not in kept:
-            hooks.append(layer.register_forward_hook(skip, with_kwargs=True))
-    try:
-        ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
+    ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
+    with _layers_hooked(target, skip):
         expected = target.forward(ids).last.float().cpu()
-    finally:
-        for hook in hooks:
-            hook.remove()
     last = draft_model.forward(ids.cpu()).last.float()
     # The cut computes in float32, and the target may not.
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1

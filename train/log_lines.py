@@ -1,7 +1,4 @@
-"""Lines and a table by which a person follows a run: one for each interval, and one at the end.
-
-The lines fit 100 columns. `metrics.jsonl` and the trackers have every number.
-"""
+"""Lines of at most 100 columns by which a person follows a run, and the table at its end."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ SHARES = {
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float) -> str:
-    """Return the line of the steps since the last one.
-
-    `left_s` are the seconds that the steps to come will take, evaluations left out.
-    """
+    """Return the line of the steps since the last one; those to come take `left_s` seconds."""
     parts = [place(step, total), f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
         parts.append(f"tau_rows {tau:.2f}")
@@ -97,9 +91,7 @@ def acceptance(row: Mapping[str, Any]) -> str:
 def time_spent(rows: list[dict[str, Any]]) -> str:
     """Return the share of each part in the time of the steps; empty without any."""
     timed = [row for row in rows if "share_drafter" in row]
-    parts = []
-    for name, what in SHARES.items():
-        share = sum(row[name] for row in timed) / max(len(timed), 1)
-        if share >= 0.005:
-            parts.append(f"{what} {share:.0%}")
-    return ", ".join(parts)
+    means = {
+        what: sum(row[name] for row in timed) / max(len(timed), 1) for name, what in SHARES.items()
+    }
+    return ", ".join(f"{what} {share:.0%}" for what, share in means.items() if share >= 0.005)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,12 +116,11 @@ class HeldOutEvaluation:
         self._accelerator, self._method = accelerator, method
         # Under a target that all ranks run together every rank holds all texts, so that each makes
         # the same forward passes; otherwise the ranks share the texts.
+        share = slice(accelerator.process_index, None, accelerator.num_processes)
+        self._gather = gather_object
         if target.together:
-            share = slice(None)
-        else:
-            share = slice(accelerator.process_index, None, accelerator.num_processes)
-        # Where every rank has all texts, every rank has all results too.
-        self._gather = (lambda results: results) if target.together else gather_object
+            # Every rank has all results too.
+            share, self._gather = slice(None), lambda results: results
         if texts is not None:
             self.texts = texts[share]
         else:
@@ -133,10 +133,15 @@ class HeldOutEvaluation:
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
 
-    def _there(self, text: HeldOutText, weight: Tensor) -> tuple[Tensor, Hidden]:
-        """Return ids and features of a text on the device of `weight`, features in its dtype."""
-        hidden = text.hidden.map(lambda states: states.to(weight))
-        return torch.tensor(text.ids, device=weight.device), hidden
+    def _read_by(self, drafter: nn.Module) -> Iterator[tuple[int, Tensor, Hidden]]:
+        """Yield start of the reply, ids and features of each text, on the drafter's device.
+
+        The features are in the drafter's dtype.
+        """
+        weight = next(drafter.parameters())
+        for text in self.texts:
+            hidden = text.hidden.map(lambda states: states.to(weight))
+            yield text.start, torch.tensor(text.ids, device=weight.device), hidden
 
     def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
@@ -144,12 +149,10 @@ class HeldOutEvaluation:
         The latter is, for each text, the outcome of the method's `teacher_forced` with the position
         at which the reply begins.
         """
-        weight = next(drafter.parameters())
         outcomes = []
-        for text in self.texts:
-            ids, hidden = self._there(text, weight)
+        for start, ids, hidden in self._read_by(drafter):
             # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
-            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), text.start))
+            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), start))
         outcomes = self._gather(outcomes)
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
 
@@ -160,15 +163,13 @@ class HeldOutEvaluation:
         """
         trained = []
         for outcome, start in outcomes:
-            accepted = self._method.accepted_by_root(outcome, artifact.calibration)
-            trained.append(replay(accepted, start, len(accepted)))
+            by_root = self._method.accepted_by_root(outcome, artifact.calibration)
+            trained.append(replay(by_root, start, len(by_root)))
         emitted = self._replay(artifact)
         # Otherwise the proposer's defaults already draft what the training pass computes.
         drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
         # A round emits its accepted drafts and the bonus token.
-        accepted = []
-        for rounds in emitted:
-            accepted += [tokens - 1 for tokens in rounds]
+        accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
         return Estimate(
             tau(emitted), tau(trained), tau(drafted),
             survival(accepted, max(accepted, default=0)),
@@ -180,11 +181,9 @@ class HeldOutEvaluation:
         `settings` are those of the proposer.
         """
         proposer = proposer_of(artifact, **settings)
-        weight = next(artifact.drafter.parameters())
         emitted = []
-        for text in self.texts:
-            ids, hidden = self._there(text, weight)
-            emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
+        for start, ids, hidden in self._read_by(artifact.drafter):
+            emitted.append(rounds_on_text(proposer, ids, start, hidden))
         return self._gather(emitted)
 
     def measure(self, drafter_folder: Path) -> Measurement | None:

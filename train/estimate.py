@@ -119,7 +119,9 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     checkpoint = drafter_bytes * 3 / 4
     check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
     needed = drafter_bytes / ranks + step_bytes(shape, run)
-    available = memory_of(resolve_device(run.target.device))
+    available = float(psutil.virtual_memory().total)
+    if (device := resolve_device(run.target.device)).type == "cuda":
+        available = float(torch.cuda.get_device_properties(device).total_memory)
     if needed > MOST_MEMORY * available:
         raise UserError(
             f"training needs about {size(needed)} besides the target, and this machine has "
@@ -132,13 +134,6 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
             f"training on a token would cost {work:,.0f} times the target's own forward pass over "
             f"it, {MOST_WORK:g} at most make sense (see draftsmith data plan); {lower}"
         )
-
-
-def memory_of(device: torch.device) -> float:
-    """Return the bytes of memory of a GPU, or of this machine."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(psutil.virtual_memory().total)
 
 
 def size(bytes_: float) -> str:

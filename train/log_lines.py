@@ -23,7 +23,7 @@ SHARES = {
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float) -> str:
     """Return the line of the steps since the last one; those to come take `left_s` seconds."""
-    parts = [place(step, total), f"loss {metrics['loss']:.4g}"]
+    parts = [f"step {step}/{total}", f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
         parts.append(f"tau_rows {tau:.2f}")
     parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
@@ -36,17 +36,12 @@ def evaluation_line(
     step: int, total: int, metrics: Mapping[str, float], best_tau: float, best_step: int
 ) -> str:
     """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
-    parts = [place(step, total)]
     if "tau_measured" in metrics:
-        parts.append(f"tau {tau_of(metrics)} on held-out prompts")
+        tau = f"tau {tau_of(metrics)} on held-out prompts"
     else:
-        parts.append(f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts")
+        tau = f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts"
     best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"
-    return "  ".join([*parts, best])
-
-
-def place(step: int, total: int) -> str:
-    return f"step {step}/{total}"
+    return f"step {step}/{total}  {tau}  {best}"
 
 
 def summary(folder: Path, best_step: int) -> Table:

@@ -135,8 +135,7 @@ def method_named(name: str) -> AnyMethod:
 
     Raises `UserError` for an unknown method.
     """
-    check_method(name)
-    module_name, _ = METHODS[cast(MethodName, name)]
+    module_name, _ = _entry(name)
     return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 
 
@@ -145,17 +144,17 @@ def run_class_named(name: str) -> type[RunConfig]:
 
     Raises `UserError` for an unknown method.
     """
-    check_method(name)
-    _, class_name = METHODS[cast(MethodName, name)]
+    _, class_name = _entry(name)
     return getattr(importlib.import_module(".methods.runs", __package__), class_name)
 
 
-def check_method(name: str) -> None:
-    """Raise `UserError` unless there is a method of that name."""
+def _entry(name: str) -> tuple[str, str]:
+    """Return what `METHODS` has under a name. Raises `UserError` for an unknown method."""
     if name not in METHODS:
         close = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(METHODS)}"
         raise UserError(f"there is no method {name!r}; {meant}")
+    return METHODS[cast(MethodName, name)]
 
 
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
@@ -169,11 +168,11 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
         return given
     run = read_yaml(Path(path))
     keys = {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
-    fitting = [name for name in METHODS if _knows(run_class_named(name), keys)]
+    fitting: list[MethodName] = [name for name in METHODS if _knows(run_class_named(name), keys)]
     if len(fitting) == 1:
         return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
-    named = [name for name in fitting or METHODS if name in path_names]
+    named: list[MethodName] = [name for name in fitting or METHODS if name in path_names]
     if len(named) == 1:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"

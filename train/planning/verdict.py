@@ -92,24 +92,18 @@ def gpu_memory(options: PlanOptions) -> float:
     return options.gpu_memory if options.gpu_memory is not None else GPUS[options.gpu].gb
 
 
-def disk_bytes(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
-    """Return the bytes that a run keeps on disk, and what they are.
-
-    They are the checkpoints, the best one included, and the features of a store in bfloat16.
-    """
-    checkpoints = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
-    if config.features.store is None:
-        return checkpoints, "checkpoints; live features take none"
-    return checkpoints + plan["feature_bytes"], "checkpoints and stored features"
-
-
 def verdict(
     need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
 ) -> tuple[str, dict[str, Any]]:
     """Return the first line of a plan, and its figures by name as JSON can hold them."""
     total = plan["total_gpu_hours"]
     wall = total / options.gpus
-    disk, what = disk_bytes(plan, config)
+    # The checkpoints with the best one, and the features of a store in bfloat16.
+    disk = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
+    what = "checkpoints; live features take none"
+    if config.features.store is not None:
+        disk += plan["feature_bytes"]
+        what = "checkpoints and stored features"
     spread = config.target.spread
     parts = [
         fit(need, spread, options),

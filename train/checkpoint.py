@@ -191,20 +191,16 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
             f"{folder.path} already holds checkpoints; choose another output, or go on with "
             "checkpoints.resume=true"
         )
-    while problem := damage(folder.at(steps[-1])):
-        log.warning(
-            "checkpoint %s is damaged: %s; looking at the one before it",
-            folder.at(steps[-1]),
-            problem,
-        )
-        if len(steps) == 1:
+    while problem := damage(newest := folder.at(steps[-1])):
+        log.warning("checkpoint %s is damaged: %s; looking at the one before it", newest, problem)
+        steps.pop()
+        if not steps:
             raise UserError(
                 f"{folder.path} holds no sound checkpoint ({problem}); choose another output"
             )
-        steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        stored = options_from(type(run), {}, folder.at(steps[-1]) / "config.yaml")
+        stored = options_from(type(run), {}, newest / "config.yaml")
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"

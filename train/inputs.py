@@ -219,7 +219,7 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
             model = make_causal_lm(config, named.trust_remote_code)
         tokenizer = read_tokenizer(folder, named.trust_remote_code)
     model.tie_weights()
-    names = [name for name, _ in model.named_parameters()]
+    weights = [name for name, _ in model.named_parameters()]
     _, read = tensors_in(folder)
     known = stored.fingerprint()
     comparable = (
@@ -227,21 +227,15 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
         and getattr(config, "quantization_config", None) is None
         # Rounded to float16 and then to bfloat16, a weight may become another one.
         and stored.dtype != torch.float16
-        and all(read(name) is not None for name in names)
+        and all(read(name) is not None for name in weights)
     )
-    digest = hash_of(names, read) if comparable else known.weights_hash
+    digest = hash_of(weights, read) if comparable else known.weights_hash
     found = Fingerprint.of(model, tokenizer, named.path, digest)
-    different = [
-        name
-        for name in ("model_type", "hidden_size", "num_layers", "vocab_size")
-        if getattr(found, name) != getattr(known, name)
-    ]
+    said = {"tokenizer_hash": "tokenizer", "weights_hash": "weights"}
+    names = ("model_type", "hidden_size", "num_layers", "vocab_size", *said)
+    different = [said.get(n, n) for n in names if getattr(found, n) != getattr(known, n)]
     if changes := changed_numbers(known.numbers, found.numbers):
         different.append(f"configuration ({changes})")
-    if found.tokenizer_hash != known.tokenizer_hash:
-        different.append("tokenizer")
-    if found.weights_hash != known.weights_hash:
-        different.append("weights")
     if different:
         raise UserError(
             f"{store} holds features of {known.name}, and target {named.path} differs in "

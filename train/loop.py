@@ -97,8 +97,8 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
         inputs.tables.train, run.data.max_length, run.batch_rows,
         accelerator.gradient_accumulation_steps, accelerator.num_processes, run.seed,
     )  # fmt: skip
-    epochs_steps = math.ceil(run.epochs * batches.packs / batches.rows_per_step)
-    total_steps = run.max_steps or max(1, epochs_steps)
+    steps_of_epochs = math.ceil(run.epochs * batches.packs / batches.rows_per_step)
+    total_steps = run.max_steps or max(1, steps_of_epochs)
     trainer = Trainer(run, method, inputs, accelerator, batches, total_steps)
     if resume_from is not None:
         state = resume(folder, resume_from, trainer)
@@ -179,8 +179,6 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
         written.load(folder.at(step))
     # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
-    if trainer.accelerator.is_main_process:
-        folder.set_aside(step)
     if state.best_step >= 0 and not folder.at(state.best_step).is_dir():
         log.warning(
             "the best checkpoint so far, step %d, is gone; the best of those to come will be kept",
@@ -188,6 +186,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
         )
         state.best_step, state.best_tau = -1, 0.0
     if trainer.accelerator.is_main_process:
+        folder.set_aside(step)
         # The process may have died after the checkpoint was complete and before it was linked.
         folder.link("last", step)
         if state.best_step >= 0:

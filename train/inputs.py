@@ -23,7 +23,7 @@ from ..inference.targets.stored import (
     manifest_of,
     tensors_in,
 )
-from ..inference.targets.target import TargetSource, load_target, resolve_device
+from ..inference.targets.target import Target, TargetSource, load_target, resolve_device
 from .config import Data, RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
@@ -59,47 +59,42 @@ called before anything is written: such a resume must leave the folder as it is.
 
 
 def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
-    """Load the target, data and features that the run's config names; `folder` is its output."""
+    """Load the target, data and features that the run's config names; `folder` is its output.
+
+    Raises `UserError` for data that cannot be used, and for packed rows that are longer than the
+    target's positions.
+    """
     if (store := run.features.store) is not None:
         return stored_inputs(run, store, accelerator, check)
-    find = served_inputs if run.features.server is not None else live_inputs
-    return find(run, accelerator, folder, check)
-
-
-def live_inputs(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
-    """Return the inputs of a run whose target is in this process, whole or spread over ranks.
-
-    Raises `UserError` for packed rows that are longer than the target's positions.
-    """
-    target = load_target(on_rank(run.target, accelerator))
-    if run.data.max_length > target.max_positions:
-        raise UserError(
-            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} "
-            "positions; lower it"
-        )
-    tables, identity = checked_tables(run, accelerator, target, folder, check)
-
-    def make_source(objective: Objective, *_: object) -> FeatureSource:
-        return LiveTarget(target, objective.taps)
-
-    return Inputs(target, tables, identity, make_source)
-
-
-def checked_tables(
-    run: RunConfig, accelerator: Accelerator, target: TargetSource, folder: Path, check: Check
-) -> tuple[data_module.Tables, JsonObject]:
-    """Return the tables of a run and its identity, see `Inputs`.
-
-    Raises `UserError` as `prepared_tables` does.
-    """
+    if run.features.server is not None:
+        target: Target | ServedTarget = served_target(run, accelerator)
+    else:
+        target = load_target(on_rank(run.target, accelerator))
+        if run.data.max_length > target.max_positions:
+            raise UserError(
+                f"data.max_length is {run.data.max_length}, but the target has "
+                f"{target.max_positions} positions; lower it"
+            )
     known = identity_of(target.fingerprint())
     check(known)
-
-    def check_data(identity: str) -> None:
-        check({"data": identity})
-
-    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed, check_data)
-    return tables, known | {"data": data_module.noted(folder / "data").identity}
+    data, seed = folder / "data", run.seed
+    tables = prepared_tables(
+        accelerator, run.data, target, data, seed, lambda identity: check({"data": identity})
+    )
+    identity = known | {"data": data_module.noted(data).identity}
+    if isinstance(target, Target):
+        return Inputs(
+            target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
+        )
+    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
+    longest = run.evaluation.max_new_tokens
+    return Inputs(
+        target,
+        tables,
+        identity,
+        lambda objective, *_: ServedFeatures(target, objective.taps),
+        lambda taps: on_main(accelerator, lambda: served_texts(target, prompts, taps, longest)),
+    )
 
 
 def identity_of(fingerprint: Fingerprint) -> JsonObject:
@@ -127,22 +122,6 @@ def prepared_tables(
 
     on_main(accelerator, prepare)
     return data_module.load(folder)
-
-
-def served_inputs(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
-    """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
-    target = served_target(run, accelerator)
-    tables, identity = checked_tables(run, accelerator, target, folder, check)
-    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
-    longest = run.evaluation.max_new_tokens
-
-    def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
-        return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
-
-    def make_source(objective: Objective, *_: object) -> FeatureSource:
-        return ServedFeatures(target, objective.taps)
-
-    return Inputs(target, tables, identity, make_source, make_texts)
 
 
 def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
@@ -182,15 +161,6 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
     on_main(accelerator, lambda: check_named_target(run.target, target, store))
     identity = {**identity_of(manifest.target), "data": manifest.tables}
     check(identity)
-    main = accelerator.is_main_process
-
-    def make_source(
-        objective: Objective, batches: Batches, asked: Callable[[], bool]
-    ) -> FeatureSource:
-        return StoredFeatures(
-            store, batches, target, objective.taps, objective.all_last, main, asked
-        )
-
     said = "features of %s from %s, and its data: data.sources of this config are not read"
     log.info(said, target.name, store)
     for name, stored in manifest.held_out.items():
@@ -198,8 +168,16 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
             said = "evaluation.%s is %d in the store, which is used, not %d"
             log.info(said, name, stored, wanted)
 
-    tables = data_module.load(Path(store, "data"))
-    return Inputs(target, tables, identity, make_source, lambda taps: load_texts(store, taps))
+    main = accelerator.is_main_process
+    return Inputs(
+        target,
+        data_module.load(Path(store, "data")),
+        identity,
+        lambda objective, batches, asked: StoredFeatures(
+            store, batches, target, objective.taps, objective.all_last, main, asked
+        ),
+        lambda taps: load_texts(store, taps),
+    )
 
 
 def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) -> None:

@@ -12,6 +12,7 @@ have 1 in place of an axis of rows of q: one teacher for several drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -27,7 +28,7 @@ RENORMALISED = ("kl", "reverse-kl", "jsd", "top-k-kl")
 SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zero
 HYBRID_ETA = 3.0  # how fast `lk-hybrid` goes from KL to total variation
 TOP_K = 10
-CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`
+CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`; the rest is of the distance sum_v |p - q|
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +42,7 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def renormalised(log_p: Tensor) -> Tensor:
-    """Return `log_p` divided by its mass, so that it sums to one."""
+    """Return `log_p` less the log of its mass, so that p sums to one."""
     return torch.log_softmax(log_p, dim=-1)
 
 
@@ -82,20 +83,15 @@ def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - renormalised(log_p))).sum(-1)
 
 
-def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float = 0.5) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence `[R]` of GKD (arXiv 2306.13649).
+def jensen_shannon(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Return the Jensen-Shannon divergence `[R]`, at most log 2 (GKD, arXiv 2306.13649).
 
-    It is beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, and at most log 2
-    for beta = 1/2. d/dz = (1 - beta) q (log(q / m) - KL(q || m)).
+    It is (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. d/dz = q/2 (log(q / m) - KL(q || m)).
     """
     log_p = renormalised(log_p)
     p, q = log_p.exp(), log_q.exp()
-    log_m = torch.logaddexp(log_p + _log(beta), log_q + _log(1 - beta))
-    return beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
-
-
-def _log(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).log())
+    log_m = torch.logaddexp(log_p + math.log(0.5), log_q + math.log(0.5))
+    return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
 
 
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -124,13 +120,13 @@ def lk_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
     return -overlap(log_q, log_p).clamp(min=SMALLEST_OVERLAP).log()
 
 
-def lk_hybrid(log_q: Tensor, log_p: Tensor, eta: float = HYBRID_ETA) -> Tensor:
+def lk_hybrid(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Return l KL(p || q) + (1 - l) TV `[R]`, with l = exp(-eta alpha) (arXiv 2602.23881).
 
-    TV is the total variation. Each row has its own l, which carries no gradient.
+    TV is the total variation, eta `HYBRID_ETA`. Each row has its own l, which carries no gradient.
     """
     alpha = overlap(log_q, log_p)
-    share = torch.exp(-eta * alpha.detach())
+    share = torch.exp(-HYBRID_ETA * alpha.detach())
     return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
@@ -146,15 +142,6 @@ def top_k_kl(log_q: Tensor, log_p: Tensor, k: int = TOP_K) -> Tensor:
     return (best_log_p.exp() * (best_log_p - best_log_q)).sum(-1)
 
 
-def ce_and_l1(log_q: Tensor, log_p: Tensor, labels: Tensor, ce_share: float = CE_SHARE) -> Tensor:
-    """Return 0.1 CE + 0.9 sum_v |p - q| `[R]`, the loss of DSpark (arXiv 2607.05147).
-
-    The sum is twice the total variation where p sums to one.
-    """
-    distance = (log_p.exp() - log_q.exp()).abs().sum(-1)
-    return ce_share * cross_entropy(log_q, labels) + (1 - ce_share) * distance
-
-
 def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> Tensor:
     """Return the loss of that name, `[R]`.
 
@@ -165,7 +152,10 @@ def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Te
         return cross_entropy(log_q, labels)
     assert log_p is not None, "only cross-entropy has no teacher"
     if name == "ce-l1":
-        return ce_and_l1(log_q, log_p, labels)
+        # The loss of DSpark (arXiv 2607.05147). Where p sums to one, the distance is twice the
+        # total variation.
+        distance = (log_p.exp() - log_q.exp()).abs().sum(-1)
+        return CE_SHARE * cross_entropy(log_q, labels) + (1 - CE_SHARE) * distance
     return _SOFT[name](log_q, log_p)
 
 
@@ -246,9 +236,8 @@ def sum_in_chunks(
 
     Gradients reach `hidden` and `parameters`, which must be all that `function` has to train:
     another tensor that needs a gradient raises `RuntimeError`. They are computed in the forward
-    pass, chunk by chunk, where the logits are, so that neither logits nor graphs are kept and
-    nothing is computed twice; the backward pass scales them (docs/objectives.md#chunked-sums).
-    Under ZeRO-3 each chunk is computed again in the backward pass, and another tensor that needs a
+    pass, chunk by chunk, and the backward pass scales them (docs/objectives.md#chunked-sums). Under
+    ZeRO-3 each chunk is computed again in the backward pass, and another tensor that needs a
     gradient is not noticed. With no rows `function` runs once on empty slices, so that every
     parameter still takes part.
     """

@@ -8,8 +8,10 @@ Shapes: S positions of a text, H hidden size of the draft model, Ht of the targe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
+from ..heads.layout import dtype_name
 from ..heads.pretrained import make_causal_lm, read_config
 from ..inference.targets.causal_model import CausalModel
 from ..inference.targets.spread import decoder_layers
@@ -46,7 +49,7 @@ class CutPlan:
         size = self.parameters * dtype.itemsize
         return [
             f"draft model: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in "
-            f"{str(dtype).removeprefix('torch.')}, {self.parameters / self.target_parameters:.1%} "
+            f"{dtype_name(dtype)}, {self.parameters / self.target_parameters:.1%} "
             f"of the target's {self.target_parameters / 1e6:.2f}M",
             f"a draft reads {self.cost:.1%} of what a target pass reads; it pays if more drafts "
             "than that are accepted",
@@ -54,22 +57,19 @@ class CutPlan:
 
 
 def plan_of(draft_model: nn.Module, target: nn.Module) -> CutPlan:
-    """Return size and relative cost of the draft model `draft_model`."""
-
-    def count(model):
-        return sum(p.numel() for p in model.parameters())
-
-    return CutPlan(count(draft_model), count(target), _read(draft_model) / _read(target))
+    """Return size and relative cost of a draft model."""
+    (parameters, read), (target_parameters, target_read) = _counted(draft_model), _counted(target)
+    return CutPlan(parameters, target_parameters, read / target_read)
 
 
-def _read(model: Any) -> int:
-    """Return the number of weights that a forward pass of one token reads.
+def _counted(model: Any) -> tuple[int, int]:
+    """Return the number of a model's weights, and of those that a pass of one token reads.
 
     Of the embedding it reads one row, which is not counted. A tied embedding is read as the head.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(p.numel() for p in model.parameters())
-    return weights if embedding is head else weights - embedding.numel()
+    return weights, weights if embedding is head else weights - embedding.numel()
 
 
 def make_draft_model(
@@ -154,27 +154,39 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
     """
     sums, count = [0.0] * target.num_layers, 0
 
-    def watch(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
-            # Architectures differ in how they pass the hidden states, and in what a layer returns.
-            before = arguments[0] if arguments else named["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-            sums[index] += float((1 - cosine).sum())
+    def add(index: int, before: Tensor, after: Tensor) -> None:
+        cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+        sums[index] += float((1 - cosine).sum())
 
-        return hook
-
-    hooks = []
-    for i, layer in enumerate(layers_of(target)[1]):
-        hooks.append(layer.register_forward_hook(watch(i), with_kwargs=True))
-    try:
+    with _layers_hooked(target, add):
         for ids in texts:
             target.forward(ids[None].to(target.device))
             count += len(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [value / max(count, 1) for value in sums]
+
+
+@contextmanager
+def _layers_hooked(
+    target: Target, hook: Callable[[int, Tensor, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Call `hook` with number, input and output of each of the target's layers that runs.
+
+    A tensor that it returns takes the place of the output.
+    """
+
+    def call(index: int, _: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
+        # Architectures differ in how they pass the hidden states, and in what a layer returns.
+        before = arguments[0] if arguments else named["hidden_states"]
+        if not isinstance(output, tuple):
+            return hook(index, before, output)
+        after = hook(index, before, output[0])
+        return None if after is None else (after, *output[1:])
+
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers_of(target)[1]):
+            handle = layer.register_forward_hook(partial(call, i), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
@@ -196,10 +208,10 @@ def _cut(
         )
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
     small = smaller(config, target, kept)
-    width = _Width(config, target, small, texts)
+    dims = loudest(target, texts(), small.hidden_size) if config.narrow else None
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
-        _copy_weights(config, target, draft_model, kept, width)
+        _copy_weights(config, target, draft_model, kept, dims)
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
@@ -210,32 +222,27 @@ def _cut(
         ) from error
     embedding = target.model.get_input_embeddings().weight
     untied = embedding is not target.model.get_output_embeddings().weight
+    runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
     # A narrower model, or one with another embedding, does not compute what the target's layers do.
-    if not width.narrow and not (config.head == "tie" and untied):
-        _check_cut(
-            target,
-            CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False),
-            kept,
-        )
-    on_device = CausalModel(
-        draft_model.to(target.device), target.tokenizer, "the draft model", frozen=False
-    )
-    begin_calibrated(on_device, target, texts())
+    if not config.narrow and not (config.head == "tie" and untied):
+        _check_cut(target, runner, kept)
+    draft_model.to(target.device)
+    begin_calibrated(runner, target, texts())
     return draft_model
 
 
 @torch.no_grad()
-def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> float:
+def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
     """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
     as the target's, mostly wrong: with three of SmolLM2's thirty the loss began at 16. The factor
     is the one of `FACTORS` with which the cut's distributions are nearest to the target's (KL) on
-    some of the texts. It is returned; it is 1 where the norm has an unknown form.
+    some of the texts. A norm of unknown form stays as it is.
     """
     norm = draft_model.final_norm()
     if norm is None:
-        return 1.0
+        return
     losses = torch.zeros(len(FACTORS), dtype=torch.float64)
     for text in texts[:CALIBRATION_TEXTS]:
         ids = text[None, :CALIBRATION_LENGTH].to(target.device)
@@ -248,7 +255,8 @@ def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[T
             log_q = log_probs(draft_model.head(last * factor))[:, : log_p.shape[-1]]
             losses[i] += divergence("kl", log_q, log_p, ids[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
-    return factor if factor == 1.0 or scale_norm(norm, factor, draft_model.hidden_size) else 1.0
+    if factor != 1.0:
+        scale_norm(norm, factor, draft_model.hidden_size)
 
 
 @torch.no_grad()
@@ -323,9 +331,29 @@ def _narrow(config: DraftModelConfig, target: Any, small: Any) -> None:
 
 @torch.no_grad()
 def _copy_weights(
-    config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int], width: _Width
+    config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int], dims: Tensor | None
 ) -> None:
-    """Copy into `draft_model` the weights of the target's layers `kept`, as `width` cuts them."""
+    """Copy the weights of the target's layers `kept` into `draft_model`.
+
+    `dims` of the residual stream are kept; None: all. Raises `UserError` for a tensor that cannot
+    be made narrower.
+    """
+
+    def copy_cut(tensor: Tensor, name: str, state: dict[str, Tensor]) -> None:
+        whole = state[name].to("cpu", torch.float32)
+        if dims is None:
+            # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
+            part = whole[: tensor.shape[0]] if whole.dim() else whole
+        else:
+            part = _narrowed(whole, name, tensor.shape, dims, state)
+        if part is None:
+            raise UserError(
+                f"a narrower draft model cannot be cut from {target.config.model_type}: {name} is "
+                "not known; leave out draft_model.hidden_size and intermediate_size, or start from "
+                "draft_model.config"
+            )
+        tensor.copy_(part)
+
     prefix, _ = layers_of(target)
     target_state = dict(target.decoder.state_dict())
     head = target.model.get_output_embeddings()
@@ -337,38 +365,28 @@ def _copy_weights(
         target_state[next(name for name, value in parameters if value is table)] = head.weight
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        tensor.copy_(width.cut(target_state, _in_target(name, prefix, kept), tensor.shape))
+        copy_cut(tensor, _in_target(name, prefix, kept), target_state)
     draft_model.tie_weights()
     # A tied head was filled with the embedding.
     if draft_model.get_output_embeddings().weight is not draft_model.get_input_embeddings().weight:
         head_state = {f"lm_head.{name}": value for name, value in head.state_dict().items()}
         for name, tensor in draft_model.get_output_embeddings().state_dict().items():
-            tensor.copy_(width.cut(head_state, f"lm_head.{name}", tensor.shape))
+            copy_cut(tensor, f"lm_head.{name}", head_state)
 
 
 @torch.no_grad()
 def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> None:
-    """Raise `UserError` unless `draft_model` computes what the target does without its other
-    layers.
+    """Raise `UserError` unless `draft_model` is what the target is without its other layers.
 
-    A config may hold more that belongs to single layers than `smaller` knows of. Hooks skip the
-    target's other layers: they return a layer's input in place of its output.
+    A config may hold more that belongs to single layers than `smaller` knows of.
     """
 
-    def skip(_module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
-        before = arguments[0] if arguments else named["hidden_states"]
-        return (before, *output[1:]) if isinstance(output, tuple) else before
+    def skip(index: int, before: Tensor, _: Tensor) -> Tensor | None:
+        return None if index in kept else before
 
-    hooks = []
-    for i, layer in enumerate(layers_of(target)[1]):
-        if i not in kept:
-            hooks.append(layer.register_forward_hook(skip, with_kwargs=True))
-    try:
-        ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
+    ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
+    with _layers_hooked(target, skip):
         expected = target.forward(ids).last.float().cpu()
-    finally:
-        for hook in hooks:
-            hook.remove()
     last = draft_model.forward(ids.cpu()).last.float()
     # The cut computes in float32, and the target may not.
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
@@ -404,60 +422,37 @@ def loudest(target: Target, texts: Sequence[Tensor], count: int) -> Tensor:
     return total.topk(count).indices.sort().values
 
 
-class _Width:
-    """Choice of the rows and columns that a cut keeps of each matrix.
+def _narrowed(
+    tensor: Tensor, name: str, shape: torch.Size, dims: Tensor, state: dict[str, Tensor]
+) -> Tensor | None:
+    """Return what a narrower cut keeps of the target's `tensor`; None for one of unknown form.
 
-    For a narrower cut a matrix is recognised by the name that Llama, Mistral, Qwen, Gemma and
-    similar models share; others are refused.
+    It is recognised by the `name` that Llama, Mistral, Qwen, Gemma and similar models share. The
+    cut's tensor has this `shape`; `dims` of the residual stream are kept. `state` has the target's
+    tensors by name.
     """
+    module, kind = name.split(".")[-2:]
 
-    def __init__(
-        self,
-        config: DraftModelConfig,
-        target: Target,
-        small: Any,
-        texts: Callable[[], Sequence[Tensor]],
-    ) -> None:
-        self.narrow = config.narrow
-        if not self.narrow:
-            return
-        self._type = target.config.model_type
-        self._dims = loudest(target, texts(), small.hidden_size)
-
-    def cut(self, theirs: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-        """Return what a cut keeps of the target's tensor `name`, in float32 on the CPU.
-
-        `theirs` are the target's tensors by name, `shape` is that of the cut's tensor. Raises
-        `UserError` for a tensor of unknown form.
-        """
-        tensor = theirs[name].to("cpu", torch.float32)
-        if not self.narrow:
-            # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
-            return tensor[: shape[0]] if tensor.dim() else tensor
-        module, kind = name.split(".")[-2:]
-        # Vectors over attention heads or their elements: the first heads are kept.
-        bias_of_heads = module in ("q_proj", "k_proj", "v_proj") and kind == "bias"
-        if module in ("q_norm", "k_norm") or bias_of_heads:
-            return tensor[: shape[0]]
-        if "norm" in module and tensor.dim() == 1:
-            return tensor[self._dims]
-        # Matrices are [out, in]: the kept dimensions are columns where the residual stream is read,
-        # and rows where it is written. Tokens and heads are the first ones, neurons the chosen.
-        if module in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"):
-            return tensor[: shape[0], self._dims]
-        if module in ("gate_proj", "up_proj"):
-            return tensor[self._neurons(theirs, name, shape[0])][:, self._dims]
-        if module == "o_proj" and kind == "weight":
-            return tensor[self._dims, : shape[1]]
-        if module == "down_proj" and kind == "weight":
-            return tensor[self._dims][:, self._neurons(theirs, name, shape[1])]
-        raise UserError(
-            f"a narrower draft model cannot be cut from {self._type}: {name} is not known; leave "
-            "out draft_model.hidden_size and intermediate_size, or start from draft_model.config"
-        )
-
-    def _neurons(self, theirs: dict[str, Tensor], name: str, count: int) -> Tensor:
-        """Return the `count` neurons, ascending, of largest output weights in the MLP of `name`."""
+    def neurons(count: int) -> Tensor:
+        """Return those of largest output weights in the MLP, ascending."""
         # `down_proj` alone decides, so that all matrices of an MLP keep the same neurons.
-        down = theirs[name.rpartition("mlp.")[0] + "mlp.down_proj.weight"].to("cpu", torch.float32)
-        return down[self._dims].norm(dim=0).topk(count).indices.sort().values
+        down = state[name.rpartition("mlp.")[0] + "mlp.down_proj.weight"].to("cpu", torch.float32)
+        return down[dims].norm(dim=0).topk(count).indices.sort().values
+
+    # Vectors over attention heads or their elements: the first heads are kept.
+    bias_of_heads = module in ("q_proj", "k_proj", "v_proj") and kind == "bias"
+    if module in ("q_norm", "k_norm") or bias_of_heads:
+        return tensor[: shape[0]]
+    if "norm" in module and tensor.dim() == 1:
+        return tensor[dims]
+    # Matrices are [out, in]: the kept dimensions are columns where the residual stream is read, and
+    # rows where it is written. Tokens and heads are the first ones, neurons the chosen.
+    if module in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"):
+        return tensor[: shape[0], dims]
+    if module in ("gate_proj", "up_proj"):
+        return tensor[neurons(shape[0])][:, dims]
+    if module == "o_proj" and kind == "weight":
+        return tensor[dims, : shape[1]]
+    if module == "down_proj" and kind == "weight":
+        return tensor[dims][:, neurons(shape[1])]
+    return None

@@ -12,14 +12,16 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from ..heads.artifact import Artifact
 from ..heads.documents import read_document
 from ..heads.errors import UserError
 from ..heads.files import (
@@ -34,6 +36,7 @@ from ..heads.fingerprint import changed_numbers
 from ..heads.locks import partial_path
 from .command_line.parse import options_from
 from .config import RunConfig
+from .data.rollouts import Written
 from .documents import TrainerState
 
 log = logging.getLogger(__name__)
@@ -60,38 +63,38 @@ class RunFolder:
         self,
         accelerator: Accelerator,
         state: TrainerState,
-        save_parts: Callable[[Path], None],
         run: RunConfig,
-        facts: JsonObject,
-    ) -> Path:
-        """Write the checkpoint of `state.step` and return its folder; all ranks call this.
+        artifact: Artifact,
+        texts: Sequence[Written],
+    ) -> None:
+        """Write the checkpoint of `state.step` and link it; all ranks call this.
 
-        The folder gets its name only after every rank has written its files. `save_parts` is called
-        on the main process with the unfinished folder, to add the artifact and the texts written
-        during training. `facts` go into `provenance.json`.
+        The folder gets its name only after every rank has written its files. `texts` are those
+        written during training.
         """
-        final = self.at(state.step)
         # `nullcontext` gives None, in whose place the broadcast puts the main process's folder.
-        writer = whole_directory(final) if accelerator.is_main_process else nullcontext()
+        main = accelerator.is_main_process
+        writer = whole_directory(self.at(state.step)) if main else nullcontext()
         with writer as aside:
             # Only the main process has made the unfinished folder; the other ranks write their
             # random states into the same one.
             aside = Path(broadcast_object_list([str(aside)])[0])
             accelerator.save_state(str(aside / "state"))
-            if accelerator.is_main_process:
-                write_json(aside / "trainer.json", state.as_json())
-                write_json(aside / "provenance.json", facts)
+            if main:
+                write_json(aside / "trainer.json", msgspec.to_builtins(state))
+                write_json(aside / "provenance.json", artifact.provenance)
                 (aside / "config.yaml").write_text(run.as_yaml())
-                save_parts(aside)
+                artifact.save(aside / "drafter")
+                for written in texts:
+                    written.save(aside)
             # The checksums must cover the files of all ranks, so all have to be there.
             accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
+            if main:
                 write_checksums(aside)
         # The folder gets its final name when the main process leaves the `with`.
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self.mark_last(state.step)
-        return final
+        if main:
+            self.link("last", state.step)
 
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
         """Load the checkpoint of `step` into what `accelerator` has prepared; all ranks call this.
@@ -152,12 +155,6 @@ class RunFolder:
                     "though its path has not; choose another output"
                 )
 
-    def mark_best(self, step: int) -> None:
-        self._link("best", self.at(step) / "drafter")
-
-    def mark_last(self, step: int) -> None:
-        self._link("last", self.at(step) / "drafter")
-
     def prune(self, keep: int, best_step: int) -> None:
         """Delete all checkpoints but the newest `keep` and the one of `best_step`."""
         for step in self.steps()[:-keep]:
@@ -167,14 +164,12 @@ class RunFolder:
         remove_partials(self.checkpoints, owned=True)
         remove_partials(self.path, owned=True)
 
-    def _link(self, name: str, to: Path) -> None:
-        """Point the link OUTPUT/name at a folder inside OUTPUT, in one step.
-
-        The link is relative, so that a run folder can be moved.
-        """
-        aside = partial_path(self.path / name)
-        aside.symlink_to(os.path.relpath(to, self.path))
+    def link(self, name: Literal["best", "last"], step: int) -> None:
+        """Point the link OUTPUT/name at the drafter of the checkpoint of `step`."""
         old = self.path / name
+        aside = partial_path(old)
+        # Relative, so that a run folder can be moved.
+        aside.symlink_to(os.path.relpath(self.at(step) / "drafter", self.path))
         if old.is_dir() and not old.is_symlink():  # a copy of the run that followed its links
             shutil.rmtree(old)
         # One rename: who reads meanwhile finds the old link or the new one.
@@ -196,20 +191,16 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
             f"{folder.path} already holds checkpoints; choose another output, or go on with "
             "checkpoints.resume=true"
         )
-    while problem := damage(folder.at(steps[-1])):
-        log.warning(
-            "checkpoint %s is damaged: %s; looking at the one before it",
-            folder.at(steps[-1]),
-            problem,
-        )
-        if len(steps) == 1:
+    while problem := damage(newest := folder.at(steps[-1])):
+        log.warning("checkpoint %s is damaged: %s; looking at the one before it", newest, problem)
+        steps.pop()
+        if not steps:
             raise UserError(
                 f"{folder.path} holds no sound checkpoint ({problem}); choose another output"
             )
-        steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        stored = options_from(type(run), {}, folder.at(steps[-1]) / "config.yaml")
+        stored = options_from(type(run), {}, newest / "config.yaml")
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"

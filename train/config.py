@@ -19,19 +19,6 @@ from ..inference.settings import BadRows, Sampling, TargetConfig, check_url
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
 
-__all__ = [
-    "Checkpoints",
-    "Data",
-    "Evaluation",
-    "HeldOutConfig",
-    "Optim",
-    "RunConfig",
-    "Source",
-    "StoreType",
-    "TargetConfig",
-    "examples_of",
-]
-
 
 @dataclass
 class Source:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from ..heads.documents import Count, Document, FileFacts
@@ -50,10 +49,6 @@ class TrainerState(Document, kw_only=True):
     """Hashes of the target's weights and of the data, which the config names by path only, and the
     `numbers` of the target's configuration."""
     schema: Annotated[int, Meta(ge=1)] = 1
-
-    def as_json(self) -> JsonObject:
-        """Return the fields as JSON holds them."""
-        return msgspec.to_builtins(self)
 
 
 class TableCounts(Document):

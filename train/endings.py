@@ -21,13 +21,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, NoReturn
 
 import psutil
 
 from ..heads.errors import UserError, first_line, out_of_memory
 from ..heads.files import write_failure
+from .provenance import versions
 
 MAIN_SPEAKS_S = 5.0  # seconds that another rank waits for the first one to report the error
 WATCH_S = 1.0  # seconds between two checks that the launcher is still running
@@ -58,8 +58,6 @@ def fail(message: str) -> NoReturn:
     """
     say_for_all_ranks(f"error: {message}")
     leave(2)
-    # Reached where there is only one rank, since `leave` returns there.
-    raise SystemExit(2)
 
 
 def say_for_all_ranks(line: str) -> None:
@@ -77,25 +75,23 @@ def say_for_all_ranks(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def leave(code: int = 0) -> None:
-    """End one of several ranks at once, without shutting the interpreter down.
+def leave(code: int = 0) -> NoReturn:
+    """End this process; one of several ranks at once, without shutting the interpreter down.
 
-    Does nothing where there is only one rank. A gloo rank sometimes aborts while it shuts down (6
-    of 60 in a trial), and the launcher then reports a good run as failed; or it waits for the
-    others, who wait for it.
+    A gloo rank sometimes aborts while it shuts down (6 of 60 in a trial), and the launcher then
+    reports a good run as failed; or it waits for the others, who wait for it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # `os._exit` flushes nothing by itself.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    raise SystemExit(code)
 
 
 def is_main_rank() -> bool:
-    """Return true in the first of the processes that a launcher started, and without a launcher.
-
-    Unlike accelerate's own test, this one works before accelerate is imported.
-    """
+    """Return true in the first of the processes that a launcher started, and without a launcher."""
+    # Accelerate's own test needs accelerate to be imported.
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -145,11 +141,9 @@ def report_failure(error: Exception, argv: list[str]) -> NoReturn:
     line = (str(error).strip() or "no message").splitlines()[0]
     say_for_all_ranks(
         f"internal error: {type(error).__name__}: {line}; details in {_details(error, argv)}, "
-        "please report them "
-        f"(or see them with --debug)"
+        "please report them (or see them with --debug)"
     )
     leave(1)
-    raise SystemExit(1)
 
 
 def _details(error: Exception, argv: list[str]) -> str:
@@ -157,31 +151,17 @@ def _details(error: Exception, argv: list[str]) -> str:
 
     The name is `nowhere`, with the reason, if no file can be written.
     """
-    lines = []
-    for name in ("draftsmith", "torch", "transformers", "accelerate"):
-        if _installed(name):
-            lines.append(f"{name} {metadata.version(name)}")
-    versions = "\n".join(lines)
-    text = "".join(traceback.format_exception(error))
+    lines = [f"{sys.argv[0]} {argv!r}", platform.platform()]
+    lines += [f"{name} {version}" for name, version in versions().items() if version]
+    lines += ["", "".join(traceback.format_exception(error))]
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="draftsmith-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
-            file.write(
-                f"{sys.argv[0]} {argv!r}\npython {platform.python_version()}, "
-                f"{platform.platform()}\n{versions}\n\n{text}"
-            )
+            file.write("\n".join(lines))
         return file.name
     except OSError:
         return "nowhere (no temporary file can be written)"
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _open_closed_streams() -> None:
@@ -273,13 +253,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:
-        try:
-            work()
-        except UserError:
-            # The error is a consequence of the interrupt.
-            if _INTERRUPTED:
-                raise KeyboardInterrupt from None
-            raise
+        work()
     except RuntimeError as error:
         if not lost_peer(error):
             raise
@@ -291,11 +265,11 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
         leave(1)
     except Stopped as stopped:
         leave(stopped.status)
-        raise SystemExit(stopped.status) from None
-    except KeyboardInterrupt:
-        status = say_stopped(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT
-        leave(status)
-        raise SystemExit(status) from None
+    except (KeyboardInterrupt, UserError) as error:
+        # A user's error may be a consequence of the interrupt.
+        if isinstance(error, UserError) and not _INTERRUPTED:
+            raise
+        leave(say_stopped(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT)
 
 
 def lost_peer(error: RuntimeError) -> bool:
@@ -316,19 +290,17 @@ def follow_launcher() -> None:
         command_line = " ".join(launcher.cmdline()) if launcher is not None else ""
     except psutil.Error:
         return
+    parent = os.getppid()
+
+    def watch() -> None:
+        # An orphan gets another parent.
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     launchers = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
     if any(name in command_line for name in launchers):
-        threading.Thread(
-            target=_watch, args=(os.getppid(),), daemon=True, name="follow-launcher"
-        ).start()
-
-
-def _watch(parent: int) -> None:
-    """Wait until the process `parent` has ended, then send SIGTERM to this one."""
-    # An orphan gets another parent.
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 
 
 class Stopped(Exception):

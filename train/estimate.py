@@ -14,10 +14,11 @@ import torch
 
 from ..heads.errors import UserError
 from ..heads.files import check_space
+from ..heads.pretrained import make_causal_lm
 from ..inference.targets.target import resolve_device
 from .config import RunConfig
 from .method import AnyMethod
-from .outline import ConfigOnly, Work, config_at, empty, outlined
+from .outline import ConfigOnly, Work, config_at, outlined
 
 STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
 # Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
@@ -57,23 +58,21 @@ class RunSizes(Work):
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     """Return the sizes of the run's target and drafter.
 
-    Raises `UserError` where the target
-    has no config that can be read.
+    Raises `UserError` where the target has no config that can be read.
     """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
     target = ConfigOnly(model_config)
-    model = empty(model_config)
-    total = sum(p.numel() for p in model.parameters())
-    # A token passes through all that is not an expert, and through some of the experts.
-    in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    with torch.device("meta"):
+        model = make_causal_lm(model_config)
+    total = active = sum(p.numel() for p in model.parameters())
     used = getattr(target.config, "num_experts_per_tok", None)
     # Architectures name the number of experts in two ways.
     experts = getattr(target.config, "num_experts", None)
     experts = experts or getattr(target.config, "num_local_experts", None)
-    used_in_experts = in_experts
     if used and experts:
-        used_in_experts = in_experts * used // experts
-    active = total - in_experts + used_in_experts
+        # A token passes through all that is not an expert, and through some of the experts.
+        in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        active += in_experts * used // experts - in_experts
     taps, all_last = method.features_of(config, target)
     outline = outlined(method, config, target)
     trained = sum(p.numel() for p in outline.drafter.parameters())
@@ -97,51 +96,44 @@ def step_bytes(shape: RunSizes, config: RunConfig) -> float:
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     """Raise `UserError` where `run` asks for far more than makes sense on this machine.
 
-    Memory, work and the size of a checkpoint on the disk are looked at; `ranks`: how many there
-    are. A run from a feature store is not looked at, since its target may not be on this machine;
-    nor is one that begins with a drafter, whose shape is that drafter's.
+    That is memory, work, or the size of a checkpoint on the disk; `ranks` share the memory. A run
+    from a feature store is not checked, since its target may not be on this machine; nor is one
+    that begins with a drafter, whose shape is that drafter's.
     """
     if run.features.store is not None or run.init_from is not None:
         return
+    sizes = []
     for group, name in COUNTS:
-        value = getattr(getattr(run, group, None), name, None)
-        if value is not None and value > run.data.max_length:
+        if not hasattr(section := getattr(run, group, None), name):
+            continue
+        sizes.append(f"{group}.{name}")
+        if (value := getattr(section, name)) is not None and value > run.data.max_length:
             raise UserError(
-                f"{group}.{name} is {value}, more than the {run.data.max_length} tokens of a row; "
+                f"{sizes[-1]} is {value}, more than the {run.data.max_length} tokens of a row; "
                 "lower it"
             )
     shape = shape_of(method, run)
-    sizes = []
-    for group, name in COUNTS:
-        if hasattr(getattr(run, group, None), name):
-            sizes.append(f"{group}.{name}")
     lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     drafter_bytes = float(STATE_BYTES * shape.drafter_params)
     checkpoint = drafter_bytes * 3 / 4
     check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
     needed = drafter_bytes / ranks + step_bytes(shape, run)
-    available = memory_of(resolve_device(run.target.device))
+    available = float(psutil.virtual_memory().total)
+    if (device := resolve_device(run.target.device)).type == "cuda":
+        available = float(torch.cuda.get_device_properties(device).total_memory)
     if needed > MOST_MEMORY * available:
         raise UserError(
             f"training needs about {size(needed)} besides the target, and this machine has "
-            f"{size(available)} (see draftsmith data "
-            f"plan); {lower} or batch_rows and data.max_length"
+            f"{size(available)} (see draftsmith data plan); {lower} or batch_rows and "
+            "data.max_length"
         )
     work = shape.training_operations(1.0) / (2 * shape.active_params)
     if work > MOST_WORK:
         raise UserError(
             f"training on a token would cost {work:,.0f} times the target's own forward pass over "
-            f"it, {MOST_WORK:g} at most "
-            f"make sense (see draftsmith data plan); {lower}"
+            f"it, {MOST_WORK:g} at most make sense (see draftsmith data plan); {lower}"
         )
-
-
-def memory_of(device: torch.device) -> float:
-    """Return the bytes of memory of a GPU, or of this machine."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(psutil.virtual_memory().total)
 
 
 def size(bytes_: float) -> str:

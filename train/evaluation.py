@@ -1,22 +1,14 @@
 """Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
 The texts are the target's own greedy replies to held-out prompts, written by the same loop that
-measures. There are four numbers, in two pairs that must agree:
-
-- `tau_training` replays what the training pass computes at every position; `tau_drafted` drafts the
-  same along the text, on the same features.
-- `tau_estimated` drafts along the text as decoding would; `tau_measured` decodes with the saved
-  artifact.
-
-The first pair is compared, the second is compared and logged.
-The metrics are defined in docs/metrics.md#training-metrics.
+measures. The metrics are defined in docs/metrics.md#training-metrics.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +56,8 @@ class Estimate:
     """Taus of a drafter on the held-out texts, computed without decoding."""
 
     tau: float
-    """Tau of the drafter drafting along the texts as in decoding, by `rounds_on_text`."""
+    """Tau of the drafter drafting along the texts as in decoding, by `rounds_on_text`: equal to the
+    measured one in fp32, or features in training and decoding differ."""
     tau_training: float
     """Tau of replaying what the training pass computes at every position: the tree for Medusa, a
     chain for the other methods."""
@@ -99,8 +92,7 @@ def write_text(
     plain = generate_one(target, PlainDecoding(), start, max_new_tokens, sampling=SAMPLING)
     ids = start + plain.token_ids
     states = target.forward(torch.tensor([ids], device=target.device), taps=taps)
-    hidden = Hidden(states.last[0].cpu(), tuple(tap[0].cpu() for tap in states.taps))
-    return HeldOutText(ids, len(start), hidden, prompt.unit)
+    return HeldOutText(ids, len(start), states.map(lambda x: x[0].cpu()), prompt.unit)
 
 
 class HeldOutEvaluation:
@@ -120,16 +112,15 @@ class HeldOutEvaluation:
 
         `texts` are those of all ranks, from a feature store or a server.
         """
-        self._target, self._config, self.dtype = target, config, target.dtype
+        self._target, self._config = target, config
         self._accelerator, self._method = accelerator, method
         # Under a target that all ranks run together every rank holds all texts, so that each makes
         # the same forward passes; otherwise the ranks share the texts.
+        share = slice(accelerator.process_index, None, accelerator.num_processes)
+        self._gather = gather_object
         if target.together:
-            share = slice(None)
-        else:
-            share = slice(accelerator.process_index, None, accelerator.num_processes)
-        # Where every rank has all texts, every rank has all results too.
-        self._gather = (lambda results: results) if target.together else gather_object
+            # Every rank has all results too.
+            share, self._gather = slice(None), lambda results: results
         if texts is not None:
             self.texts = texts[share]
         else:
@@ -137,18 +128,20 @@ class HeldOutEvaluation:
             prompts = held_out_prompts(tables, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
-            self.texts = [
-                write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress
-            ]
+            longest = config.max_new_tokens
+            self.texts = [write_text(target, prompt, taps, longest) for prompt in progress]
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
 
-    def _there(self, text: HeldOutText, weight: Tensor) -> tuple[Tensor, Hidden]:
-        """Return ids and features of a text on the device of `weight`, features in its dtype."""
-        taps = tuple(tap.to(weight) for tap in text.hidden.taps)
-        return torch.tensor(text.ids, device=weight.device), Hidden(
-            text.hidden.last.to(weight), taps
-        )
+    def _read_by(self, drafter: nn.Module) -> Iterator[tuple[int, Tensor, Hidden]]:
+        """Yield start of the reply, ids and features of each text, on the drafter's device.
+
+        The features are in the drafter's dtype.
+        """
+        weight = next(drafter.parameters())
+        for text in self.texts:
+            hidden = text.hidden.map(lambda states: states.to(weight))
+            yield text.start, torch.tensor(text.ids, device=weight.device), hidden
 
     def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
@@ -156,13 +149,10 @@ class HeldOutEvaluation:
         The latter is, for each text, the outcome of the method's `teacher_forced` with the position
         at which the reply begins.
         """
-        weight = next(drafter.parameters())
         outcomes = []
-        for text in self.texts:
-            ids, hidden = self._there(text, weight)
-            # On the CPU: objects are pickled for the other ranks, which do not have this rank's
-            # device.
-            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), text.start))
+        for start, ids, hidden in self._read_by(drafter):
+            # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
+            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), start))
         outcomes = self._gather(outcomes)
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
 
@@ -173,15 +163,13 @@ class HeldOutEvaluation:
         """
         trained = []
         for outcome, start in outcomes:
-            accepted = self._method.accepted_by_root(outcome, artifact.calibration)
-            trained.append(replay(accepted, start, len(accepted)))
+            by_root = self._method.accepted_by_root(outcome, artifact.calibration)
+            trained.append(replay(by_root, start, len(by_root)))
         emitted = self._replay(artifact)
         # Otherwise the proposer's defaults already draft what the training pass computes.
         drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
         # A round emits its accepted drafts and the bonus token.
-        accepted = []
-        for rounds in emitted:
-            accepted += [tokens - 1 for tokens in rounds]
+        accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
         return Estimate(
             tau(emitted), tau(trained), tau(drafted),
             survival(accepted, max(accepted, default=0)),
@@ -193,11 +181,9 @@ class HeldOutEvaluation:
         `settings` are those of the proposer.
         """
         proposer = proposer_of(artifact, **settings)
-        weight = next(artifact.drafter.parameters())
         emitted = []
-        for text in self.texts:
-            ids, hidden = self._there(text, weight)
-            emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
+        for start, ids, hidden in self._read_by(artifact.drafter):
+            emitted.append(rounds_on_text(proposer, ids, start, hidden))
         return self._gather(emitted)
 
     def measure(self, drafter_folder: Path) -> Measurement | None:
@@ -208,7 +194,7 @@ class HeldOutEvaluation:
         if not isinstance(self._target, Target):
             return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
-        results: list[tuple[int, int, list[int], bool]] = []
+        results = []
         for text in Progress(self.texts, desc="decoding held-out prompts"):
             generation = generate_one(
                 self._target,
@@ -221,14 +207,12 @@ class HeldOutEvaluation:
             results.append((text.unit, text.start, emitted_per_round(generation), equal))
         results = self._gather(results)
         emitted = [rounds for _, _, rounds, _ in results]
-        by_position = tau_by_position([(start, rounds) for _, start, rounds, _ in results])
-        units = [unit for unit, *_ in results]
         return Measurement(
             emitted,
             tau(emitted),
-            tau_interval(emitted, units),
+            tau_interval(emitted, [unit for unit, *_ in results]),
             sum(not equal for *_, equal in results),
-            by_position,
+            tau_by_position([(start, rounds) for _, start, rounds, _ in results]),
         )
 
 
@@ -255,31 +239,11 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
     return [prompts[i] for i in drawn]
 
 
-def why_different(dtype: torch.dtype) -> str:
-    """Return why greedy replies of a target in this precision differ from its own text."""
-    if dtype.itemsize >= torch.float32.itemsize:
-        return "in float32 that is a bug; please report it"
-    name = dtype_name(dtype)
-    return f"in {name} near-ties may be decided otherwise; float32 would tell them from a bug"
+def warn_of_differences(estimate: Estimate, measured: Measurement, dtype: torch.dtype) -> None:
+    """Warn where training, drafting and decoding disagree by more than chance.
 
-
-def evaluate(
-    held_out: HeldOutEvaluation,
-    drafter: nn.Module,
-    make_artifact: Callable[[JsonObject], Artifact],
-    save: Callable[[Artifact], Path],
-) -> tuple[Estimate, Measurement | None, JsonObject]:
-    """Calibrate a drafter, estimate its tau, save it and measure what was saved.
-
-    Returns the estimate, the measurement (None without a whole target) and the calibration. Warns
-    where training, drafting and decoding disagree by more than chance.
+    `dtype` is the target's.
     """
-    calibration, outcomes = held_out.calibrate(drafter)
-    artifact = make_artifact(calibration)
-    estimate = held_out.estimate(artifact, outcomes)
-    measured = held_out.measure(save(artifact))
-    if measured is None:
-        return estimate, None, calibration
     low, high = measured.interval
     pairs = (
         ("estimated tau %.3f and measured tau %.3f", estimate.tau, measured.tau),
@@ -299,10 +263,13 @@ def evaluate(
                 tau_b,
             )
     if measured.different:
+        why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell them"
+        why += " from a bug"
+        if dtype.itemsize >= torch.float32.itemsize:
+            why = "in float32 that is a bug; please report it"
         log.warning(
             "%d of %d held-out replies differ from the target's own greedy text: %s",
             measured.different,
             len(measured.emitted),
-            why_different(held_out.dtype),
+            why,
         )
-    return estimate, measured, calibration

@@ -23,7 +23,7 @@ from ..inference.targets.stored import (
     manifest_of,
     tensors_in,
 )
-from ..inference.targets.target import TargetSource, load_target, resolve_device
+from ..inference.targets.target import Target, TargetSource, load_target, resolve_device
 from .config import Data, RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
@@ -53,64 +53,48 @@ class Inputs:
     None if the target in this process has to write them."""
 
 
-def inputs_of(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
-    """Load the target, data and features that the run's config names.
+Check = Callable[[JsonObject], None]
+"""Function that raises `UserError` for a resume whose identity, or a part of it, has changed. It is
+called before anything is written: such a resume must leave the folder as it is."""
 
-    `folder` is the run's output. `check` is called with the identity before anything is written.
+
+def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
+    """Load the target, data and features that the run's config names; `folder` is its output.
+
+    Raises `UserError` for data that cannot be used, and for packed rows that are longer than the
+    target's positions.
     """
     if (store := run.features.store) is not None:
         return stored_inputs(run, store, accelerator, check)
-    find = served_inputs if run.features.server is not None else live_inputs
-    return find(run, accelerator, folder, check)
-
-
-def live_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
-    """Return the inputs of a run whose target is in this process, whole or spread over ranks.
-
-    Raises `UserError` for packed rows that are longer than the target's positions.
-    """
-    target = load_target(on_rank(run.target, accelerator))
-    if run.data.max_length > target.max_positions:
-        raise UserError(
-            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} "
-            "positions; lower it"
+    if run.features.server is not None:
+        target: Target | ServedTarget = served_target(run, accelerator)
+    else:
+        target = load_target(on_rank(run.target, accelerator))
+        if run.data.max_length > target.max_positions:
+            raise UserError(
+                f"data.max_length is {run.data.max_length}, but the target has "
+                f"{target.max_positions} positions; lower it"
+            )
+    known = identity_of(target.fingerprint())
+    check(known)
+    data, seed = folder / "data", run.seed
+    tables = prepared_tables(
+        accelerator, run.data, target, data, seed, lambda identity: check({"data": identity})
+    )
+    identity = known | {"data": data_module.noted(data).identity}
+    if isinstance(target, Target):
+        return Inputs(
+            target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
         )
-    tables, identity = checked_tables(run, accelerator, target, folder, check)
+    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
+    longest = run.evaluation.max_new_tokens
     return Inputs(
         target,
         tables,
         identity,
-        lambda objective, batches, asked: LiveTarget(target, objective.taps),
+        lambda objective, *_: ServedFeatures(target, objective.taps),
+        lambda taps: on_main(accelerator, lambda: served_texts(target, prompts, taps, longest)),
     )
-
-
-def checked_tables(
-    run: RunConfig,
-    accelerator: Accelerator,
-    target: TargetSource,
-    folder: Path,
-    check: Callable[[JsonObject], None],
-) -> tuple[data_module.Tables, JsonObject]:
-    """Return the tables of a run and its identity, see `Inputs`.
-
-    `check` is called with its parts before the tables are written: a resume with other data must
-    leave the folder as it is. Raises `UserError` as `prepared_tables` does.
-    """
-    known = identity_of(target.fingerprint())
-    check(known)
-    tables = prepared_tables(
-        accelerator,
-        run.data,
-        target,
-        folder / "data",
-        run.seed,
-        lambda identity: check({"data": identity}),
-    )
-    return tables, known | {"data": data_module.noted(folder / "data").identity}
 
 
 def identity_of(fingerprint: Fingerprint) -> JsonObject:
@@ -133,38 +117,17 @@ def prepared_tables(
     """
 
     def prepare() -> None:
-        # returns nothing: what it returned would be sent to every rank, and each reads the files
+        # What it returned would be sent to every rank, and each reads the files.
         data_module.prepare(data, target, folder, seed, check)
 
     on_main(accelerator, prepare)
     return data_module.load(folder)
 
 
-def served_inputs(
-    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[JsonObject], None]
-) -> Inputs:
-    """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
-    target = served_target(run, accelerator)
-    tables, identity = checked_tables(run, accelerator, target, folder, check)
-    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
-    longest = run.evaluation.max_new_tokens
-
-    def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
-        return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
-
-    return Inputs(
-        target,
-        tables,
-        identity,
-        lambda objective, batches, asked: ServedFeatures(target, objective.taps),
-        make_texts,
-    )
-
-
 def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     """Load the target's embedding, final norm and head, with a client of the server for the rest.
 
-    The tensors lie on this rank's device.
+    The tensors are on this rank's device.
     """
     options = run.features
     assert options.server is not None, "the run reads features from a server"
@@ -180,12 +143,7 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     return target
 
 
-def stored_inputs(
-    run: RunConfig,
-    store: str,
-    accelerator: Accelerator,
-    check: Callable[[JsonObject], None],
-) -> Inputs:
+def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: Check) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
     The store has the data and the target's embedding and head too. Raises `UserError` if packed
@@ -203,31 +161,21 @@ def stored_inputs(
     on_main(accelerator, lambda: check_named_target(run.target, target, store))
     identity = {**identity_of(manifest.target), "data": manifest.tables}
     check(identity)
-    main = accelerator.is_main_process
-
-    def make_source(
-        objective: Objective, batches: Batches, asked: Callable[[], bool]
-    ) -> FeatureSource:
-        return StoredFeatures(
-            store, batches, target, objective.taps, objective.all_last, main, asked
-        )
-
-    log.info(
-        "features of %s from %s, and its data: data.sources of this config are not read",
-        target.name,
-        store,
-    )
+    said = "features of %s from %s, and its data: data.sources of this config are not read"
+    log.info(said, target.name, store)
     for name, stored in manifest.held_out.items():
         if (wanted := getattr(run.evaluation, name, stored)) != stored:
-            log.info(
-                "evaluation.%s is %d in the store, which is used, not %d", name, stored, wanted
-            )
+            said = "evaluation.%s is %d in the store, which is used, not %d"
+            log.info(said, name, stored, wanted)
 
+    main = accelerator.is_main_process
     return Inputs(
         target,
         data_module.load(Path(store, "data")),
         identity,
-        make_source,
+        lambda objective, batches, asked: StoredFeatures(
+            store, batches, target, objective.taps, objective.all_last, main, asked
+        ),
         lambda taps: load_texts(store, taps),
     )
 
@@ -249,7 +197,7 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
             model = make_causal_lm(config, named.trust_remote_code)
         tokenizer = read_tokenizer(folder, named.trust_remote_code)
     model.tie_weights()
-    names = [name for name, _ in model.named_parameters()]
+    weights = [name for name, _ in model.named_parameters()]
     _, read = tensors_in(folder)
     known = stored.fingerprint()
     comparable = (
@@ -257,21 +205,15 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
         and getattr(config, "quantization_config", None) is None
         # Rounded to float16 and then to bfloat16, a weight may become another one.
         and stored.dtype != torch.float16
-        and all(read(name) is not None for name in names)
+        and all(read(name) is not None for name in weights)
     )
-    digest = hash_of(names, read) if comparable else known.weights_hash
+    digest = hash_of(weights, read) if comparable else known.weights_hash
     found = Fingerprint.of(model, tokenizer, named.path, digest)
-    different = [
-        name
-        for name in ("model_type", "hidden_size", "num_layers", "vocab_size")
-        if getattr(found, name) != getattr(known, name)
-    ]
+    said = {"tokenizer_hash": "tokenizer", "weights_hash": "weights"}
+    names = ("model_type", "hidden_size", "num_layers", "vocab_size", *said)
+    different = [said.get(n, n) for n in names if getattr(found, n) != getattr(known, n)]
     if changes := changed_numbers(known.numbers, found.numbers):
         different.append(f"configuration ({changes})")
-    if found.tokenizer_hash != known.tokenizer_hash:
-        different.append("tokenizer")
-    if found.weights_hash != known.weights_hash:
-        different.append("weights")
     if different:
         raise UserError(
             f"{store} holds features of {known.name}, and target {named.path} differs in "

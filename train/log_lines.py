@@ -1,7 +1,4 @@
-"""Lines and a table by which a person follows a run: one for each interval, and one at the end.
-
-The lines fit 100 columns. `metrics.jsonl` and the trackers have every number.
-"""
+"""Lines of at most 100 columns by which a person follows a run, and the table at its end."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ SHARES = {
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float) -> str:
-    """Return the line of the steps since the last one.
-
-    `left_s` are the seconds that the steps to come will take, evaluations left out.
-    """
-    parts = [place(step, total), f"loss {metrics['loss']:.4g}"]
+    """Return the line of the steps since the last one; those to come take `left_s` seconds."""
+    parts = [f"step {step}/{total}", f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
         parts.append(f"tau_rows {tau:.2f}")
     parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
@@ -42,17 +36,12 @@ def evaluation_line(
     step: int, total: int, metrics: Mapping[str, float], best_tau: float, best_step: int
 ) -> str:
     """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
-    parts = [place(step, total)]
     if "tau_measured" in metrics:
-        parts.append(f"tau {tau_of(metrics)} on held-out prompts")
+        tau = f"tau {tau_of(metrics)} on held-out prompts"
     else:
-        parts.append(f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts")
+        tau = f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts"
     best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"
-    return "  ".join([*parts, best])
-
-
-def place(step: int, total: int) -> str:
-    return f"step {step}/{total}"
+    return f"step {step}/{total}  {tau}  {best}"
 
 
 def summary(folder: Path, best_step: int) -> Table:
@@ -97,9 +86,7 @@ def acceptance(row: Mapping[str, Any]) -> str:
 def time_spent(rows: list[dict[str, Any]]) -> str:
     """Return the share of each part in the time of the steps; empty without any."""
     timed = [row for row in rows if "share_drafter" in row]
-    parts = []
-    for name, what in SHARES.items():
-        share = sum(row[name] for row in timed) / max(len(timed), 1)
-        if share >= 0.005:
-            parts.append(f"{what} {share:.0%}")
-    return ", ".join(parts)
+    means = {
+        what: sum(row[name] for row in timed) / max(len(timed), 1) for name, what in SHARES.items()
+    }
+    return ", ".join(f"{what} {share:.0%}" for what, share in means.items() if share >= 0.005)

@@ -37,7 +37,7 @@ from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
 from .estimate import check_affordable
-from .evaluation import HeldOutEvaluation, evaluate
+from .evaluation import HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
@@ -80,38 +80,34 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
-    resume_from = on_main(
-        accelerator,
-        lambda: find_resume(folder, run),
-    )
+    resume_from = on_main(accelerator, lambda: find_resume(folder, run))
     if resume_from is not None:
         accelerator.gradient_accumulation_steps = resumed_accumulation(
             run, folder, resume_from, accelerator
         )
+
+    def check(identity: JsonObject) -> None:
+        if resume_from is not None:
+            folder.check_identity(resume_from, identity)
+
     # The same on every rank: ranks begin with equal weights, drawn from the global generator.
     set_seed(run.seed)
-    inputs = inputs_of(
-        run,
-        accelerator,
-        folder.path,
-        lambda identity: (
-            folder.check_identity(resume_from, identity) if resume_from is not None else None
-        ),
-    )
+    inputs = inputs_of(run, accelerator, folder.path, check)
     batches = Batches(
         inputs.tables.train, run.data.max_length, run.batch_rows,
-        accelerator.gradient_accumulation_steps,
-        accelerator.num_processes, run.seed,
+        accelerator.gradient_accumulation_steps, accelerator.num_processes, run.seed,
     )  # fmt: skip
-    total_steps = steps_of(run, batches)
+    steps_of_epochs = math.ceil(run.epochs * batches.packs / batches.rows_per_step)
+    total_steps = run.max_steps or max(1, steps_of_epochs)
     trainer = Trainer(run, method, inputs, accelerator, batches, total_steps)
-    state = TrainerState(
-        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=inputs.identity,
-        engine=engine_of(accelerator),
-        ranks=accelerator.num_processes,
-    )  # fmt: skip
     if resume_from is not None:
         state = resume(folder, resume_from, trainer)
+    else:
+        state = TrainerState(
+            rows_per_step=batches.rows_per_step, total_steps=total_steps,
+            identity=inputs.identity, engine=engine_of(accelerator),
+            ranks=accelerator.num_processes,
+        )  # fmt: skip
     taps = trainer.drafter.taps
     texts = inputs.make_texts(taps) if inputs.make_texts is not None else None
     held_out = HeldOutEvaluation(
@@ -124,9 +120,8 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
         mend_metrics(folder.path / METRICS_FILE)
     if run.tracker != "none":
         accelerator.init_trackers(run.project, config={"config": run.as_yaml()})
-    _announce(trainer, batches, total_steps, state)
     try:
-        run_loop(trainer, folder, state, held_out)
+        TrainingLoop(trainer, folder, state, held_out).run()
     finally:
         end_training(accelerator)
     if trainer.stopping:
@@ -139,24 +134,39 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
 def resumed_accumulation(
     run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator
 ) -> int:
-    """Return the accumulation with which a resume from `step` keeps the rows of a step.
+    """Return the micro-batches of a rank with which a resume from `step` keeps the rows of a step.
 
-    Raises `UserError` if this launch cannot read the checkpoint: it has another engine, or another
-    number of ranks under DeepSpeed.
+    Warns where they are others than the config's. Raises `UserError` if this launch cannot read the
+    checkpoint (another engine, or another number of ranks under DeepSpeed), or if its ranks cannot
+    share the rows evenly.
     """
     before = on_main(accelerator, lambda: folder.state_of(step))
+    ranks, rows = accelerator.num_processes, before.rows_per_step
     if before.engine != (now := engine_of(accelerator)):
         raise UserError(
             f"{run.out} was trained under {before.engine}, this launch is {now}; use the same "
             f"accelerate config, or start another output with init_from {folder.path}/last"
         )
-    if before.engine.startswith("deepspeed") and before.ranks != accelerator.num_processes:
+    if before.engine.startswith("deepspeed") and before.ranks != ranks:
         raise UserError(
             f"{run.out} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints cannot "
-            f"be read by {accelerator.num_processes}; use as many, or start another output with "
+            f"be read by {ranks}; use as many, or start another output with "
             f"init_from {folder.path}/last"
         )
-    return accumulation_for(before.rows_per_step, run, accelerator)
+    accumulation, left_over = divmod(rows, run.batch_rows * ranks)
+    if left_over:
+        raise UserError(
+            f"{run.out} was trained with {rows} rows a step, which {ranks} ranks of "
+            f"{run.batch_rows} rows cannot share evenly; use another number of ranks, or the same "
+            "as before"
+        )
+    if accumulation != run.accumulation and accelerator.is_main_process:
+        log.warning(
+            "going on with %d ranks and accumulation %d instead of %d: the same rows in each "
+            "step, added up in another order, so equal to the uninterrupted run but for rounding",
+            ranks, accumulation, run.accumulation,
+        )  # fmt: skip
+    return accumulation
 
 
 def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
@@ -169,8 +179,6 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
         written.load(folder.at(step))
     # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
-    if trainer.accelerator.is_main_process:
-        folder.set_aside(step)
     if state.best_step >= 0 and not folder.at(state.best_step).is_dir():
         log.warning(
             "the best checkpoint so far, step %d, is gone; the best of those to come will be kept",
@@ -178,40 +186,13 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
         )
         state.best_step, state.best_tau = -1, 0.0
     if trainer.accelerator.is_main_process:
+        folder.set_aside(step)
         # The process may have died after the checkpoint was complete and before it was linked.
-        folder.mark_last(step)
+        folder.link("last", step)
         if state.best_step >= 0:
-            folder.mark_best(state.best_step)
+            folder.link("best", state.best_step)
     trainer.gather()
     return state
-
-
-def steps_of(run: RunConfig, batches: Batches) -> int:
-    """Return the optimiser steps of the run: `max_steps`, or `epochs` times the packed rows."""
-    return run.max_steps or max(1, math.ceil(run.epochs * batches.packs / batches.rows_per_step))
-
-
-def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int:
-    """Return the micro-batches of a rank that make a step of `rows` rows with the current ranks.
-
-    `rows` are those of a step in the checkpoint. Raises `UserError` if the ranks cannot share them
-    evenly, and warns where the accumulation changes.
-    """
-    ranks = accelerator.num_processes
-    rows_at_once = run.batch_rows * ranks
-    if rows % rows_at_once:
-        raise UserError(
-            f"{run.out} was trained with {rows} rows a step, which {ranks} ranks of "
-            f"{run.batch_rows} rows cannot share evenly; use another number of ranks, or the same "
-            "as before"
-        )
-    if rows != rows_at_once * run.accumulation and accelerator.is_main_process:
-        log.warning(
-            "going on with %d ranks and accumulation %d instead of %d: the same rows in each "
-            "step, added up in another order, so equal to the uninterrupted run but for rounding",
-            ranks, rows // rows_at_once, run.accumulation,
-        )  # fmt: skip
-    return rows // rows_at_once
 
 
 def check_before_loading(run: RunConfig) -> None:
@@ -236,230 +217,239 @@ def check_before_loading(run: RunConfig) -> None:
             ) from error
 
 
-def run_loop(
-    trainer: Trainer,
-    folder: RunFolder,
-    state: TrainerState,
-    held_out: HeldOutEvaluation,
-) -> None:
-    """Train from `state.step` to the last step, with logs, evaluations and checkpoints on the way.
+class TrainingLoop:
+    """Steps of a run from its state to its end, with logs, evaluations and checkpoints on the way.
 
-    Ends earlier if the run was asked to stop (after a checkpoint) or is out of patience. All ranks
-    call this, and each decision below is the same on all of them, since every one of these actions
-    has collective operations.
+    All ranks call every method, since each of these actions has collective operations; each
+    decision is the same on all of them.
     """
-    run, accelerator, total = trainer.run, trainer.accelerator, trainer.total_steps
-    progress = Progress(
-        total=total, initial=state.step, desc=f"training {trainer.drafter.method}", unit=" steps"
-    )
-    sums: Sums = {}
 
-    def measured(step: int) -> bool:
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: RunFolder,
+        state: TrainerState,
+        held_out: HeldOutEvaluation,
+    ) -> None:
+        """Log what is about to be trained, and begin to show the progress."""
+        self.trainer, self.folder, self.state, self.held_out = trainer, folder, state, held_out
+        self.config, self.accelerator = trainer.run, trainer.accelerator
+        self._announce()
+        self.progress = Progress(
+            total=trainer.total_steps,
+            initial=state.step,
+            desc=f"training {trainer.drafter.method}",
+            unit=" steps",
+        )
+
+    def run(self) -> None:
+        """Train from `state.step` to the last step.
+
+        Ends earlier if the run was asked to stop (after a checkpoint) or is out of patience.
+        """
+        trainer, state, total = self.trainer, self.state, self.trainer.total_steps
+        sums: Sums = {}
+        # A run that was asked to stop left this step's evaluation to the one that goes on.
+        if self._evaluation_due() and (state.evaluated != state.step or state.best_step < 0):
+            self._evaluate_and_save()
+        finished = state.step >= total or self._out_of_patience()
+        trainer.pace.restart()
+        rank = self.accelerator.process_index
+        with profiler(self.config.profile, self.folder.path, rank) as profiled:
+            while not finished:
+                measured = self._log_possible(state.step + 1)
+                more, norm, positions = trainer.step(state.step, measured)
+                profiled()
+                state.step += 1
+                # Ranks differ a little in padding; an exact number would need one more reduction a
+                # step.
+                state.tokens += positions * self.accelerator.num_processes
+                self.progress.update()
+                if good := math.isfinite(norm):
+                    add_sums(sums, more)
+                    state.skipped_in_a_row = 0
+                else:
+                    self._skip()
+                evaluating = self._evaluation_due()
+                saving = trainer.stopping or (
+                    good and state.step % self.config.checkpoints.every == 0
+                )
+                if sums and (evaluating or saving or state.step % self.config.log_every == 0):
+                    self._log_training(sums, norm)
+                    sums = {}
+                # A scheduler that asks a run to stop gives it little time, so it saves without an
+                # evaluation.
+                if evaluating and not trainer.stopping:
+                    self._evaluate_and_save()
+                    finished = state.step == total or self._out_of_patience()
+                elif saving:
+                    trainer.gather()
+                    calibration, _ = self.held_out.calibrate(trainer.drafter)
+                    self._save(trainer.artifact(calibration, state.step))
+                # Neither is a part of the steps whose speed is reported.
+                if evaluating or saving:
+                    trainer.pace.restart()
+                if trainer.stopping and not finished:
+                    finished = True
+                    log.warning(
+                        "asked to stop: saved step %d of %d; the same command goes on from there",
+                        state.step,
+                        total,
+                    )
+        self.progress.close()
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.folder.path / CANDIDATE, ignore_errors=True)
+
+    def _announce(self) -> None:
+        """Log what is about to be trained, on how much data and for how long."""
+        if not self.accelerator.is_main_process:
+            return
+        trainer, batches = self.trainer, self.trainer.batches
+        size = sum(p.numel() for p in trainer.drafter.parameters())
+        start = f", going on from step {self.state.step}" if self.state.step else ""
+        log.info(
+            "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full), %d rows a step, "
+            "%d steps on %d ranks%s",
+            trainer.drafter.method, size / 1e6, trainer.target.name, batches.packs,
+            100 * batches.fill, batches.rows_per_step, trainer.total_steps,
+            self.accelerator.num_processes, start,
+        )  # fmt: skip
+
+    def _log_possible(self, step: int) -> bool:
         """Return whether a log may be due after `step` steps: metrics are of its last step."""
-        intervals = (run.log_every, run.evaluation.every, run.checkpoints.every)
-        return step == total or any(step % every == 0 for every in intervals)
+        config = self.config
+        intervals = (config.log_every, config.evaluation.every, config.checkpoints.every)
+        return step == self.trainer.total_steps or any(step % every == 0 for every in intervals)
 
-    # A run that was asked to stop left this step's evaluation to the one that goes on.
-    if evaluation_due(run, state.step, total) and (
-        state.evaluated != state.step or state.best_step < 0
-    ):
-        evaluate_and_save(trainer, folder, state, held_out, progress)
-    finished = state.step >= total or out_of_patience(run, state)
-    trainer.pace.restart()
-    with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
-        while not finished:
-            more, norm, positions = trainer.step(state.step, measured(state.step + 1))
-            profiled()
-            state.step += 1
-            # Ranks differ a little in padding; an exact number would need one more reduction a
-            # step.
-            state.tokens += positions * accelerator.num_processes
-            progress.update()
-            if good := math.isfinite(norm):
-                add_sums(sums, more)
-                state.skipped_in_a_row = 0
-            else:
-                skip(trainer, folder, state)
-            evaluating = evaluation_due(run, state.step, total)
-            saving = trainer.stopping or (good and state.step % run.checkpoints.every == 0)
-            if sums and (evaluating or saving or state.step % run.log_every == 0):
-                log_training(trainer, folder, state, sums, norm, progress)
-                sums = {}
-            # A scheduler that asks a run to stop gives it little time, so it saves without an
-            # evaluation.
-            if evaluating and not trainer.stopping:
-                finished = (
-                    evaluate_and_save(trainer, folder, state, held_out, progress)
-                    or state.step == total
-                )
-            elif saving:
-                trainer.gather()
-                save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0])
-            # Neither is a part of the steps whose speed is reported.
-            if evaluating or saving:
-                trainer.pace.restart()
-            if trainer.stopping and not finished:
-                finished = True
-                log.warning(
-                    "asked to stop: saved step %d of %d; the same command goes on from there",
-                    state.step,
-                    total,
-                )
-    progress.close()
-    if accelerator.is_main_process:
-        shutil.rmtree(folder.path / CANDIDATE, ignore_errors=True)
+    def _evaluation_due(self) -> bool:
+        """Return whether the drafter is evaluated after the steps that are done.
 
+        A drafter that is trained further is evaluated before its first step too.
+        """
+        step = self.state.step
+        if step == 0:
+            return self.config.init_from is not None
+        return step == self.trainer.total_steps or step % self.config.evaluation.every == 0
 
-def evaluation_due(run: RunConfig, step: int, total: int) -> bool:
-    """Return whether the drafter is evaluated after `step` steps.
+    def _out_of_patience(self) -> bool:
+        """Return whether tau has not risen for as many evaluations as the run allows."""
+        # A patience of 0 never stops a run.
+        return 0 < self.config.evaluation.patience <= self.state.evaluations_without_gain
 
-    A drafter that is trained further is evaluated before its first step too.
-    """
-    if step == 0:
-        return run.init_from is not None
-    return step == total or step % run.evaluation.every == 0
+    def _log_training(self, sums: Sums, norm: float) -> None:
+        """Log the metrics `sums` of the steps since the last log.
 
-
-def log_training(
-    trainer: Trainer,
-    folder: RunFolder,
-    state: TrainerState,
-    sums: Sums,
-    norm: float,
-    progress: Progress,
-) -> None:
-    """Log the metrics `sums` of the steps since the last log; all ranks call this.
-
-    `norm` is the gradient norm of the last step. Raises `UserError` for a loss that is not finite,
-    before anything of that state is saved.
-    """
-    run, total = trainer.run, trainer.total_steps
-    metrics = means(sums, trainer.accelerator)
-    metrics |= {
-        "grad_norm": norm,
-        "lr": rate_at(run.optim, state.step - 1, total),
-        **trainer.pace.report(),
-    }
-    metrics["skipped"] = state.skipped
-    # As if all rows to come were full.
-    left = (total - state.step) * trainer.batches.rows_per_step * run.data.max_length
-    line = step_line(state.step, total, metrics, left / metrics["tokens_s"])
-    _log(state.step, metrics, line, trainer.accelerator, progress, folder.path)
-    if not math.isfinite(metrics["loss"]):
-        raise UserError(
-            f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no"
-        )
-
-
-def skip(trainer: Trainer, folder: RunFolder, state: TrainerState) -> None:
-    """Count a step that was skipped because its gradient was not finite; all ranks call this.
-
-    Raises `UserError`, with the batch written to a file, after more than `optim.max_skipped` in a
-    row, or if a weight is not finite, from which no later step recovers.
-    """
-    state.skipped += 1
-    state.skipped_in_a_row += 1
-    trainer.gather()
-    # Of the whole weights, which are the same everywhere: every rank comes to the same decision.
-    ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
-    if ruined or state.skipped_in_a_row > trainer.run.optim.max_skipped:
-        path = trainer.keep_batch(state.step - 1, folder.path)
-        raise UserError(
-            f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a row; "
-            f"lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same command "
-            "goes on from the last checkpoint"
-        )
-    if trainer.accelerator.is_main_process:
-        log.warning(
-            "the gradient is not finite at step %d: skipped (%d so far)", state.step, state.skipped
-        )
-
-
-def evaluate_and_save(
-    trainer: Trainer,
-    folder: RunFolder,
-    state: TrainerState,
-    held_out: HeldOutEvaluation,
-    progress: Progress,
-) -> bool:
-    """Measure the drafter as saved, write a checkpoint, and log; all ranks call this.
-
-    Updates the best tau in `state`. Returns true if the run should stop early.
-    """
-    trainer.gather()
-    scratch = folder.path / CANDIDATE
-
-    def save_candidate(artifact: Artifact) -> Path:
-        if trainer.accelerator.is_main_process:
-            artifact.save(scratch)
-        # The other ranks load the folder as well, and must not look for it earlier.
-        trainer.accelerator.wait_for_everyone()
-        return scratch
-
-    estimate, measured, calibration = evaluate(
-        held_out,
-        trainer.drafter,
-        lambda calibration: trainer.artifact(calibration, state.step),
-        save_candidate,
-    )
-    tau = estimate.tau if measured is None else measured.tau
-    # Without a round, as where every reply is one token, tau is NaN, which is above nothing. The
-    # first one counts as 0 then: some drafter has to be the best.
-    tau = 0.0 if math.isnan(tau) else tau
-    better = tau > state.best_tau or state.best_step < 0
-    # Before `save`, which writes `state`: a resume has to know that this evaluation is done.
-    state.evaluated = state.step
-    state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
-    if better:
-        state.best_tau, state.best_step = tau, state.step
-    save(trainer, folder, state, calibration)
-    metrics = {
-        "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
-        **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
-    }  # fmt: skip
-    if measured is not None:
-        low, high = measured.interval
-        metrics |= {
-            "tau_measured": measured.tau,
-            "tau_measured_low": low,
-            "tau_measured_high": high,
+        `norm` is the gradient norm of the last step. Raises `UserError` for a loss that is not
+        finite, before anything of that state is saved.
+        """
+        state, total = self.state, self.trainer.total_steps
+        metrics = {
+            **means(sums, self.accelerator),
+            "grad_norm": norm,
+            "lr": rate_at(self.config.optim, state.step - 1, total),
+            **self.trainer.pace.report(),
+            "skipped": state.skipped,
         }
-        metrics |= {f"tau@{bucket}": value for bucket, value in measured.by_position.items()}
-    line = evaluation_line(
-        state.step, trainer.total_steps, metrics, state.best_tau, state.best_step
-    )
-    _log(state.step, metrics, line, trainer.accelerator, progress, folder.path)
-    return out_of_patience(trainer.run, state)
+        # As if all rows to come were full.
+        rows = (total - state.step) * self.trainer.batches.rows_per_step
+        left_s = rows * self.config.data.max_length / metrics["tokens_s"]
+        self._log(metrics, step_line(state.step, total, metrics, left_s))
+        if not math.isfinite(metrics["loss"]):
+            raise UserError(
+                f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no"
+            )
 
+    def _skip(self) -> None:
+        """Count a step that was skipped because its gradient was not finite.
 
-def out_of_patience(run: RunConfig, state: TrainerState) -> bool:
-    """Return whether tau has not risen for as many evaluations as the run allows.
+        Raises `UserError`, with the batch written to a file, after more than `optim.max_skipped` in
+        a row, or if a weight is not finite, from which no later step recovers.
+        """
+        trainer, state = self.trainer, self.state
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        trainer.gather()
+        # Of the whole weights, which are the same everywhere: every rank comes to the same
+        # decision.
+        ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
+        if ruined or state.skipped_in_a_row > self.config.optim.max_skipped:
+            path = trainer.keep_batch(state.step - 1, self.folder.path)
+            raise UserError(
+                f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a "
+                f"row; lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same "
+                "command goes on from the last checkpoint"
+            )
+        if self.accelerator.is_main_process:
+            log.warning(
+                "the gradient is not finite at step %d: skipped (%d so far)",
+                state.step,
+                state.skipped,
+            )
 
-    A patience of 0 never stops a run.
-    """
-    return 0 < run.evaluation.patience <= state.evaluations_without_gain
+    def _evaluate_and_save(self) -> None:
+        """Measure the drafter as saved, note if it is the best, write a checkpoint, and log."""
+        trainer, state, held_out = self.trainer, self.state, self.held_out
+        trainer.gather()
+        calibration, outcomes = held_out.calibrate(trainer.drafter)
+        artifact = trainer.artifact(calibration, state.step)
+        estimate = held_out.estimate(artifact, outcomes)
+        candidate = self.folder.path / CANDIDATE
+        if self.accelerator.is_main_process:
+            artifact.save(candidate)
+        # The other ranks load the folder as well, and must not look for it earlier.
+        self.accelerator.wait_for_everyone()
+        measured = held_out.measure(candidate)
+        if measured is not None:
+            warn_of_differences(estimate, measured, trainer.target.dtype)
+        tau = estimate.tau if measured is None else measured.tau
+        # Without a round, as where every reply is one token, tau is NaN, which is above nothing.
+        # The first one counts as 0 then: some drafter has to be the best.
+        tau = 0.0 if math.isnan(tau) else tau
+        # Before `_save`, which writes `state`: a resume has to know that this evaluation is done.
+        state.evaluated = state.step
+        state.evaluations_without_gain += 1
+        if tau > state.best_tau or state.best_step < 0:
+            state.best_tau, state.best_step, state.evaluations_without_gain = tau, state.step, 0
+        self._save(artifact)
+        metrics = {
+            "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
+            **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
+        }  # fmt: skip
+        if measured is not None:
+            low, high = measured.interval
+            metrics |= {
+                "tau_measured": measured.tau,
+                "tau_measured_low": low,
+                "tau_measured_high": high,
+                **{f"tau@{bucket}": value for bucket, value in measured.by_position.items()},
+            }
+        best = state.best_tau, state.best_step
+        self._log(metrics, evaluation_line(state.step, trainer.total_steps, metrics, *best))
 
+    def _save(self, artifact: Artifact) -> None:
+        """Write the checkpoint of the state, link it, and delete old ones."""
+        folder, state = self.folder, self.state
+        texts = self.trainer.batches.written_parts
+        folder.save(self.accelerator, state, self.config, artifact, texts)
+        if self.accelerator.is_main_process:
+            if state.best_step == state.step:
+                # Before the former best is deleted, so that the link never points to nothing.
+                folder.link("best", state.step)
+            folder.prune(self.config.checkpoints.keep, state.best_step)
 
-def save(
-    trainer: Trainer,
-    folder: RunFolder,
-    state: TrainerState,
-    calibration: JsonObject,
-) -> None:
-    """Write the checkpoint of `state.step`, link it, and delete old ones; all ranks call this."""
-    artifact = trainer.artifact(calibration, state.step)
-
-    def save_parts(aside: Path) -> None:
-        artifact.save(aside / "drafter")
-        for written in trainer.batches.written_parts:
-            written.save(aside)
-
-    folder.save(trainer.accelerator, state, save_parts, trainer.run, artifact.provenance)
-    if trainer.accelerator.is_main_process:
-        if state.best_step == state.step:
-            # Before the former best is deleted, so that the link never points to nothing.
-            folder.mark_best(state.step)
-        folder.prune(trainer.run.checkpoints.keep, state.best_step)
+    def _log(self, metrics: dict[str, float], line: str) -> None:
+        """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
+        step = self.state.step
+        if self.accelerator.is_main_process:
+            # JSON has no NaN: a metric of nothing is null, which `read_metrics` gives back as NaN
+            found: JsonObject = {"step": step}
+            for name, value in metrics.items():
+                found[name] = value if math.isfinite(value) else None
+            with (self.folder.path / METRICS_FILE).open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            self.progress.say(line)
+        if self.accelerator.trackers:
+            self.accelerator.log(metrics, step=step)
 
 
 def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
@@ -469,12 +459,8 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
     """
     # The loss has row 0, so that its count can be corrected below.
     names = ["loss", *(name for name in sums if name != "loss")]
-    pairs = []
-    for name in names:
-        total, count = sums[name]
-        # In float64, which holds counts above 2^24 exactly, as float32 does not.
-        pairs.append(torch.stack([total.double().cpu(), count.double().cpu()]))
-    table = torch.stack(pairs)
+    # In float64, which holds counts above 2^24 exactly, as float32 does not.
+    table = torch.stack([torch.stack([x.double().cpu() for x in sums[name]]) for name in names])
     if accelerator.num_processes > 1:
         table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
         # The other metrics are means over roots. The loss is one number for each step, of which
@@ -482,39 +468,5 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
         table[0, 1] /= accelerator.num_processes
     metrics = {}
     for name, (total, count) in zip(names, table.tolist(), strict=True):
-        metrics[name] = total / count if count else float("nan")
+        metrics[name] = total / count if count else math.nan
     return metrics | acceptance_lengths(metrics)
-
-
-def _log(
-    step: int,
-    metrics: dict[str, float],
-    line: str,
-    accelerator: Accelerator,
-    progress: Progress,
-    folder: Path,
-) -> None:
-    """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
-    if accelerator.is_main_process:
-        # JSON has no NaN: a metric of nothing is null, which `read_metrics` gives back as NaN
-        found = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with (folder / METRICS_FILE).open("a") as file:
-            file.write(json.dumps({"step": step, **found}) + "\n")
-        progress.say(line)
-    if accelerator.trackers:
-        accelerator.log(metrics, step=step)
-
-
-def _announce(trainer: Trainer, batches: Batches, total: int, state: TrainerState) -> None:
-    """Log what is about to be trained, on how much data and for how long."""
-    if not trainer.accelerator.is_main_process:
-        return
-    size = sum(p.numel() for p in trainer.drafter.parameters())
-    start = f", going on from step {state.step}" if state.step else ""
-    log.info(
-        "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full), %d rows a step, %d "
-        "steps on %d ranks%s",
-        trainer.drafter.method, size / 1e6, trainer.target.name, batches.packs, 100 * batches.fill,
-        batches.rows_per_step,
-        total, trainer.accelerator.num_processes, start,
-    )  # fmt: skip

@@ -41,11 +41,7 @@ METHODS: dict[MethodName, tuple[str, str]] = {
 }
 """The training commands, in the order of lists and tables: the module in `methods/` whose `METHOD`
 is the method, and the class of the run's config in `methods/runs.py`."""
-OWN_PARTS = (
-    "heads",
-    "draft_model",
-    "objective",
-)  # sections of a config that differ between methods
+OWN_PARTS = ("heads", "draft_model", "objective")  # sections that differ between methods
 
 
 class Method(ABC, Generic[RunT, DrafterT]):
@@ -80,13 +76,11 @@ class Method(ABC, Generic[RunT, DrafterT]):
     def make_drafter(
         self, run: RunT, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> DrafterT:
-        """Return an untrained drafter, or one of the shape of `before`, on the CPU in float32.
+        """Return an untrained drafter, on the CPU in float32; of the shape of `before`, if given.
 
-        Random weights come from torch's global generator, which the run has seeded.
-
-        The latter is to be filled with the weights of `before`, whose shape it keeps. Raises
-        `UserError` if the run asks for another shape, or for a drafter that does not fit the
-        target.
+        The loop then fills it with the weights of `before`. Random weights come from torch's global
+        generator, which the run has seeded. Raises `UserError` if the run asks for another shape
+        than that of `before`, or for a drafter that does not fit the target.
         """
 
     @abstractmethod
@@ -119,8 +113,8 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """Return the calibration that an artifact stores.
 
         `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
-        reply. `tree_nodes` is the number of nodes of the tree that the drafter is evaluated with,
-        which is stored too. The keys are those of `heads.documents.Calibration`.
+        reply. `tree_nodes`, which is stored too, are the nodes of the tree that the drafter is
+        evaluated with. The keys are those of `heads.documents.Calibration`.
         """
 
     @abstractmethod
@@ -141,8 +135,7 @@ def method_named(name: str) -> AnyMethod:
 
     Raises `UserError` for an unknown method.
     """
-    check_method(name)
-    module_name, _ = METHODS[cast(MethodName, name)]
+    module_name, _ = _entry(name)
     return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 
 
@@ -151,17 +144,17 @@ def run_class_named(name: str) -> type[RunConfig]:
 
     Raises `UserError` for an unknown method.
     """
-    check_method(name)
-    _, class_name = METHODS[cast(MethodName, name)]
+    _, class_name = _entry(name)
     return getattr(importlib.import_module(".methods.runs", __package__), class_name)
 
 
-def check_method(name: str) -> None:
-    """Raise `UserError` unless there is a method of that name."""
+def _entry(name: str) -> tuple[str, str]:
+    """Return what `METHODS` has under a name. Raises `UserError` for an unknown method."""
     if name not in METHODS:
         close = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(METHODS)}"
         raise UserError(f"there is no method {name!r}; {meant}")
+    return METHODS[cast(MethodName, name)]
 
 
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
@@ -169,15 +162,13 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
 
     It is the one that was `given`; else the only one that knows all keys of the file; else, of
     several, the one that the file or its folder is named after (configs/eagle/mine.yaml). Raises
-    `UserError` if that leaves a choice.
+    `UserError` if that leaves a choice, and for a file that is not YAML.
     """
     if given is not None:
         return given
-    keys = own_keys(path)
-    fitting: list[MethodName] = []
-    for name in METHODS:
-        if _knows(run_class_named(name), keys):
-            fitting.append(name)
+    run = read_yaml(Path(path))
+    keys = {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
+    fitting: list[MethodName] = [name for name in METHODS if _knows(run_class_named(name), keys)]
     if len(fitting) == 1:
         return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
@@ -188,25 +179,10 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
     raise UserError(f"which method is {path} for? {which}; name one with --method")
 
 
-def own_keys(path: str) -> dict[str, list[str]]:
-    """Return the keys of a config file in each of the sections `OWN_PARTS` that it has.
-
-    Raises `UserError` for a file that is not YAML.
-    """
-    run = read_yaml(Path(path))
-    keys = {}
-    for section in OWN_PARTS:
-        if isinstance(run.get(section), Mapping):
-            keys[section] = list(run[section])
-    return keys
-
-
 def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
     """Return whether a method's run has all sections in `keys`, with all keys named there."""
     types = get_type_hints(run_class)
-    for section, names in keys.items():
-        if section not in types:
-            return False
-        if not {*names} <= {field.name for field in fields(types[section])}:
-            return False
-    return True
+    return all(
+        section in types and {*names} <= {field.name for field in fields(types[section])}
+        for section, names in keys.items()
+    )

@@ -1,6 +1,4 @@
-"""Interface between a method and the training loop, and what objectives share.
-
-Shared are the weights of draft depths and the metrics by depth.
+"""Interface between a method and the training loop, and what objectives share: weights, metrics.
 
 Shapes: R roots, D draft depths.
 """
@@ -67,10 +65,7 @@ class Objective(Protocol):
 
 
 class TrainingModule(nn.Module):
-    """Drafter and objective as one module.
-
-    accelerate wraps this one, so that DDP, FSDP2 and DeepSpeed see every forward pass.
-    """
+    """Drafter and objective as one module, so that engines see every forward pass."""
 
     def __init__(self, drafter: nn.Module, objective: Objective, bf16: bool = False) -> None:
         """With `bf16` the forward pass runs under autocast, over fp32 weights."""
@@ -99,10 +94,8 @@ def add_sums(into: Sums, more: Sums) -> None:
 
 
 def static_decay(depths: int, decay: float) -> list[float]:
-    """Return the weights `decay^k` over their sum, k = 0 .. depths - 1.
-
-    The division makes the learning rate independent of the number of depths.
-    """
+    """Return the weights `decay^k` over their sum, k = 0 .. depths - 1."""
+    # The division makes the learning rate independent of the number of depths.
     raw = [decay**k for k in range(depths)]
     return [weight / sum(raw) for weight in raw]
 
@@ -130,14 +123,6 @@ def smoothed(chances: Tensor, share: float) -> Tensor:
     Without it deep positions learn nothing while the shallow ones are still wrong.
     """
     return (1 - share) * chances + share
-
-
-def end_to_end_tv(alphas: Tensor, valid: Tensor) -> Tensor:
-    """Return 1 - (1/D) sum_j prod_{i <= j} alpha_i `[R]`, the loss of arXiv 2606.12370.
-
-    `alphas` `[R, D]` are overlaps, `valid` `[R, D]` the depths that count.
-    """
-    return 1 - (torch.where(valid, alphas, 1.0).cumprod(-1) * valid).sum(-1) / alphas.shape[-1]
 
 
 def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -> Sums:
@@ -171,16 +156,13 @@ def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -
 
 
 def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
-    """Return tau_rows = 1 + sum of `surv@d`, empty without those.
+    """Return tau_rows = 1 + sum of `surv@d` of reduced `metrics`, empty without those.
 
-    `metrics` are reduced already. It is an average over all training roots; decoding visits other
-    positions, so it is not comparable with any other tau.
+    It is an average over all training roots; decoding visits other positions, so it is not
+    comparable with any other tau.
     """
     if "surv@1" not in metrics:
         return {}
-    by_depth = []
-    for key, value in metrics.items():
-        # A depth without roots has a mean of NaN.
-        if key.startswith("surv@") and not math.isnan(value):
-            by_depth.append(value)
-    return {"tau_rows": 1 + sum(by_depth)}
+    by_depth = [value for key, value in metrics.items() if key.startswith("surv@")]
+    # A depth without roots has a mean of NaN.
+    return {"tau_rows": 1 + sum(value for value in by_depth if not math.isnan(value))}

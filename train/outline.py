@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead
-from ..heads.pretrained import clear_errors, make_causal_lm, read_config
+from ..heads.pretrained import clear_errors, read_config
 from ..inference.targets.target_files import check_there
 
 # Floating point operations of a training step for each number of a matrix and each of its rows: two
@@ -93,9 +93,3 @@ def config_at(path: str, trust: bool = False) -> Any:
     check_there(path)
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)
-
-
-def empty(config: Any) -> Any:
-    """Return a model of this config on the meta device, without weights."""
-    with torch.device("meta"):
-        return make_causal_lm(config)

@@ -1,7 +1,4 @@
-"""Speed of a training run, and the parts of a step that its time is spent on.
-
-Work on a GPU is timed there, by events, without waiting for it.
-"""
+"""Speed of a training run, and the parts of a step that its time is spent on."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class Pace:
         """Return the time, as an event of the device where there is one."""
         if not self._cuda:
             return time.perf_counter()
-        # It takes its time when the GPU reaches it, and nothing waits for that until `report`.
+        # It takes its time when the GPU reaches it; nothing waits for that until `report`.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

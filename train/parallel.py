@@ -33,24 +33,20 @@ T = TypeVar("T")
 def make_accelerator(run: RunConfig) -> Accelerator:
     """Return accelerate's view of this launch, which also starts the process group."""
     try:
-        return _accelerator(run)
+        return Accelerator(
+            # draftsmith sets the precision itself, see above.
+            mixed_precision="no",
+            gradient_accumulation_steps=run.accumulation,
+            log_with=None if run.tracker == "none" else run.tracker,
+            project_dir=run.out,
+            # The other ranks wait while one prepares the data; ten minutes, the default, may not be
+            # enough.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+        )
     except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
         raise UserError(
             f"this launch needs a package that cannot be imported: {first_line(error)}"
         ) from error
-
-
-def _accelerator(run: RunConfig) -> Accelerator:
-    return Accelerator(
-        # draftsmith sets the precision itself, see `parallel.py`.
-        mixed_precision="no",
-        gradient_accumulation_steps=run.accumulation,
-        log_with=None if run.tracker == "none" else run.tracker,
-        project_dir=run.out,
-        # The other ranks wait while one prepares the data; ten minutes, the default, may not be
-        # enough.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
-    )
 
 
 def engine_of(accelerator: Accelerator) -> str:
@@ -66,7 +62,7 @@ def engine_of(accelerator: Accelerator) -> str:
             )
         return "fsdp2"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return f"deepspeed-zero{_zero_stage(accelerator)}"
+        return f"deepspeed-zero{_deepspeed_config(accelerator)['zero_optimization']['stage']}"
     return "replicated"
 
 
@@ -123,10 +119,6 @@ def load_models_whole(accelerator: Accelerator) -> None:
         unset_hf_deepspeed_config()
 
 
-def _zero_stage(accelerator: Accelerator) -> int:
-    return _deepspeed_config(accelerator)["zero_optimization"]["stage"]
-
-
 def _deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
@@ -144,10 +136,8 @@ def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def fuses_optimizer(accelerator: Accelerator) -> bool:
-    """Return whether the optimiser's step should be one kernel: on CUDA, but for DeepSpeed.
-
-    DeepSpeed gives the optimiser parts of flattened weights, maybe on another device.
-    """
+    """Return whether the optimiser's step should be one kernel: on CUDA, but for DeepSpeed."""
+    # DeepSpeed gives the optimiser parts of flattened weights, maybe on another device.
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type == "cuda" and not deepspeed
 
@@ -170,8 +160,7 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Return module and optimiser as wrapped by the launcher's engine.
 
-    `rows` are the packed rows of one forward pass of a rank; DeepSpeed needs them, and clips by
-    `clip_norm` itself.
+    DeepSpeed needs the packed `rows` of a forward pass of a rank, and clips by `clip_norm` itself.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = _deepspeed_config(accelerator)

@@ -50,25 +50,18 @@ def git_commit() -> str | None:
 
     A plus sign follows it if files of the checkout were changed.
     """
+
+    def git(*arguments: str) -> str:
+        command, folder = ["git", *arguments], Path(__file__).parent
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
     try:
-        folder = Path(__file__).parent
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        commit = git("rev-parse", "HEAD")
         # Without locks: a `git status` that is killed, as on a full disk, would leave one behind.
-        dirty = subprocess.run(
-            ["git", "--no-optional-locks", "status", "--porcelain"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
+        dirty = git("--no-optional-locks", "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    return commit + ("+" if dirty else "")

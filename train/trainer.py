@@ -48,8 +48,8 @@ class Trainer:
     ) -> None:
         """Make the drafter, fill it from `run.init_from` if that is given, and wrap it.
 
-        Raises `UserError` for settings that do not fit
-        the target, the data or the drafter to start from.
+        Raises `UserError` for settings that do not fit the target, the data or the drafter to start
+        from.
         """
         check_optimizer(run.optim, accelerator)
         target = inputs.target
@@ -58,7 +58,7 @@ class Trainer:
         before = drafter_before(run, target, method)
         self._trained: Any = method.make_drafter(run, target, batches, before)
         if before is not None:
-            warm_start(self._trained, before, run.init_from or "")
+            warm_start(self._trained, before, run.init_from)
         self.objective: Objective = method.make_objective(run, target, self._trained)
         self.stop = Stop()
         self.source: FeatureSource = inputs.make_source(
@@ -103,9 +103,8 @@ class Trainer:
             raise UserError(
                 "rollouts.share and errors.share add up to more than 1; lower one of them"
             )
-        parts = []
-        for name, config, write in used:
-            part = Written(
+        return [
+            Written(
                 name,
                 config,
                 self._up_to_date(write),
@@ -114,8 +113,8 @@ class Trainer:
                 self.total_steps,
                 target.together,
             )
-            parts.append(part)
-        return parts
+            for name, config, write in used
+        ]
 
     def _coverage(self) -> dict[str, float]:
         """Return the share of the target's tokens in the data that lie in the draft vocabulary.
@@ -217,8 +216,8 @@ class Trainer:
     def _global_weights(self, micro: list[Batch]) -> dict[str, float]:
         """Return each term's weight over all micro-batches and ranks of a step.
 
-        They are known before the first forward pass. The reduction also carries whether this rank
-        was asked to stop, so that all ranks learn of it after the same step.
+        The reduction also carries whether this rank was asked to stop, so that all ranks learn of
+        it after the same step.
         """
         # Every batch names the same terms of the loss, with 0 for one of which it has no rows.
         totals: dict[str, float] = {}
@@ -240,10 +239,7 @@ class Trainer:
         )
 
     def keep_batch(self, index: int, folder: Path) -> Path:
-        """Write what this rank saw in step `index` into `folder`, for a person to look at.
-
-        Returns the file's path.
-        """
+        """Write what this rank saw in step `index` into a file in `folder`; return its path."""
         rank = self.accelerator.process_index
         path = folder / f"bad-batch-step-{index + 1:06d}-rank-{rank}.safetensors"
         tensors = {}
@@ -279,7 +275,7 @@ def drafter_before(run: RunConfig, target: TargetSource, method: AnyMethod) -> A
     return loaded
 
 
-def warm_start(drafter: nn.Module, before: Artifact, folder: str) -> None:
+def warm_start(drafter: nn.Module, before: Artifact, folder: str | None) -> None:
     """Fill `drafter` with the weights of the artifact `before`, loaded from `folder`.
 
     Raises `UserError` if the shapes differ.

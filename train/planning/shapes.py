@@ -25,27 +25,18 @@ def name_of(target: str) -> str | None:
     return name if name in names() else None
 
 
-def known(name: str) -> str:
-    """Return the name of a target here; upper case and the owner on the hub may be given.
-
-    Raises `UserError` with the nearest names and all names if there is none.
-    """
-    found = name_of(name)
-    if found is None:
-        wanted = name.rpartition("/")[2].lower()
-        near = difflib.get_close_matches(wanted, names(), n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(f"unknown target shape {name!r}; {hint}there are: {', '.join(names())}")
-    return found
-
-
 @contextmanager
 def folder_of(name: str) -> Iterator[str]:
     """Yield a folder that holds the config.json of a target, and nothing else, for as long as used.
 
-    Raises `UserError` for an unknown name.
+    Upper case and the owner on the hub may be given. Raises `UserError` with the nearest names and
+    all names if there is no such target.
     """
-    found = known(name)
+    if (found := name_of(name)) is None:
+        wanted = name.rpartition("/")[2].lower()
+        near = difflib.get_close_matches(wanted, names(), n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"unknown target shape {name!r}; {hint}there are: {', '.join(names())}")
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
         folder = Path(temporary) / found
         folder.mkdir()

@@ -1,12 +1,11 @@
 """Memory of a training step on a GPU, from a run of the step itself on tensors without memory.
 
-The run's own target, drafter and objective are built and run under torch's `FakeTensorMode`, and
-the storage of every tensor is followed from its making to its end. (Torch's own `MemTracker` does
-that too, but fails on modules that are frozen, as a target is.) The device is the CPU, since fake
-CUDA tensors have no backward pass where torch has no CUDA; shapes and autocast are those of a GPU.
-Attention is stood in
-for by what its kernels for GPUs hold: queries, keys, values, output and log-sums, and never scores.
-The allocator's own losses, CUDA's context (about 0.5 GB) and NCCL's buffers are not counted.
+The run's own target, drafter and objective run under torch's `FakeTensorMode`, and the storage of
+every tensor is followed from its making to its end. (Torch's own `MemTracker` fails on modules that
+are frozen, as a target is.) The device is the CPU, since fake CUDA tensors have no backward pass
+where torch has no CUDA; shapes and autocast are those of a GPU. Attention is replaced by what its
+kernels for GPUs hold: queries, keys, values, output and log-sums, and never scores. The allocator's
+own losses, CUDA's context (about 0.5 GB) and NCCL's buffers are not counted.
 
 Shapes: B packed rows, S positions, G attention heads, Gkv key-value heads, E head size.
 """
@@ -17,7 +16,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -114,8 +113,7 @@ class WithoutMemory(TorchDispatchMode):
             return func(*args, **kwargs)
 
         def without_memory(x: Any) -> Any:
-            real = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
-            if not real:
+            if not isinstance(x, Tensor) or isinstance(x, FakeTensor):
                 return x
             # Of the host's tensors only scalars may be mixed with those of a device.
             fake = self.fake.from_tensor(x)
@@ -142,19 +140,16 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device == self._device:
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage not in self._known:
+                    self._known[storage] = storage.nbytes()
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known[storage] = storage.nbytes()
-        self.now += storage.nbytes()
+    def _add(self, size: int) -> None:
+        self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, storage.nbytes())
-
-    def _forget(self, size: int) -> None:
-        self.now -= size
 
 
 class KernelShapes(torch.autograd.Function):
@@ -194,12 +189,8 @@ def flex_shapes(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Run what is within on tensors without memory, and attention as on a GPU."""
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with warnings.catch_warnings(), standing_in(flex_shapes), FusedAttention(), WithoutMemory():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        stack.enter_context(standing_in(flex_shapes))
-        stack.enter_context(FusedAttention())
-        stack.enter_context(WithoutMemory())
         yield
 
 
@@ -239,16 +230,15 @@ def _memory_of_step(method: AnyMethod, run: Any, reply_share: float) -> StepMemo
         batch = full_batch(run, reply_share)
         live = run.features.store is None
         extraction, features = extracted(target, objective.taps, batch, live)
-        step, activations, gradients = step_of(
-            objective, drafter, features, run.precision == "bf16"
-        )
+        bf16 = run.precision == "bf16"
+        step, activations, gradients = step_of(objective, drafter, features, bf16)
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     muon = hidden_matrices(drafter) if run.optim.optimizer == "muon" else []
     orthogonal = sum(p.numel() for p in muon)
-    borrowed = {id(p): p.nbytes for p in model.get_input_embeddings().parameters()}
-    borrowed |= {id(p): p.nbytes for p in model.get_output_embeddings().parameters()}
+    ends = nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     return StepMemory(
-        target=sum(p.nbytes for p in model.parameters()) if live else sum(borrowed.values()),
+        # `parameters` names a matrix once that both ends share.
+        target=sum(p.nbytes for p in (model if live else ends).parameters()),
         drafter=sum(p.nbytes for p in drafter.parameters()),
         moments=MOMENT_BYTES * (trained - orthogonal) + MUON_BYTES * orthogonal,
         gradients=gradients,

@@ -12,7 +12,7 @@ from .communication import GPUS_OF_A_NODE
 from .options import PlanOptions
 from .step_memory import MOMENT_BYTES, StepMemory
 
-MOST_GPUS = 512
+GPUS_TRIED = tuple(2**power for power in range(10))
 SIZES = (24, 48, 80, 141, 180)  # GB of the GPUs that are proposed where a kind does not do
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
 STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
@@ -42,12 +42,7 @@ class Need:
 
     def fewest(self, room: float) -> int | None:
         """Return the fewest GPUs of `room` bytes that do; None if no number of them does."""
-        gpus = 1
-        while gpus <= MOST_GPUS:
-            if self.each(gpus) <= room:
-                return gpus
-            gpus *= 2
-        return None
+        return next((gpus for gpus in GPUS_TRIED if self.each(gpus) <= room), None)
 
 
 def need_of(
@@ -67,25 +62,22 @@ def need_of(
 def fit(need: Need, spread: str, options: PlanOptions) -> str:
     """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
     gb = gpu_memory(options)
-    room = gb * 1e9
-    # the other GPUs of a run whose target is whole have a copy of it each
+    # The other GPUs of a run whose target is whole have a copy of it each
     gpus = 1 if spread == "whole" else options.gpus
-    if (bytes_ := need.each(gpus)) <= room:
-        of = f"{gb:g} GB" if gpus == 1 else f"{counted(gpus, gb)} (target.spread {spread})"
-        return f"fits {of}: {size(bytes_)} on each GPU at the peak of a step."
-    missing = f"does not fit {counted(gpus, gb) if gpus > 1 else f'{gb:g} GB'}"
-    missing += f" ({size(bytes_)} on each GPU at the peak of a step)"
-    fewest = need.fewest(room)
-    if fewest is None:
-        # the smallest kind of GPU of which some number does
-        for larger in (each for each in SIZES if each > gb):
-            if (fewest := need.fewest(larger * 1e9)) is not None:
-                gb = larger
-                break
-    if fewest is None:
-        return f"{missing}, nor any number of GPUs; lower batch_rows or data.max_length."
-    how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
-    return f"{missing}; needs {counted(fewest, gb)}{how}, or a smaller batch_rows."
+    each = f"{size(need.each(gpus))} on each GPU at the peak of a step"
+    where = f"{gb:g} GB" if gpus == 1 else counted(gpus, gb)
+    if need.each(gpus) <= gb * 1e9:
+        return f"fits {where}{'' if gpus == 1 else f' (target.spread {spread})'}: {each}."
+    # Else the smallest kind of GPU of which some number does.
+    for other in (gb, *(larger for larger in SIZES if larger > gb)):
+        if (fewest := need.fewest(other * 1e9)) is not None:
+            how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
+            needs = f"needs {counted(fewest, other)}{how}, or a smaller batch_rows"
+            return f"does not fit {where} ({each}); {needs}."
+    return (
+        f"does not fit {where} ({each}), nor any number of GPUs; lower batch_rows or "
+        "data.max_length."
+    )
 
 
 def counted(gpus: int, gb: float) -> str:
@@ -100,24 +92,18 @@ def gpu_memory(options: PlanOptions) -> float:
     return options.gpu_memory if options.gpu_memory is not None else GPUS[options.gpu].gb
 
 
-def disk_bytes(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
-    """Return the bytes that a run keeps on disk, and what they are.
-
-    They are the checkpoints, the best one included, and the features of a store in bfloat16.
-    """
-    checkpoints = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
-    if config.features.store is None:
-        return checkpoints, "checkpoints; live features take none"
-    return checkpoints + plan["feature_bytes"], "checkpoints and stored features"
-
-
 def verdict(
     need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
 ) -> tuple[str, dict[str, Any]]:
     """Return the first line of a plan, and its figures by name as JSON can hold them."""
     total = plan["total_gpu_hours"]
     wall = total / options.gpus
-    disk, what = disk_bytes(plan, config)
+    # The checkpoints with the best one, and the features of a store in bfloat16.
+    disk = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
+    what = "checkpoints; live features take none"
+    if config.features.store is not None:
+        disk += plan["feature_bytes"]
+        what = "checkpoints and stored features"
     spread = config.target.spread
     parts = [
         fit(need, spread, options),

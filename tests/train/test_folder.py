@@ -88,6 +88,10 @@ def test_a_second_run_in_a_folder_is_one_line_and_a_killed_one_leaves_no_lock(
         assert (out / "config.yaml").read_bytes() == before and first.poll() is None
         (named,) = re.findall(r"process (\d+) on", done.stderr)
         holder = psutil.Process(int(named))
+        # The last command resumes from a checkpoint, and would train to its end without one.
+        until = time.monotonic() + 120
+        while not (out / "last").exists() and time.monotonic() < until:
+            time.sleep(0.05)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()

@@ -3,8 +3,8 @@
 Verifying a tree multiplies few rows with every matrix. torch's kernels for matrices as they are
 stored take twice as long for four rows as for one; over packed matrices four to eight rows cost
 little more than one (EXPERIMENTS.md, "Packed matrices"). On some machines oneDNN's products of one
-to three rows are slower than those of four, and inputs are extended to four rows there. Products
-round differently in another order, so that near-ties may be decided otherwise.
+to three rows are slower than those of four, and inputs are extended to four rows there. Near-ties
+may be decided otherwise, since products round differently in another order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from ...heads.errors import UserError
 from ...heads.files import whole_file
+from ...heads.layout import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,6 @@ class Packing(NamedTuple):
     """Time over the matrices as stored as a multiple of that over packed ones."""
     least_rows: int = 1
     """Inputs of fewer rows are extended by zeros to so many."""
-
-    @property
-    def pays(self) -> bool:
-        return self.gain >= LEAST_GAIN
 
 
 class PackedLinear(nn.Module):
@@ -117,9 +114,8 @@ class PackedPart(nn.Module):
         return self._whole[0].part(x, self._outputs)
 
 
-# A compiler cannot handle a packed matrix. It is shown an operator that takes a layer's number in
-# place of it. Numbers follow the order of loading, so that a compiled function in the cache on disk
-# fits the next process too.
+# A compiler cannot handle a packed matrix, and is shown an operator that takes a layer's number.
+# Numbers follow the order of loading, so that a compiled function on disk fits the next process.
 _NUMBERS = itertools.count()
 _LAYERS: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
 _OPERATORS = torch.library.Library("draftsmith", "DEF")
@@ -151,17 +147,14 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     """Return how to pack matrices if that is faster here by a measurement of less than a second.
 
-    None if it is not. Both orders take turns over the first of `linears`; the mean gain for one to
-    eight rows counts. It is kept on disk for the next process, which then decodes over the same
-    matrices, with the same rounding, and finds what was compiled for them.
+    None if it is not. The mean gain for one to eight rows counts, over the first of `linears`. It
+    is kept on disk for the next process, which then decodes over the same matrices, with the same
+    rounding, and finds what was compiled for them.
     """
-    tried: list[nn.Linear] = []
-    size = 0
+    weights: list[Tensor] = []
     for linear in linears:
-        if size < TRIED_BYTES:
-            tried.append(linear)
-            size += linear.weight.nbytes
-    weights = [linear.weight.detach() for linear in tried]
+        if sum(weight.nbytes for weight in weights) < TRIED_BYTES:
+            weights.append(linear.weight.detach())
     if not weights or weights[0].device.type != "cpu":
         return None
     trial = _name_of(weights)
@@ -177,9 +170,8 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
         # Not where other work has disturbed it: the next process measures again.
         if all(steady for *_, steady in times):
             _keep_packing(trial, packing)
-    least = packing.least_rows
-    log.debug("packed matrices are %.2f times as fast, least rows %d", packing.gain, least)
-    return packing if packing.pays else None
+    log.debug("packed matrices are %.2f times as fast, least rows %d", *packing)
+    return packing if packing.gain >= LEAST_GAIN else None
 
 
 def _packing_by(times: Sequence[tuple[float, float, bool]]) -> Packing:
@@ -202,14 +194,11 @@ def _packings_file() -> Path:
 def _name_of(weights: list[Tensor]) -> str:
     """Return the name of a trial: whatever its outcome depends on."""
     shapes = json.dumps([list(weight.shape) for weight in weights])
-    parts = (
-        processor(),
-        f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
-        str(weights[0].dtype).removeprefix("torch."),
-        f"{len(weights)} matrices {hashlib.sha256(shapes.encode()).hexdigest()[:12]}",
+    return (
+        f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{dtype_name(weights[0].dtype)}, {len(weights)} matrices "
+        f"{hashlib.sha256(shapes.encode()).hexdigest()[:12]}"
     )
-    return ", ".join(parts)
 
 
 def processor() -> str:
@@ -249,13 +238,8 @@ def _keep_packing(trial: str, packing: Packing) -> None:
 
 
 def _times(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float, float, bool]:
-    """Return the seconds of a pass over `weights`, and of one over `packed` ones.
-
-    Also returns whether the passes took about the same time each time.
-    """
-    inputs = {}
-    for weight in weights:
-        inputs[weight.shape[1]] = weight.new_ones(rows, weight.shape[1])
+    """Return the seconds of a pass over `weights`, over `packed`, and True if both were steady."""
+    inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
     stored_s, packed_s = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -295,6 +279,7 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows:
     `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint
     matrices are packed first, and the model's parts of them read these.
     """
+    # first and last address of each joint matrix, and the packed layer
     joints: list[tuple[int, int, PackedLinear]] = []
     for layer in layers:
         for name in ("qkv", "output", "gate_up", "down"):
@@ -313,12 +298,12 @@ def pack_drafter(drafter: Any) -> None:
 
     Those that it reads in parts and small ones stay.
     """
-    found = []
-    for owner, name, linear in linears_of(drafter):
-        if name not in drafter.read_in_parts and linear.weight.numel() >= SMALLEST:
-            found.append((owner, name, linear))
-    packing = best_packing([linear for *_, linear in found])
-    if packing:
+    found = [
+        (owner, name, linear)
+        for owner, name, linear in linears_of(drafter)
+        if name not in drafter.read_in_parts and linear.weight.numel() >= SMALLEST
+    ]
+    if packing := best_packing([linear for *_, linear in found]):
         for owner, name, linear in found:
             setattr(owner, name, PackedLinear(linear, packing.least_rows))
 
@@ -329,10 +314,7 @@ def packed_bytes(module: nn.Module) -> int:
 
 
 def _part_of(joints: list[tuple[int, int, PackedLinear]], part: nn.Linear) -> nn.Module | None:
-    """Return what computes a linear layer of which the matrix is a view of a joint one, or None.
-
-    `joints` are first and last address of each joint matrix, and the packed layer.
-    """
+    """Return what computes a linear layer whose matrix is a view of one in `joints`, or None."""
     address = part.weight.data_ptr()
     for first, last, packed in joints:
         if first <= address < last:

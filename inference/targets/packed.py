@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -158,7 +159,7 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     if not weights or weights[0].device.type != "cpu":
         return None
     trial = _name_of(weights)
-    packing = _kept_packing(trial)
+    packing = _kept_packings().get(trial)
     if packing is None:
         try:
             packed = [_packed(weight) for weight in weights]
@@ -211,25 +212,16 @@ def processor() -> str:
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _kept_packings() -> dict[str, list[float]]:
+def _kept_packings() -> dict[str, Packing]:
     try:
-        kept = json.loads(_packings_file().read_text())
+        return msgspec.json.decode(_packings_file().read_bytes(), type=dict[str, Packing])
     except (OSError, ValueError, RuntimeError):  # the last where a user has no home folder
         return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def _kept_packing(trial: str) -> Packing | None:
-    try:
-        gain, least_rows = _kept_packings()[trial]
-        return Packing(float(gain), int(least_rows))
-    except (KeyError, TypeError, ValueError):  # damaged, or of an earlier version
-        return None
 
 
 def _keep_packing(trial: str, packing: Packing) -> None:
     """Write a packing down. Where that cannot be done, the next process measures again."""
-    kept = {**_kept_packings(), trial: [round(packing.gain, 3), packing.least_rows]}
+    kept = {**_kept_packings(), trial: packing._replace(gain=round(packing.gain, 3))}
     try:
         with whole_file(_packings_file()) as aside:
             aside.write_text(json.dumps(kept, indent=1))

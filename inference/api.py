@@ -61,9 +61,8 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
 class Reply(Generation):
     """Generation with its text, which ends before an end token or a stop string.
 
-    Special tokens are left out of it, as transformers' `decode(skip_special_tokens=True)` does.
-    As in transformers, a stop string may begin in the prompt. The end of it that belongs to the
-    reply stays in the text then.
+    Special tokens are left out. As in transformers, a stop string may begin in the prompt; the end
+    of it that belongs to the reply stays in the text then.
     """
 
     text: str = ""
@@ -87,10 +86,6 @@ class Reply(Generation):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reply as JSON can hold it, each round with its drafts and tokens."""
-        rounds = [
-            {"drafted": round_.drafted, "accepted": round_.accepted, "tokens": list(round_.tokens)}
-            for round_ in self.rounds
-        ]
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
@@ -100,7 +95,10 @@ class Reply(Generation):
             "tokens_per_second": none_for_nan(self.tokens_per_second),
             "ttft_s": self.ttft_s,
             "decode_s": self.decode_s,
-            "rounds": rounds,
+            "rounds": [
+                {"drafted": one.drafted, "accepted": one.accepted, "tokens": list(one.tokens)}
+                for one in self.rounds
+            ],
         }
 
     def __repr__(self) -> str:
@@ -124,19 +122,26 @@ class Transcript:
     def add(self, step: Round, reason: str | None) -> str:
         """Take a step of `decode`; return the text that has become final with it."""
         self.reply.take(step, reason, time.perf_counter() - self._started)
-        tokens = [token for token in step.tokens if token not in self._hidden]
-        text = self._text.add(tokens, last=reason is not None, stopped=reason == "stop")
-        self.reply.text += text
-        return text
+        return self._write(step.tokens, reason)
 
     def pieces(self, step: Round, reason: str | None) -> list[tuple[str, bool]]:
-        """Take a step of `decode`; return its text token by token, each with True if drafted."""
+        """Take a step of `decode`; return its text token by token, each with True if drafted.
+
+        Tokens with which no text has become final are left out.
+        """
         self.reply.take(step, reason, time.perf_counter() - self._started)
-        pieces = self._text.pieces(
-            step.tokens, step.accepted, self._hidden, reason is not None, reason == "stop"
-        )
-        self.reply.text += "".join(text for text, _ in pieces)
+        pieces, last = [], len(step.tokens) - 1
+        for place, token in enumerate(step.tokens):
+            if text := self._write([token], reason if place == last else None):
+                pieces.append((text, place < step.accepted))
         return pieces
+
+    def _write(self, tokens: Sequence[int], reason: str | None) -> str:
+        """Return the text that has become final with `tokens`, after which the reply may end."""
+        written = [token for token in tokens if token not in self._hidden]
+        text = self._text.add(written, last=reason is not None, stopped=reason == "stop")
+        self.reply.text += text
+        return text
 
 
 class Stream:
@@ -156,7 +161,7 @@ class Stream:
         self._steps, self._single = steps, single
         self._transcripts = [decoder.transcript(request, stops) for request in requests]
         self.replies = [transcript.reply for transcript in self._transcripts]
-        """The replies so far, in the order of the prompts."""
+        """Replies so far, in the order of the prompts."""
         self._ready: deque[Any] = deque()
 
     @property
@@ -180,10 +185,7 @@ class Stream:
 
 
 class AsyncStream:
-    """`Stream` for `async for`: a thread of its own decodes, since torch computes with threads.
-
-    `aclose` ends it early; the loop is free meanwhile.
-    """
+    """`Stream` for `async for`: a thread of its own decodes. `aclose` ends it early."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -223,10 +225,7 @@ def none_for_nan(value: float) -> float | None:
 
 
 class Decoder:
-    """Target and drafter, ready to decode.
-
-    One call at a time: the drafter's state belongs to the batch that runs.
-    """
+    """Target and drafter, ready to decode one call at a time: the drafter has the batch's state."""
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
         self.target, self.proposer = target, proposer
@@ -259,10 +258,9 @@ class Decoder:
         the second. Words are put into the target's chat template if it has one, unless `raw`.
         A tokenizer's output can be given in place of prompts: `generate(**tokenizer(texts))`.
         `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
-        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule.
-
-        The noise of a reply belongs to the prompt's index in the list and the number of the sample,
-        so the text does not depend on `batch_size`. Raises `UserError`.
+        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
+        noise of a reply belongs to the prompt's index and the number of the sample, so the text
+        does not depend on `batch_size`. Raises `UserError`.
         """
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
@@ -275,13 +273,13 @@ class Decoder:
             prompts = _without_padding(prompts, input_ids, attention_mask)
         requests, single = self._requests(prompts, raw, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
-        replies: list[Reply] = []
+        generations: list[Generation] = []
         for start in range(0, len(requests), batch_size):
             batch = requests[start : start + batch_size]
-            for generation in generate(
+            generations += generate(
                 self.target, self.proposer, batch, max_new_tokens, settings, eos, stops
-            ):
-                replies.append(Reply(**vars(generation), text=self._text(generation, stops)))
+            )
+        replies = [Reply(**vars(one), text=self._text(one, stops)) for one in generations]
         return replies[0] if single and samples == 1 else replies
 
     def stream(
@@ -304,31 +302,17 @@ class Decoder:
         >>> "".join(stream) == stream.reply.text
         True
         """
-        stops = _stops(stop)
+        settings, stops = _known(Sampling, sampling), _stops(stop)
         requests, single = self._requests(prompts, raw)
-        steps = decode(
-            self.target,
-            self.proposer,
-            requests,
-            max_new_tokens,
-            _known(Sampling, sampling),
-            None,
-            stops,
-        )
+        steps = decode(self.target, self.proposer, requests, max_new_tokens, settings, None, stops)
         return Stream(steps, requests, self, stops, single)
 
     def astream(self, *arguments: Any, **options: Any) -> AsyncStream:
-        """Return `stream` as an asynchronous iterator, for which a thread decodes.
-
-        Arguments as in `stream`. Raises `UserError`.
-        """
+        """Return `stream` as an asynchronous iterator; arguments and errors are the same."""
         return AsyncStream(self.stream(*arguments, **options))
 
     def _requests(self, prompts: Any, raw: bool, samples: int = 1) -> tuple[list[Request], bool]:
-        """Return the requests for prompts, and True if one prompt and no list was given.
-
-        Raises `UserError`.
-        """
+        """Return the requests for prompts, and True for one that is in no list; or `UserError`."""
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
         single = _is_one(given)
         requests = []
@@ -340,25 +324,20 @@ class Decoder:
         return requests, single
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Return the token ids of a prompt; `raw` leaves the chat template out for words.
-
-        Raises `UserError`.
-        """
+        """Return a prompt's token ids; `raw` words get no chat template. Raises `UserError`."""
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
         if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
             # a mapping is what a tokenizer returns
-            what = type(given).__name__
             raise UserError(
                 "a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list "
-                f"of messages, not {what}"
+                f"of messages, not {type(given).__name__}"
             )
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
+            conversation = Conversation(text=given)
             if self.target.tokenizer.chat_template and not raw:
                 conversation = Conversation(messages=[{"role": "user", "content": given}])
-            else:
-                conversation = Conversation(text=given)
         elif given and isinstance(given[0], dict):
             try:
                 conversation = conversation_of({"messages": list(given)})
@@ -389,10 +368,7 @@ class Decoder:
 
 
 def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:
-    """Return the token ids of a tokenizer's output, `[N]` or `[B, N]`, as a list or lists.
-
-    Raises `UserError` if prompts are given too.
-    """
+    """Return a tokenizer's output as a list of token ids, or lists; `UserError` with `prompts`."""
     if prompts is not None:
         raise UserError("give either prompts or input_ids")
     ids = input_ids.tolist() if isinstance(input_ids, Array) else input_ids
@@ -472,7 +448,9 @@ def load(
     """
     if isinstance(drafter, str | Path):
         check_spec(drafter)
-    if not isinstance(target, str | Path) and options:
+    if isinstance(target, str | Path):
+        target = _known(TargetConfig, {"path": str(target), **options})
+    elif options:
         raise UserError(
             f"{', '.join(options)}: a loaded target, or one with a config, takes no options"
         )
@@ -482,14 +460,12 @@ def load(
         raise UserError(
             "tokenizer goes with a model that is loaded already; a target in a folder has its own"
         )
-    if not isinstance(target, str | Path | Target | TargetConfig):
+    if isinstance(target, TargetConfig):
+        target = load_for_decoding(target)
+    elif not isinstance(target, Target):
         raise UserError(
             f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}"
         )
-    if isinstance(target, str | Path):
-        target = _known(TargetConfig, {"path": str(target), **options})
-    if isinstance(target, TargetConfig):
-        target = load_for_decoding(target)
     if compile:
         prepare_to_compile(target.device)
         target.compiled = True

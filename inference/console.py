@@ -29,10 +29,7 @@ SPARSE_S = 300.0
 
 
 class Console(rich.console.Console):
-    """Console of rich that reports a closed pipe (`| head`) to the caller.
-
-    rich itself ends the process with status 1.
-    """
+    """Console of rich that reports a closed pipe (`| head`); rich itself ends the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -51,9 +48,8 @@ def warn(message: str) -> None:
 class Progress(tqdm):
     """Bar of tqdm on a terminal or in a notebook, lines on stderr without (nohup, SLURM, CI).
 
-    A line comes every 30 seconds; after ten minutes only for every 5% of the work, or every five
-    minutes. Of several objects that are open only the last one prints lines, and of several ranks
-    only the first.
+    Of several objects that are open only the last one prints lines, and of several ranks only the
+    first.
     """
 
     _open: ClassVar[list[Progress]] = []
@@ -72,10 +68,7 @@ class Progress(tqdm):
         show: bool = True,
         **more: Any,
     ) -> None:
-        """Start to show progress.
-
-        `show=False` shows nothing, as on every rank but the first. `more` goes to tqdm.
-        """
+        """Start to show progress; `show=False` shows nothing. `more` goes to tqdm."""
         show = show and os.environ.get("RANK", "0") == "0"
         # None: tqdm disables itself without a terminal, unless it is in a notebook
         super().__init__(
@@ -143,10 +136,9 @@ class Progress(tqdm):
     def due(self, now: float) -> bool:
         """Return True if a line is to be printed at the time `now` (of `time.monotonic`)."""
         waited = now - self._last
-        if waited < LINE_S:
-            return False
         large_share = self.total is not None and self._done - self._said >= SHARE * self.total
-        return large_share or now - self._began <= DENSE_S or waited >= SPARSE_S
+        often = large_share or now - self._began <= DENSE_S
+        return waited >= (LINE_S if often else SPARSE_S)
 
     def line(self, now: float) -> str:
         """Return a line with the work done, the time it took, and an estimate of the time left."""

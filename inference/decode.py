@@ -70,11 +70,9 @@ class Round:
     rows: int = 1
     """Requests in the batch during this round."""
     expected: float | None = None
-    """Tokens of this round in expectation over the target's randomness (`accept.expected_tokens`),
-    where that is defined."""
+    """`accept.expected_tokens` of this round, where they are defined."""
     overlap: list[float] | None = None
-    """Sum of min(p, q) at each node of the accepted path where drafts were offered; only from rules
-    that compare distributions."""
+    """`Accepted.overlap` of this row; only from rules that compare distributions."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
@@ -137,10 +135,7 @@ def generate(
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
 ) -> list[Generation]:
-    """Decode a batch of requests until each has finished; see `decode`.
-
-    Token lists become requests numbered from 0.
-    """
+    """Decode a batch to its end, see `decode`; token lists become requests numbered from 0."""
     named = [r if isinstance(r, Request) else Request(r, i) for i, r in enumerate(requests)]
     results = [Generation(list(request.prompt_ids)) for request in named]
     started = time.perf_counter()
@@ -163,8 +158,7 @@ def generate_one(
 
 
 Step = tuple[int, Round, str | None]
-"""Index of a request in the call, record of its round, and why the reply has ended (None: it goes
-on)."""
+"""Index of a request, record of its round, and why the reply has ended (None: it goes on)."""
 
 
 @torch.inference_mode()
@@ -180,10 +174,9 @@ def decode(
     """Yield the target's own continuation of all prompts, round by round, as it is verified.
 
     A row ends at an end token or with the token that completes a stop string (both are yielded),
-    after `max_new_tokens`, or where the target's positions end, and then leaves the batch. Indices
-    of requests that are sent into the generator leave the batch before the next round, and nothing
-    more is yielded of them. Raises `UserError` for an empty prompt and for one that fills the
-    target's positions.
+    after `max_new_tokens`, or where the target's positions end, and then leaves the batch. So do
+    requests whose indices are sent into the generator, before the next round. Raises `UserError`
+    for an empty prompt and for one that fills the target's positions.
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
@@ -193,7 +186,7 @@ def decode(
             "second drafter"
         )
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    ends = _EndConditions(eos_ids, stop, target.tokenizer)
+    ends = eos_ids, StopStrings(target.tokenizer, stop)
     batch = _RunningBatch(target, proposer, requests, max_new_tokens, sampling, ends)
     # After `_RunningBatch` was made: a prompt that it refuses must not leave the proposer marked.
     proposer.in_use = True
@@ -212,21 +205,21 @@ def decode(
 
 
 def pays_to_compile(device: torch.device, rows: int) -> bool:
-    """Return True if compiled rounds are faster for a batch of `rows`.
-
-    On a CPU they are for one row. A batch of 16 has 0.85 times the speed of rounds that are not
-    compiled, since attention goes over the whole buffer of every row.
-    """
+    """Return True if compiled rounds are faster for a batch of `rows`."""
+    # On a CPU a batch of 16 has 0.85 times the speed of rounds that are not compiled, since
+    # attention goes over the whole buffer of every row.
     return device.type == "cuda" or rows == 1
 
 
 def drafts_ahead(device: torch.device) -> bool:
-    """Return True if drafts are made while the host waits for the decision of the round before.
-
-    A GPU would be idle otherwise. On a CPU nothing runs in parallel to the host, and the drafts
-    after the end of a reply would be made for nothing.
-    """
+    """Return True if drafts are made while the host waits for the decision of the round before."""
+    # A GPU would be idle otherwise. On a CPU nothing runs in parallel to the host, and the drafts
+    # after the end of a reply would be made for nothing.
     return device.type == "cuda"
+
+
+EndConditions = tuple[frozenset[int], StopStrings]
+"""End tokens and stop strings of a batch."""
 
 
 class _RunningRow:
@@ -239,37 +232,21 @@ class _RunningRow:
         self.left = min(limit, max_positions - len(self.tokens))
         """Tokens that may still be emitted."""
 
-    def cut(self, tokens: list[int], ends: _EndConditions) -> tuple[list[int], str | None]:
-        """Append the tokens of a round, up to the first that ends the reply.
-
-        Returns the appended tokens and why the reply has ended (None: it goes on).
-        """
-        emitted: list[int] = []
-        for token in tokens:
+    def cut(self, tokens: list[int], ends: EndConditions) -> tuple[list[int], str | None]:
+        """Append tokens up to the one that ends the reply; return them, and the reason or None."""
+        eos_ids, stops = ends
+        for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            emitted.append(token)
             self.left -= 1
-            if (reason := ends.reason(token, self.tokens)) is not None:
-                return emitted, reason
+            if token in eos_ids:
+                return tokens[:count], "eos"
+            if stops.end_with(self.tokens):
+                return tokens[:count], "stop"
             if self.left == 0:
                 written = len(self.tokens) - len(self.request.prompt_ids)
                 # The limit is named first where both are reached with the same token.
-                return emitted, "length" if written == self.limit else "context"
-        return emitted, None
-
-
-class _EndConditions:
-    """End tokens and stop strings of a batch."""
-
-    def __init__(self, eos_ids: frozenset[int], stop: Sequence[str], tokenizer: Any) -> None:
-        self._eos_ids = eos_ids
-        self._stop = StopStrings(tokenizer, stop) if stop else None
-
-    def reason(self, token: int, tokens: list[int]) -> str | None:
-        """Return why a reply ends with `token`, the last of `tokens`; None if it goes on."""
-        if token in self._eos_ids:
-            return "eos"
-        return "stop" if self._stop is not None and self._stop.end_with(tokens) else None
+                return tokens[:count], "length" if written == self.limit else "context"
+        return tokens, None
 
 
 class _RunningBatch:
@@ -282,7 +259,7 @@ class _RunningBatch:
         requests: Sequence[Request],
         max_new_tokens: int,
         sampling: Sampling,
-        ends: _EndConditions,
+        ends: EndConditions,
     ) -> None:
         """Begin with all `requests`. Raises `UserError` if one of them cannot be decoded."""
         _check(target, requests, max_new_tokens)
@@ -306,30 +283,25 @@ class _RunningBatch:
         new = max(row.left for row in self.rows)
         # A round writes its whole tree after the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
-        if self.compiled:  # and the drafts that may be made ahead follow that tree
-            beyond *= 2
-        capacity = prompt + (new if self.compiled else min(new, FIRST_CAPACITY)) + beyond
+        batch, device = len(self.rows), self.target.device
         if self.compiled:
-            # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
-            # 512 stays.
-            capacity = 1 << (capacity - 1).bit_length()
-            return self.target.kept_cache.take(len(self.rows), capacity, self.target.device)
-        # A tree may reach past the last position; its nodes there are dropped when the reply is
-        # cut.
+            # The drafts that may be made ahead follow the tree. Powers of two: few capacities, so
+            # that few shapes are compiled. 300 becomes 512, and 512 stays.
+            capacity = 1 << (prompt + new + 2 * beyond - 1).bit_length()
+            return self.target.kept_cache.take(batch, capacity, device)
+        # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond
-        return TreeCache(len(self.rows), capacity, self.target.device, limit)
+        return TreeCache(batch, prompt + min(new, FIRST_CAPACITY) + beyond, device, limit)
 
     def start(self) -> list[Step]:
         """Prefill all prompts; return the target's first token of each."""
         device, target = self.target.device, self.target
-        prompts = [list(row.tokens) for row in self.rows]
+        prompts = [row.tokens for row in self.rows]
         lengths = [len(prompt) for prompt in prompts]
         # On the right: a token sees only what is before it, so no real one sees the padding,
         # and position and cache slot stay the same number.
         longest = max(lengths)
-        padded = []
-        for prompt in prompts:
-            padded.append(prompt + [0] * (longest - len(prompt)))
+        padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
         ids = torch.tensor(padded, device=device)
         hidden = target.prefill(ids, lengths, self.cache, self.proposer.taps)
 
@@ -346,9 +318,7 @@ class _RunningBatch:
         # The root of the next choice is the token just chosen, one position further.
         self.draws.extend(last_prompt_token, torch.ones_like(row_lengths))
         first = self.root.tolist()
-        with_roots = []
-        for prompt, token in zip(prompts, first, strict=True):
-            with_roots.append([*prompt, token])
+        with_roots = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
         self.proposer.prefill(
             Prompts(
                 tokens=with_roots,
@@ -362,16 +332,12 @@ class _RunningBatch:
 
     def _draws(self, ids: Tensor, row_lengths: Tensor) -> Draws:
         """Return the choices of this batch, for prompts `ids` `[B, S]` of `row_lengths` `[B]`."""
-        # Penalties count every token of a row's text. Rows are padded here with their own first
-        # token, which the penalty counts in any case, so that padding changes no choice.
+        # Rows are padded with their own first token, which a penalty counts in any case.
         in_prompt = torch.arange(ids.shape[1], device=ids.device) < row_lengths[:, None]
         text = torch.where(in_prompt, ids, ids[:, :1])
-        names = [(row.request.id, row.request.sample) for row in self.rows]
-        seeds = []
-        for row in self.rows:
-            own = row.request.seed
-            seeds.append(self.sampling.seed if own is None else own)
-        keys = row_keys(seeds, names, ids.device)
+        requests = [row.request for row in self.rows]
+        seeds = [self.sampling.seed if one.seed is None else one.seed for one in requests]
+        keys = row_keys(seeds, [(one.id, one.sample) for one in requests], ids.device)
         # The last prompt token is the root of the first choice, at position length - 1.
         return Draws(self.sampling, keys, text, row_lengths - 1)
 
@@ -407,10 +373,7 @@ class _RunningBatch:
         self.clock.mark("kv")
 
     def _verify(self, tree: DraftTree) -> Accepted:
-        """Verify drafts, and keep the accepted path in the caches of target and drafter.
-
-        The host reads what was decided once; where that pays, while the next drafts are made.
-        """
+        """Verify drafts, and keep the accepted path in the caches of target and drafter."""
         target, taps = self.target, self.proposer.taps
         if not self.compiled:
             self.draws.reserve(self.cache.longest + tree.nodes)
@@ -437,17 +400,14 @@ class _RunningBatch:
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""
         steps: list[Step] = []
-        going: list[int] = []
-        for number, (row, record) in enumerate(zip(self.rows, records, strict=True)):
-            record.tokens, reason = row.cut(tokens[number], self.ends)
-            if reason is None:
-                going.append(number)
+        for row, emitted, record in zip(self.rows, tokens, records, strict=True):
+            record.tokens, reason = row.cut(emitted, self.ends)
             steps.append((row.index, record, reason))
-        self._keep(going)
+        self._keep([number for number, (*_, reason) in enumerate(steps) if reason is None])
         return steps
 
     def drop(self, given_up: Collection[int]) -> None:
-        """Drop the rows of the requests with these indices, whose replies nobody wants any more."""
+        """Drop the rows of the requests with these indices."""
         self._keep([i for i, row in enumerate(self.rows) if row.index not in given_up])
 
     def _keep(self, going: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,7 @@ class StreamedText:
     """Pieces of text that never have to be taken back.
 
     The bytes of one character may be spread over several tokens, and the end of the text may become
-    the beginning of a stop string: both are held back until they are decided. A stop string itself
-    is never shown.
+    the beginning of a stop string, which is never shown: both are held back until they are decided.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -71,38 +70,14 @@ class StreamedText:
                 break
         self._window, self._known = window, len(decoded) - held
 
-    def pieces(
-        self,
-        tokens: Sequence[int],
-        accepted: int,
-        hidden: Collection[int],
-        last: bool = False,
-        stopped: bool = True,
-    ) -> list[tuple[str, bool]]:
-        """Return the text that became final with each token of a round, and whether it was drafted.
-
-        The first `accepted` tokens are drafts, those after them the target's own. Tokens in
-        `hidden` are no text. Tokens with which no text became final are left out; with `last`, the
-        last one brings all that is left, as `add` does.
-        """
-        found = []
-        for place, token in enumerate(tokens):
-            ends = last and place == len(tokens) - 1
-            if piece := self.add([] if token in hidden else [token], ends, stopped):
-                found.append((piece, place < accepted))
-        return found
-
     def _show(self, last: bool, stopped: bool) -> str:
         """Return the final text after what was shown; with `last`, up to the end of the text."""
         end = len(self._text)
-        stop_starts = []
-        for stop in self._stops if stopped or not last else ():
-            # the beginning of a stop string is held back, so none begins far before the shown end
-            start = self._text.find(stop, max(self._shown - len(stop), 0))
-            if start >= 0:
-                stop_starts.append(start)
-        if stop_starts:
-            end = min(stop_starts)
+        stops = self._stops if stopped or not last else ()
+        # the beginning of a stop string is held back, so none begins far before the shown end
+        starts = [self._text.find(stop, max(self._shown - len(stop), 0)) for stop in stops]
+        if found := [start for start in starts if start >= 0]:
+            end = min(found)
         elif not last:
             end -= max((_overlap(self._text, stop) for stop in self._stops), default=0)
         piece = self._text[self._shown : end]
@@ -120,11 +95,13 @@ class StopStrings:
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = [stop.encode(errors="surrogatepass") for stop in stops]
-        self._longest = max(map(len, self._stops))
-        self._bytes = _BYTES.setdefault(tokenizer, {})
+        self._longest = max(map(len, self._stops), default=0)
+        self._bytes = _BYTES.setdefault(tokenizer, {}) if stops else {}
 
     def end_with(self, tokens: Sequence[int]) -> bool:
         """Return True if a stop string ends within the last of `tokens`."""
+        if not self._stops:
+            return False
         last = self._bytes_of(tokens[-1])
         pieces, needed = [last], self._longest - 1
         for token in reversed(tokens[-self._longest : -1]):
@@ -134,12 +111,10 @@ class StopStrings:
             pieces.append(piece)
             needed -= len(piece)
         text = b"".join(reversed(pieces))
-        for stop in self._stops:
-            # one that ends before the last token has ended the text there, or belongs to the prompt
-            first = max(len(text) - len(last) - len(stop) + 1, 0)
-            if last and text.find(stop, first) >= 0:
-                return True
-        return False
+        # one that ends before the last token has ended the text there, or belongs to the prompt
+        before = len(text) - len(last) + 1
+        found = (text.find(stop, max(before - len(stop), 0)) for stop in self._stops)
+        return bool(last) and any(place >= 0 for place in found)
 
     def _bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text; none if the tokenizer does not have it."""
@@ -157,7 +132,7 @@ def _bytes_of(tokenizer: Any, token: int) -> bytes:
     name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if name is None:
         return b""
-    # Behind other text, since a token at the beginning of a text may lose its space there.
+    # After other text, since a token at the beginning of a text may lose its space there.
     before = tokenizer.convert_ids_to_tokens(tokenizer(BASE, add_special_tokens=False)["input_ids"])
     _, there, text = tokenizer.convert_tokens_to_string([*before, name]).partition(BASE)
     if not there or INCOMPLETE in text:  # a part of a character: its name says which bytes
@@ -188,7 +163,5 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` with which the string `stop` may begin."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

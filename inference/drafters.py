@@ -22,7 +22,7 @@ from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
-from .proposer import LaidOut, Proposer
+from .proposer import Proposer
 from .settings import DTYPES, dtype_named
 from .targets.packed import pack_drafter
 from .targets.target import Target, TargetSource
@@ -30,22 +30,18 @@ from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positiv
 
 log = logging.getLogger(__name__)
 
-
 MADE_OF_ARTIFACT = "make_proposer"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of drafter: where its proposer is made, and which settings a user may give.
-
-    That of a trained drafter is `KIND` in its proposer's module (`trained_kind`).
-    """
+    """Kind of drafter: where its proposer is made, and which settings a user may give."""
 
     module: str
     """Module in `proposers/`."""
     make: str = MADE_OF_ARTIFACT
-    """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` below is not empty,
-    and the settings `own` by their names."""
+    """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` is not empty, and
+    the settings `own` by their names."""
     tree: tuple[str, ...] = ()
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
@@ -58,10 +54,7 @@ class Kind:
     """True if `make` takes the target too, as the last of its arguments without a name."""
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of `make` for a user's settings.
-
-        Raises `UserError` for a setting that this kind of drafter does not have.
-        """
+        """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
         known = [*self.tree, *self.own]
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
@@ -114,11 +107,6 @@ SPELLING = (
     "follow a colon: ngram:length=8"
 )
 
-NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = (
-    (int, r"-?[0-9]+"),
-    (float, r"-?[0-9]*\.[0-9]+"),
-)
-
 WHOLE_NUMBERS = ("length", "width", "nodes", "slots", "layers", *LOOKUP_SETTINGS)
 """Settings that are numbers of at least 1, where they are given."""
 
@@ -135,10 +123,7 @@ class Given(NamedTuple):
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split `name[:key=value,...]` into name and settings.
-
-    Raises `UserError` for a malformed setting.
-    """
+    """Split `name[:key=value,...]` into name and settings. Raises `UserError`."""
     name, colon, rest = spec.rpartition(":")
     # A colon may belong to a path: what follows it is settings only if it looks like them.
     if not colon or "=" not in rest or "/" in rest:
@@ -151,19 +136,16 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         key = key.strip().replace("-", "_")
         if key in settings:
             raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
-        settings[key] = _number_or_text(value.strip())
+        value = value.strip()
         if key == "dtype":
-            settings[key] = dtype_named(value.strip())
+            settings[key] = dtype_named(value)
         elif key == "name":
-            settings[key] = value.strip()
+            settings[key] = value
+        elif re.fullmatch(r"-?[0-9]+", value):
+            settings[key] = int(value)
+        else:
+            settings[key] = float(value) if re.fullmatch(r"-?[0-9]*\.[0-9]+", value) else value
     return name, settings
-
-
-def _number_or_text(value: str) -> Any:
-    for kind, form in NUMBERS:
-        if re.fullmatch(form, value):
-            return kind(value)
-    return value
 
 
 def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
@@ -181,8 +163,7 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     """Return name and settings of `spec`, before target and drafter are loaded.
 
     Raises `UserError` unless the name may be a drafter's, and for settings that no drafter of its
-    kind can have. The files of a folder, and what its drafter is too small for, are judged when it
-    is loaded.
+    kind can have. The files of a folder are judged when it is loaded.
     """
     name, settings = parse_spec(str(spec))
     if name not in UNTRAINED and not Path(name).is_dir():
@@ -209,10 +190,7 @@ def kind_of(name: str) -> Kind | None:
 
 
 def trained_kind(method: str) -> Kind | None:
-    """Return the kind of a method's drafters: `KIND` in the file of that name in `proposers/`.
-
-    None if there is no such file.
-    """
+    """Return the kind of a method's drafters, `KIND` in its file in `proposers/`; None without."""
     # A name with dots, from a damaged file, could import a module from anywhere.
     name = f"{__package__}.proposers.{method}"
     known = method.isidentifier() and importlib.util.find_spec(name)
@@ -220,10 +198,7 @@ def trained_kind(method: str) -> Kind | None:
 
 
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
-    """Raise `UserError` for settings that no drafter of this kind can have.
-
-    `drafter` is named in messages.
-    """
+    """Raise `UserError` for settings that no drafter of this kind can have."""
     made = kind.split(drafter, settings)
     if (name := made.pop("name", None)) is not None and not NAME.fullmatch(name):
         raise UserError(
@@ -248,10 +223,7 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
 
 
 def check_tree(kind: Kind, tree: TreeSettings) -> None:
-    """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is.
-
-    Those that are not given are taken to be what goes with the others.
-    """
+    """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
     if tree.threshold == "auto" and "cost" in kind.own:  # a number once it is loaded
         tree = replace(tree, threshold=0.0)
     chain = kind.chains or (tree.threshold and tree.nodes is None)
@@ -271,9 +243,9 @@ def load_proposer(
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
-    drafter without settings drafts the tree that is expected to pay on the target's device;
-    otherwise as it was evaluated in training. `warn` gets notices for the user, `inform` a line
-    about the tree that was chosen. Raises `UserError`.
+    drafter without settings drafts the tree that is expected to pay on the target's device, which
+    `inform` is told; otherwise as it was evaluated in training. `warn` gets notices for the user.
+    Raises `UserError`.
     """
     spec = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(spec)
@@ -282,9 +254,9 @@ def load_proposer(
     settings |= tuned or {}
     chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}
-    given: tuple[Any, ...]
+    given: tuple[Any, ...] = ()
     if name in UNTRAINED:
-        kind, given = UNTRAINED[name], ()
+        kind = UNTRAINED[name]
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
@@ -307,7 +279,7 @@ def load_proposer(
         given = (*given, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this drafter, which was read from its files just now.
-    if isinstance(proposer, LaidOut):
+    if hasattr(proposer, "lay_out"):  # a draft model
         if not (isinstance(target, Target) and target.reference):
             proposer.lay_out()
     elif kind.trained and isinstance(target, Target) and target.laid_out:
@@ -315,8 +287,7 @@ def load_proposer(
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
-    whole: Any = proposer  # with the lookup, if there is one
-    whole.given = Given(spec, "" if tuned is None else ":tuned")
+    proposer.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
         beside = ",".join(f"{key}={value}" for key, value in lookup.items())
         proposer.name += f":{beside}:tuned" if beside else ":tuned"
@@ -326,10 +297,7 @@ def load_proposer(
 
 
 def check_drafter_dtype(name: str | None) -> torch.dtype | None:
-    """Return the type of a drafter's weights that its setting `dtype` names, if it is given.
-
-    The text does not depend on it: what is drafted may. Raises `UserError` for another name.
-    """
+    """Return the type that a drafter's setting `dtype` names, None for None. Raises `UserError`."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -353,11 +321,8 @@ def proposer_of(artifact: Artifact, **settings: Any) -> Any:
 
 
 def proposer_like(proposer: Proposer) -> Proposer:
-    """Return a second proposer of the same drafter and settings, for another batch meanwhile.
-
-    Both share the weights. The state of a batch is made by `prefill`, which replaces what the copy
-    has in common with the original.
-    """
+    """Return a second proposer of the same drafter and settings, for another batch meanwhile."""
+    # Both share the weights. `prefill` makes the state of a batch.
     twin = copy.copy(proposer)
     twin.in_use = False
     return twin

@@ -23,7 +23,7 @@ def tau(emitted: Sequence[Sequence[int]]) -> float:
     so that long replies weigh more (micro average).
     """
     rounds = sum(len(request) for request in emitted)
-    return sum(map(sum, emitted)) / rounds if rounds else float("nan")
+    return sum(map(sum, emitted)) / rounds if rounds else math.nan
 
 
 BUCKETS = (256, 1024, 4096, 16384, 65536)
@@ -36,19 +36,14 @@ def tau_by_position(requests: Sequence[tuple[int, Sequence[int]]]) -> dict[str, 
     request the prompt's length, which is the position of its first root, and the tokens emitted in
     each round. Keys are such as `<256` and `>=65536`; those without a round are left out.
     """
-    by_bucket: dict[str, list[int]] = {}
+    # In the order of the positions, whatever bucket comes up first.
+    by_bucket: dict[str, list[int]] = {_bucket(position): [] for position in (0, *BUCKETS)}
     for root, emitted in requests:
         for count in emitted:
-            by_bucket.setdefault(_bucket(root), []).append(count)
+            by_bucket[_bucket(root)].append(count)
             # A round moves the root by all that it emitted, bonus token included.
             root += count
-    # In the order of the positions, whatever bucket came up first.
-    means: dict[str, float] = {}
-    for position in (0, *BUCKETS):
-        name = _bucket(position)
-        if name in by_bucket:
-            means[name] = sum(by_bucket[name]) / len(by_bucket[name])
-    return means
+    return {name: sum(counts) / len(counts) for name, counts in by_bucket.items() if counts}
 
 
 def _bucket(position: int) -> str:
@@ -60,11 +55,11 @@ def _bucket(position: int) -> str:
 
 def survival(accepted: Sequence[int], levels: int) -> list[float]:
     """Return `s_d` for d = 1 .. levels: the share of rounds that accepted at least d drafts."""
-    shares = []
-    for d in range(1, levels + 1):
-        survived = [a >= d for a in accepted]
-        shares.append(sum(survived) / len(survived) if survived else float("nan"))
-    return shares
+    return [_share([a >= d for a in accepted]) for d in range(1, levels + 1)]
+
+
+def _share(passed: Sequence[bool]) -> float:
+    return sum(passed) / len(passed) if passed else math.nan
 
 
 def conditional(survived: Sequence[float]) -> list[float]:
@@ -72,7 +67,7 @@ def conditional(survived: Sequence[float]) -> list[float]:
     shares = []
     # s_0 is 1: every round reaches the root.
     for before, survived_here in pairwise([1.0, *survived]):
-        shares.append(survived_here / before if before > 0 else float("nan"))
+        shares.append(survived_here / before if before > 0 else math.nan)
     return shares
 
 
@@ -85,14 +80,8 @@ def offered_conditional(
     drafts and a draft followed them. The figures are above those of `conditional` where trees
     are pruned or end early, since that one counts a draft that was never made as refused.
     """
-    shares = []
-    for d in range(1, levels + 1):
-        passed = []
-        for a, o in zip(accepted, offered, strict=True):
-            if o >= d:
-                passed.append(a >= d)
-        shares.append(sum(passed) / len(passed) if passed else float("nan"))
-    return shares
+    rounds = list(zip(accepted, offered, strict=True))
+    return [_share([a >= d for a, o in rounds if o >= d]) for d in range(1, levels + 1)]
 
 
 def repeats_itself(tokens: Sequence[int], n: int = LOOP_NGRAM) -> bool:
@@ -119,9 +108,7 @@ def split(rounds: Sequence[Round]) -> dict[str, float]:
     A batch's round is shared equally among its rows. `host` is the wall time that the other parts
     leave.
     """
-    parts: dict[str, float] = {}
-    for part in PARTS:
-        parts[part] = sum(getattr(round_, f"t_{part}_s") / round_.rows for round_ in rounds)
+    parts = {part: sum(getattr(r, f"t_{part}_s") / r.rows for r in rounds) for part in PARTS}
     return parts | {"host": sum(r.t_round_s / r.rows for r in rounds) - sum(parts.values())}
 
 
@@ -140,12 +127,8 @@ def alpha(overlaps: Sequence[Sequence[float] | None]) -> list[float] | None:
     known = [row for row in overlaps if row is not None]
     if not known:
         return None
-    depths = max(map(len, known))
-    means = []
-    for d in range(depths):
-        reached = [row[d] for row in known if len(row) > d]
-        means.append(sum(reached) / len(reached))
-    return means
+    by_depth = [[row[d] for row in known if len(row) > d] for d in range(max(map(len, known)))]
+    return [sum(reached) / len(reached) for reached in by_depth]
 
 
 def quantiles(
@@ -158,18 +141,12 @@ def quantiles(
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
-    by_name: dict[str, float] = {}
-    for share in at:
-        # The nearest rank counts from 1: the median of 4 values is number 2, at index 1.
-        rank = max(math.ceil(share * len(known)), 1)
-        by_name[f"p{100 * share:g}"] = known[rank - 1]
-    return by_name
+    # The nearest rank counts from 1: the median of 4 values is number 2, at index 1.
+    ranks = {f"p{100 * share:g}": max(math.ceil(share * len(known)), 1) for share in at}
+    return {name: known[rank - 1] for name, rank in ranks.items()}
 
 
 def time_per_token(generation: Generation) -> float | None:
-    """Return the decode time of a reply per token of its rounds, in seconds.
-
-    The prefill's token and time are not counted. None for a reply without a round.
-    """
+    """Return a reply's seconds per token of its rounds, the prefill not counted; None without."""
     tokens = sum(emitted_per_round(generation))
     return generation.decode_s / tokens if tokens else None

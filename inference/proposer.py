@@ -6,7 +6,7 @@ Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -37,16 +37,15 @@ class Proposer:
     """Drafter in use for one batch; it owns the drafter's state.
 
     The root is the token that the target chose last. It has not been run through the target yet, so
-    features exist for every position before it and for none after (docs/notation.md#positions). The
-    methods do nothing here: a drafter without state needs only `propose`.
+    features exist for every position before it and for none after (docs/notation.md#positions). A
+    drafter without state needs only `propose`.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     """Hidden states of the target that `prefill` and `commit` need."""
     max_drafted: int
-    """Nodes at most, without the root, that `propose` returns, or puts into the target's cache
-    while it drafts."""
+    """Nodes at most, without the root, that `propose` returns, or puts into the target's cache."""
     traceable: bool = False
     """True if `propose` and `commit` use tensors alone where rounds are compiled: `propose` is
     compiled then, and may be called before the host knows what was accepted."""
@@ -75,11 +74,3 @@ class Proposer:
 
     def finish(self) -> None:
         """Release the state of the batch, which has ended or was given up."""
-
-
-@runtime_checkable
-class LaidOut(Protocol):
-    """Drafter whose weights can be stored in the order that decoding reads fastest."""
-
-    def lay_out(self) -> None:
-        """Reorder the weights; they cannot be trained or written to files any more."""

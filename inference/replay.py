@@ -30,9 +30,7 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     """Return the tokens emitted in each round of decoding that writes `start + 1 .. end - 1`.
 
     `accepted[n]` is how many drafts are right when position n is the root; `start` is the first
-    position of the reply (chosen by the prefill, produced by no round), `end` the length of the
-    text. A round at n emits its accepted drafts and the target's next token, cut at the end of the
-    text, and the next root is n + accepted[n] + 1.
+    position of the reply, which the prefill chose, and `end` the length of the text.
 
     Example: `replay([0, 2, 0, 0, 1, 0], 1, 6)` is `[3, 1]`. The round at 1 emits positions 2, 3, 4;
     the round at 4 has one right draft, but only position 5 is left.
@@ -59,8 +57,7 @@ def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
     """Return the tokens emitted in each round when `proposer` drafts greedily along a known text.
 
-    The text is `ids` `[S]`, its reply begins at `start`. Its features `hidden` `[S, H]` are in
-    for the target, so that a drafter that reads features only can be scored by stored ones.
+    The text is `ids` `[S]` with features `hidden` `[S, H]`; its reply begins at `start`.
     """
     end, root = len(ids), start
     # A round near the end looks at the text as many tokens ahead as its tree has levels.
@@ -75,7 +72,6 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
     draws = Draws(GREEDY, torch.zeros_like(length), ids[None], length)
     proposer.prefill(
         Prompts(
-            # The prompt with the first root, as after a prefill.
             tokens=[text[: start + 1]],
             ids=ids[None, :start],
             lengths=length,
@@ -91,11 +87,10 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
         following = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
         node = int(match(tree, following[tree.tables.depths]))
         path = [n for n in tree.tables.paths[0, node].tolist() if n >= 0]
-        # The path counts the root, and the round also emits the bonus token, so both counts are the
-        # same.
+        # The path counts the root, and the round also emits the bonus token.
         emitted.append(min(len(path), end - 1 - root))
         next_root = root + len(path)
-        # Behind the last token there is no feature to commit, and no round follows.
+        # After the last token there is no feature to commit, and no round follows.
         if next_root < end:
             count = torch.tensor([len(path)], device=ids.device)
             gained = ids[None, root:next_root]

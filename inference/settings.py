@@ -16,11 +16,7 @@ Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typi
 
 
 def check_url(url: str | None, option: str) -> None:
-    """Raise `UserError` unless `url` is the address of a server, or None.
-
-    An address is such as http://localhost:8000/v1. `option` is the name of the option in the
-    message.
-    """
+    """Raise `UserError` that names `option` unless `url` is the address of a server, or None."""
     if url is None:
         return
     try:
@@ -45,7 +41,7 @@ SHORT_DTYPES = {
     "fp64": "float64",
     "double": "float64",
 }
-"""Full names of types of weights by their short ones: those that people write, and torch's."""
+"""Full names of types of weights by their short ones."""
 
 
 def dtype_named(name: str) -> str:
@@ -128,10 +124,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Values given from Python have not been parsed, so types are checked before ranges.
-        def demand(holds: bool, what: str) -> None:
-            if not holds:
-                raise UserError(what)
-
         for name, kind in (
             ("temperature", Real),
             ("top_p", Real),
@@ -145,44 +137,43 @@ class Sampling:
                 continue
             # Python counts True among the integers.
             what = f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}"
-            demand(isinstance(value, kind) and not isinstance(value, bool), what)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UserError(what)
             # transformers' processors take Python's own numbers and no others.
             try:
                 convert: Any = float if kind is Real else int
                 object.__setattr__(self, name, convert(value))
             except OverflowError as error:  # a whole number beyond every float
                 raise UserError(what) from error
-        demand(
-            0 <= self.temperature < float("inf"),
-            f"temperature must be 0 or more, not {self.temperature}",
-        )
-        cold = 0 < self.temperature < COLDEST
-        demand(
-            not cold,
-            f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}",
-        )
-        demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
-        demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
-        demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
-        penalty = self.repetition_penalty
-        demand(
-            penalty is None or 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY,
-            f"repetition_penalty must be between {1 / LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}, "
-            f"not {penalty}",
-        )
+        heat, least, most = self.temperature, 1 / LARGEST_PENALTY, LARGEST_PENALTY
+        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         # Truncation never removes the best token, which is all that greedy decoding takes.
-        truncates = []
-        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
-            if getattr(self, name) != off:
-                truncates.append(name)
-        demand(
-            not (self.greedy and truncates),
-            f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too",
-        )
-        demand(
-            self.rule in get_args(Rule),
-            f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}",
-        )
+        neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
+        truncates = [name for name, off in neutral.items() if getattr(self, name) != off]
+        for holds, what in (
+            (0 <= heat < float("inf"), f"temperature must be 0 or more, not {heat}"),
+            (
+                not 0 < heat < COLDEST,
+                f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {heat}",
+            ),
+            (self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}"),
+            (0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}"),
+            (0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}"),
+            (
+                least <= penalty <= most,
+                f"repetition_penalty must be between {least:g} and {most:g}, not {penalty}",
+            ),
+            (
+                not (self.greedy and truncates),
+                f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too",
+            ),
+            (
+                self.rule in get_args(Rule),
+                f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}",
+            ),
+        ):
+            if not holds:
+                raise UserError(what)
 
     @property
     def greedy(self) -> bool:
@@ -221,10 +212,7 @@ class Sampling:
 
     @cached_property
     def warpers(self) -> Any:
-        """The `LogitsProcessorList` of temperature and truncation, which look at scores only.
-
-        The order is that of transformers' `generate`.
-        """
+        """The `LogitsProcessorList` of temperature and truncation, ordered as in `generate`."""
         from transformers import (
             LogitsProcessorList,
             MinPLogitsWarper,
@@ -233,17 +221,16 @@ class Sampling:
             TopPLogitsWarper,
         )
 
-        warpers: list[Any] = []
-        if not self.greedy:
-            if self.temperature != 1:
-                warpers.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                warpers.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1:
-                warpers.append(TopPLogitsWarper(self.top_p))
-            if self.min_p > 0:
-                warpers.append(MinPLogitsWarper(self.min_p))
-        return LogitsProcessorList(warpers)
+        warpers: Any = LogitsProcessorList()
+        if self.temperature not in (0, 1):
+            warpers.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
 
     def resolved(self, own_penalty: float) -> Sampling:
         """Return these settings with the target's own repetition penalty if none was given."""

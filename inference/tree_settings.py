@@ -18,8 +18,7 @@ Ranks = tuple[int, ...]
 class TreeSettings:
     """Size and form of the draft tree.
 
-    None leaves a setting to the drafter, which takes the value of its calibration, or else its own
-    default.
+    None leaves a setting to the drafter: the value of its calibration, or else its own default.
     """
 
     length: int | None = None
@@ -38,13 +37,10 @@ class TreeSettings:
     """Rank tuples as in `shapes.shape_of_ranks`; they fix the tree for every rule and text."""
 
     def __post_init__(self) -> None:
-        temperature = self.score_temperature
-        if (
-            isinstance(temperature, bool)
-            or not isinstance(temperature, int | float)
-            or not 0 < temperature < float("inf")
-        ):
-            raise UserError(f"score_temperature must be above 0, not {temperature!r}")
+        heat = self.score_temperature
+        number = isinstance(heat, int | float) and not isinstance(heat, bool)
+        if not number or not 0 < heat < float("inf"):
+            raise UserError(f"score_temperature must be above 0, not {heat!r}")
 
     def or_else(self, **defaults: Any) -> TreeSettings:
         """Return these settings with `defaults` for those that are None."""
@@ -59,10 +55,7 @@ LOOKUP_SETTINGS = ("lookup", "lookup_length")
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, a setting. Raises `UserError` unless it is a whole number in range.
-
-    The range is `least` to `MOST`.
-    """
+    """Return `value`; `UserError` unless it is a whole number from `least` to `MOST`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if value > MOST:

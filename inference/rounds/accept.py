@@ -45,21 +45,16 @@ def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
     """Return how many drafts of a chain are accepted `[B]`: the simplest case of `match`.
 
     `drafts` `[B, D]`; `choices` `[B, D + 1]`: the target's own token after the root and after each
-    draft. The choice after a draft was made by a target that had read that draft, so it counts only
-    if the draft itself was right.
+    draft.
     """
-    # Draft d is right if it is the token that the target chose after the d drafts before it.
+    # Draft d is right if it is the token that the target chose after the d drafts before it. The
+    # running product is 1 up to the first mistake and 0 from there on.
     right = drafts == choices[:, :-1]
-    # The running product is 1 up to the first mistake and 0 from there on: its sum is the length
-    # of the accepted run. The token emitted after the run is choices[:, count].
     return right.long().cumprod(-1).sum(-1)
 
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-    """Return the verdict of the sampling's rule on a draft tree.
-
-    `logits` `[B, N, V]` are the target's after each of its nodes.
-    """
+    """Return the verdict on a draft tree with the target's `logits` `[B, N, V]` after its nodes."""
     sampling, tables = draws.sampling, tree.tables
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
@@ -98,10 +93,7 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
 
 
 def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
-    """Return the target's probability `[B, N]` of each node's token after its parent.
-
-    It is 1 at the root, and 0 where there is no node.
-    """
+    """Return the target's probability `[B, N]` of each node: 1 at the root, 0 if it is missing."""
     parents = tree.tables.parents.expand_as(tree.tokens)
     log_probs = scores.log_softmax(-1)
     above = log_probs.gather(1, parents[..., None].expand(-1, -1, log_probs.shape[-1]))
@@ -117,8 +109,8 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
     """Return the tokens of this round in expectation `[B]`: 1 + sum of P(s) over drafted nodes s.
 
     P(s) is the target's probability of the whole path to s (docs/verification.md#expected-tokens).
-    The result is exact for deterministic trees, and has less variance than a count; it is wrong for
-    drafts that know the target's noise. End tokens and length limits are not considered.
+    The result is exact for deterministic trees, and wrong for drafts that know the target's noise.
+    End tokens and length limits are not considered.
     """
     chances = token_chances(tree, scores)
     # The product along each node's path: row i has the factors of i and its ancestors, and 1 for
@@ -127,10 +119,7 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
 
 
 def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    """Return the verdict of a rule that compares the distributions of target and drafter.
-
-    The rules are in docs/verification.md#rejection-rules.
-    """
+    """Return the verdict of a rule of docs/verification.md#rejection-rules."""
     probs = scores.softmax(-1)
     assert tree.probs is not None and tree.shape is not None, (
         "rules that compare distributions need trees of a shape fixed beforehand"

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ...heads.errors import UserError
 from .device import send
 
 
@@ -48,14 +47,9 @@ class KeysAndValues:
         self.keys[:, :, : keys.shape[2]] = keys
         self.values[:, :, : values.shape[2]] = values
 
-    def truncate(self, staged: int) -> None:
-        """Forget all undecided positions but the first `staged`: slots are simply written again."""
-
     def commit(self, source: Tensor, goal: Tensor) -> None:
-        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`.
-
-        The two may overlap: `index_select` and `gather` copy everything before anything is written.
-        """
+        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, which may overlap them."""
+        # `index_select` and `gather` copy everything before anything is written.
         for buffer in (self.keys, self.values):
             source, goal = source.to(buffer.device), goal.to(buffer.device)
             if len(source) == 1:
@@ -69,15 +63,12 @@ class KeysAndValues:
         """Drop every batch row but those in `index`."""
         # `index_select` copies, so the memory of the rows that leave is freed.
         index = index.to(self.keys.device)
-        self.keys, self.values = (
-            self.keys.index_select(0, index),
-            self.values.index_select(0, index),
-        )
+        self.keys = self.keys.index_select(0, index)
+        self.values = self.values.index_select(0, index)
 
     def reset(self) -> None:
         """Forget everything, at the same addresses."""
-        # Slots are hidden by a weight of 0, which would not hide NaN or infinity that a batch with
-        # an overflow has left.
+        # Zeros, see `_buffer`: a batch with an overflow may have left NaN or infinity.
         self.keys.zero_()
         self.values.zero_()
 
@@ -88,11 +79,9 @@ class TreeCache(Cache):
     A forward pass writes its N positions after both. `stage` leaves them undecided, so that the
     next forward pass comes after them (a drafter that runs its own tree); `commit` keeps the
     accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
-    shifted or padded: slot and position are the same number for all that is committed. What was
-    committed is never taken back, since the state of a recurrent layer could not be.
+    shifted or padded: slot and position are the same number for all that is committed.
 
-    Attention gets the slots in use. Buffers grow by doubling, up to a capacity of `limit`; None
-    sets no bound.
+    Attention gets the slots in use. Buffers grow by doubling, up to a capacity of `limit` if given.
     """
 
     fixed: bool = False
@@ -105,7 +94,7 @@ class TreeCache(Cache):
         device: torch.device | str = "cpu",
         limit: int | None = None,
     ):
-        # transformers demands layers or a class for them. All storage is here, so there are none.
+        # transformers demands layers or a class for them. All storage is here.
         super().__init__(layers=[])
         self.capacity, self.limit = capacity, limit
         self.device = torch.device(device)
@@ -151,14 +140,15 @@ class TreeCache(Cache):
         """Return `starts`, or only the first of them `[1]` where all are equal."""
         return self.starts()[:1] if self.uniform else self.starts()
 
-    def first_positions(self) -> Tensor | int:
-        """Return `starts` `[B, 1]`, or the number where there is one row."""
-        # Adding a number that the host knows needs no tensor.
-        return self.lengths[0] if len(self.lengths) == 1 else self.starts()[:, None]
+    def positions(self, depths: Tensor, slots: int, last: int) -> Tensor:
+        """Return the positions of nodes at `depths` `[1 | B, N]` among `slots` undecided slots.
 
-    def may_pass(self, position: int, slots: int) -> bool:
-        """Return False if no row's `slots` undecided slots reach beyond `position`."""
-        return self.longest + slots > position
+        Those past the position `last` are never emitted, and become `last`.
+        """
+        # Adding a number that the host knows needs no tensor.
+        first = self.lengths[0] if len(self.lengths) == 1 else self.starts()[:, None]
+        positions = depths + first
+        return positions.clamp(max=last) if self.longest + slots > last + 1 else positions
 
     def seen(self, count: int) -> int:
         """Return how many slots attention gets in a masked forward pass of `count` positions."""
@@ -171,20 +161,18 @@ class TreeCache(Cache):
     def for_drafter(
         self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
     ) -> TreeCache:
-        """Return an empty cache for a drafter of the target that has this one.
+        """Return an empty cache of `capacity` slots for a drafter of the target that has this one.
 
-        It begins with `capacity` slots. A static one has `more` than this cache.
+        A static one has `more` slots than this cache.
         """
         return TreeCache(batch, capacity, device)
 
     def open(self, count: int, masked: bool) -> None:
         """Make space for a forward pass of `count` positions, and determine the slots it writes.
 
-        `masked`: the caller passes an attention mask, which hides slots out of use. Raises
-        `UserError` beyond `limit`.
+        `masked`: an attention mask hides slots out of use.
         """
-        # Where the longest row goes on. Shorter ones go on earlier, each after its own positions,
-        # which `_slots` says.
+        # Where the longest row goes on. Shorter ones go on earlier, as `_slots` says.
         self._start = self.longest + self.staged
         self._end = self._start + count
         self.reserve(self._end)
@@ -195,16 +183,11 @@ class TreeCache(Cache):
         return self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
 
     def reserve(self, needed: int) -> None:
-        """Grow to at least `needed` slots, by doubling. Raises `UserError` beyond `limit`."""
+        """Grow to at least `needed` slots, by doubling up to `limit`."""
         if needed <= self.capacity:
             return
-        if self.limit is not None and needed > self.limit:
-            raise UserError(
-                f"a cache for {self.limit} positions was asked to hold {needed}; shorten the "
-                "prompt or the reply"
-            )
-        grown = max(needed, 2 * self.capacity)
-        self.capacity = grown if self.limit is None else min(grown, self.limit)
+        doubled = 2 * self.capacity
+        self.capacity = max(needed, doubled if self.limit is None else min(doubled, self.limit))
         for state in self.states:
             state.resize(self.capacity)
 
@@ -218,11 +201,10 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values `[B, Gkv, N, E]` of a layer into the slots that `open` determined.
 
-        Returns the keys and values of the slots that attention gets. transformers' attention layers
-        call this; layers come in ascending order the first time.
+        Returns the keys and values of the slots that attention gets. Layers come in ascending order
+        the first time.
         """
-        # Only now are heads, size and dtype known; with a target over several devices also where
-        # the layer lies, since the buffer is made like the keys.
+        # Only now are heads, size, dtype and device of the layer known.
         if layer_idx == len(self.states):
             self.states.append(self._new_state(key_states, value_states))
         keys, values = self.states[layer_idx].keys, self.states[layer_idx].values
@@ -255,23 +237,20 @@ class TreeCache(Cache):
     def drop(self) -> None:
         """Forget all undecided positions."""
         self.staged = 0
-        for state in self.states:
-            state.truncate(0)
 
     def commit(self, counts: Counts | Sequence[int], places: Tensor | None = None) -> None:
         """Commit `counts[b]` undecided positions of each row b, and drop the others.
 
         `places` `[B, A]` are the indices of the positions to commit among the undecided ones,
         ascending; entries beyond a row's own count are ignored. Without it the first ones are
-        committed. They are in their slots already, so that a chain costs no copy.
+        committed, which are in their slots already.
         """
         if places is not None and places.shape[1]:
             # The accepted positions close up after the committed ones. Example: of 10 committed
             # positions and the places 0, 2, 5 the slots 10, 12, 15 are copied to 10, 11, 12.
             starts = self.starts()[:, None]
             goal = torch.arange(places.shape[1], device=self.device)[None] + starts
-            # Rows with fewer positions copy a few slots too many. Those lie after the row's new
-            # length, where the next forward pass writes.
+            # Rows with fewer positions copy a few slots too many, after their new length.
             source = places.clamp(min=0) + starts
             for state in self.states:
                 state.commit(source, goal)
@@ -288,7 +267,7 @@ class TreeCache(Cache):
         """Commit what each row has in a chunk of `width` positions, the first of which is `start`.
 
         `counts` are the positions of each row in all chunks. Example: in chunks of 3, rows of 5 and
-        2 positions commit 3 and 2, then 2 and 0. What was written past that is overwritten later.
+        2 positions commit 3 and 2, then 2 and 0.
         """
         self.commit([min(max(count - start, 0), width) for count in counts.here])
 
@@ -319,9 +298,8 @@ class TreeCache(Cache):
 class StaticCache(TreeCache):
     """Cache whose shapes never change, for compiled functions and captured graphs.
 
-    Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow.
-    Nothing is asked of the host once `commit` was given `Counts`: `lengths` are not known then, and
-    only `starts` are.
+    Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow. Once
+    `commit` was given `Counts`, the host does not know `lengths`.
     """
 
     fixed = True
@@ -337,11 +315,8 @@ class StaticCache(TreeCache):
     def uniform(self) -> bool:
         return False  # the same shapes whether rows are equally long or not
 
-    def first_positions(self) -> Tensor:
-        return self.starts()[:, None]
-
-    def may_pass(self, position: int, slots: int) -> bool:
-        return True
+    def positions(self, depths: Tensor, slots: int, last: int) -> Tensor:
+        return (depths + self.starts()[:, None]).clamp(max=last)
 
     def seen(self, count: int) -> int:
         # Of the buffers, whose size a compiler was told to leave open; a number it would fix.
@@ -365,9 +340,7 @@ class StaticCache(TreeCache):
         assert needed <= self.capacity, "buffers of one size were made for all that may come"
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
-        state = super()._new_state(keys, values)
-        _mark(state)
-        return state
+        return _marked(super()._new_state(keys, values))
 
     def _add(self, counts: Counts | Sequence[int]) -> None:
         # In place: a captured graph reads the same memory in every round.
@@ -390,7 +363,7 @@ class StaticCache(TreeCache):
     def keep(self, rows: Sequence[int]) -> None:
         super().keep(rows)
         for state in self.states:
-            _mark(state)
+            _marked(state)
 
     def reset(self) -> None:
         """Forget everything, at the same addresses."""
@@ -401,10 +374,7 @@ class StaticCache(TreeCache):
 
 
 class KeptCache:
-    """Static cache that the next batch of the same size uses again, at the same address.
-
-    A captured graph reads and writes the addresses that it was captured with.
-    """
+    """Static cache that the next batch of the same size uses again, where graphs captured it."""
 
     def __init__(self) -> None:
         self._cache: StaticCache | None = None
@@ -432,19 +402,19 @@ def _buffer(like: Tensor, capacity: int) -> Tensor:
     return like.new_zeros(batch, heads, capacity, size)
 
 
-def _mark(state: KeysAndValues) -> None:
-    """Tell a compiler about the buffers of a state; copies of them have no marks."""
+def _marked(state: KeysAndValues) -> KeysAndValues:
+    """Tell a compiler about the buffers of a state, and return it; copies have no marks."""
     for buffer in (state.keys, state.values):
         torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
         # One function for all capacities. "maybe": a function that depends on it is compiled for
         # each of them.
         torch._dynamo.maybe_mark_dynamic(buffer, 2)
+    return state
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
     """Write `states` `[B, Gkv, N, E]` into the slots `[B, N]` of a buffer `[B, Gkv, C, E]`."""
-    # Each row writes its own slots, the same for all heads and all numbers of a head. One row needs
-    # no index for each number.
+    # Each row writes its own slots. One row needs no index for each number.
     if len(slots) == 1:
         buffer.index_copy_(2, slots[0], states)
     else:
@@ -465,8 +435,8 @@ def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
     undecided_index = torch.arange(width, device=visible.device)[None] - starts[:, None]
     undecided = visible.shape[-1]
     batch = max(len(undecided_index), len(visible))
-    # Slots outside of the undecided ones have no entry in `visible`. They read a clamped one, which
-    # the last line replaces: true for committed slots, false for slots that nothing has written.
+    # Slots outside of the undecided ones read a clamped entry, which the last line replaces: true
+    # for committed slots, false for slots that nothing has written.
     clamped = undecided_index.clamp(0, undecided - 1)
     index = clamped[:, None].expand(batch, visible.shape[1], width)
     see = visible.expand(batch, -1, -1).gather(2, index)

@@ -24,10 +24,9 @@ def prepare(device: torch.device) -> None:
 
 
 def read_later(tensor: Tensor) -> Callable[[], Any]:
-    """Begin to bring a tensor to the host.
+    """Begin to bring a tensor to the host; return a function that waits for it, and gives lists.
 
-    Returns a function that waits until it is there and returns its values as lists. It does not
-    wait for what is launched in between.
+    It does not wait for what is launched in between.
     """
     if tensor.device.type != "cuda":
         return tensor.tolist
@@ -44,10 +43,8 @@ def read_later(tensor: Tensor) -> Callable[[], Any]:
 
 
 def send(values: Tensor | Sequence[object], device: torch.device) -> Tensor:
-    """Return `values`, numbers or a tensor on the host, on `device`, without waiting for it.
-
-    A CUDA copy from pageable memory waits for all queued work; one from pinned memory does not.
-    """
+    """Return `values`, numbers or a tensor on the host, on `device`, without waiting for it."""
+    # A CUDA copy from pageable memory waits for all queued work; one from pinned memory does not.
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -32,10 +32,7 @@ _FIRST, _SECOND, _STEP = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of an int64 tensor (Steele et al., OOPSLA 2014).
-
-    Every output bit depends on every input bit.
-    """
+    """Return SplitMix64's finaliser of an int64 tensor (Steele et al., OOPSLA 2014)."""
     # The algorithm shifts unsigned numbers. torch's shift repeats the sign bit, and the masks clear
     # those repeated bits. Products overflow in two's complement, which equals unsigned arithmetic.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
@@ -71,15 +68,13 @@ def row_keys(
     return torch.tensor(keys, dtype=torch.long, device=device)
 
 
-@lru_cache(maxsize=8)
-def _kept_indices(count: int, device: torch.device) -> Tensor:
-    return _indices(count, device)
-
-
 def _indices(count: int, device: torch.device) -> Tensor:
     # One step is added because `mix` maps 0 to 0, and index 0 would then be the place's hash
     # itself.
     return mix(torch.arange(count, device=device) * _STEP + _STEP)
+
+
+_kept_indices = lru_cache(maxsize=8)(_indices)
 
 
 def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Outcome of a round: its drafts are verified, and the accepted path is kept.
 
-An acceptance rule leaves its `Verdict` on the device. The decode loop needs it on the host too, as
-lists, to cut replies at end tokens and to write one record per round. Each transfer makes the host
-wait for the device, so everything travels in one packed tensor (`Accepted.read`).
+An acceptance rule leaves its `Verdict` on the device. The decode loop needs it on the host too.
+Each transfer makes the host wait, so everything travels in one packed tensor (`Accepted.read`).
 
 Shapes: B rows of a batch, N tree nodes with the root, A accepted nodes with the root, H hidden
 size, V vocabulary.
@@ -10,11 +9,11 @@ size, V vocabulary.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +79,6 @@ class Accepted:
         batch = len(verdict.node)
         tables = tree.tables
         rows = torch.arange(batch, device=verdict.node.device)
-        # Tables of a shape have one row for the whole batch.
         path = tables.paths.expand(batch, -1, -1)[rows, verdict.node]
         # Paths are padded with NO_NODE, so their entries of 0 and above are the accepted nodes.
         counts = (path >= 0).sum(-1)
@@ -114,7 +112,9 @@ class Accepted:
         start = 0
         for name, width, is_float in self.columns:
             values = [row[start : start + width] for row in rows]
-            host[name] = [_floats_of(bits) for bits in values] if is_float else values
+            if is_float:  # without torch: a few numbers for each row
+                values = np.array(values, np.int32).view(np.float32).tolist()
+            host[name] = values
             start += width
         for row, (count,) in enumerate(host["count"]):
             self.nodes.append(host["path"][row][:count])
@@ -149,8 +149,8 @@ class Accepted:
     @property
     def in_place(self) -> bool:
         """True if the host knows that each path is 0, 1, 2, .., whose slots are in order."""
-        known = bool(self.nodes)
-        return known and all(nodes == list(range(len(nodes))) for nodes in self.nodes)
+        in_order = (nodes == list(range(len(nodes))) for nodes in self.nodes)
+        return bool(self.nodes) and all(in_order)
 
     def keep(self, rows: list[int]) -> Accepted:
         """Return what was accepted in the batch rows `rows` alone, as wide as the longest."""
@@ -170,7 +170,7 @@ class Accepted:
         """Return several rounds as one, in which the positions of all were accepted.
 
         Example, one row: two positions `a b` and then one `c`, each padded to a width of three, are
-        `a b c`. Nodes and paths are those of a chain, since several trees have none in common.
+        `a b c`. Nodes and paths are those of a chain.
         """
         if len(rounds) == 1:
             return rounds[0]
@@ -222,17 +222,10 @@ def _pack(
     columns, integers = [], []
     for name, value in values.items():
         is_float = value.is_floating_point()
-        # Reading the same bits as int32 needs numbers of 32 bits; int64 is the type of the other
-        # columns, which hold token and node ids.
+        # The bits of a float32, in int64 as the other columns.
         integers.append(value.float().contiguous().view(torch.int32).long() if is_float else value)
         columns.append((name, value.shape[1], is_float))
     return torch.cat(integers, dim=1), columns
-
-
-def _floats_of(bits: list[int]) -> list[float]:
-    """Return the float32 values of bit patterns."""
-    # On the host, without torch: a few numbers for each row.
-    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
 
 
 def _rows(states: Tensor, path: Tensor) -> Tensor:
@@ -255,8 +248,7 @@ def verify(
 
     With a `clock`, which is given the ends of its parts, the result is read on the way, so that no
     more is moved than was accepted. Without one the function waits for nothing, so that it can be
-    compiled, and recorded as a CUDA graph; the path is as wide as the tree is deep then. The texts
-    of `draws` need space for as many tokens.
+    compiled; the path is as wide as the tree is deep then, and so has to be the space of `draws`.
     """
     tables = tree.tables
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)

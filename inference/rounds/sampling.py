@@ -36,13 +36,12 @@ class Draws:
         self._noise: Tensor | None = None
 
     def extend(self, ids: Tensor, counts: Tensor) -> None:
-        """Append the first `counts` `[B]` of `ids` `[B, A]` to the texts, and move the roots on.
+        """Append the first `counts` `[B]` of `ids` `[B, A]`, and move the roots on.
 
         The texts need space for A tokens more (`reserve`).
         """
         if self.sampling.history_processor is not None:
-            # Rows gain different numbers of tokens, and one scatter writes all of them: past its
-            # own count a row gets its first token, which a penalty counts anyway.
+            # One scatter writes all rows: past its own count a row gets its first token.
             columns = torch.arange(ids.shape[1], device=ids.device)
             inside = columns < counts[:, None]
             filler = self._text[:, :1].expand_as(ids)
@@ -52,10 +51,7 @@ class Draws:
         self.lengths, self._noise = self.lengths + counts, None
 
     def reserve(self, capacity: int) -> None:
-        """Make space for texts of `capacity` tokens, by doubling.
-
-        Nothing is done if no processor reads the text: `extend` does not write it then.
-        """
+        """Make space for texts of `capacity` tokens, by doubling, if `extend` writes them."""
         missing = max(capacity, 2 * self._text.shape[1]) - self._text.shape[1]
         if capacity > self._text.shape[1] and self.sampling.history_processor is not None:
             self._text = torch.cat([self._text, self._text[:, :1].expand(-1, missing)], dim=1)
@@ -93,7 +89,7 @@ class Draws:
             flat = sampling.history_processor(history, flat)
         return sampling.warpers(history, flat).view(batch, nodes, vocab)
 
-    def choices(self, scores: Tensor, depths: Tensor | int, levels: int | None = None) -> Tensor:
+    def choices(self, scores: Tensor, depths: Tensor | int, levels: int = 0) -> Tensor:
         """Return the target's token `[B, M]` after each node, from `scores` `[B, M, V]`.
 
         At T = 0 it is the best one, at T > 0 the best one after the noise of the position was added
@@ -104,11 +100,8 @@ class Draws:
         if isinstance(depths, int):
             # One depth for all nodes: the noise `[B, 1, V]` broadcasts over them.
             return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
-        # Noise belongs to the position, so nodes of one depth share it. Without `levels`, the
-        # number of nodes bounds the depth.
-        by_depth = self._position_noise(
-            0, levels + 1 if levels is not None else scores.shape[1], scores
-        )
+        # Noise belongs to the position, so nodes of one depth share it.
+        by_depth = self._position_noise(0, levels + 1, scores)
         # [B, 1] and [1 | B, M] broadcast to the noise of each node's depth, [B, M, V].
         rows = torch.arange(len(scores), device=scores.device)[:, None]
         return (scores + by_depth[rows, depths]).argmax(-1)
@@ -116,8 +109,8 @@ class Draws:
     def margins(self, logits: Tensor, paths: Tensor | None) -> Tensor:
         """Return how far the target's choice after each root is ahead of the next token, `[B]`.
 
-        It is in units of the logits `[B, 1, V]`: rounding that moves them by less than half of it
-        changes no choice. The noise of the coupled rule is included. `paths` as in `scores`.
+        It is in units of the logits `[B, 1, V]`, the noise of the coupled rule included: rounding
+        that moves them by less than half of it changes no choice. `paths` as in `scores`.
         """
         scores = self.scores(logits, paths)
         scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -127,18 +120,14 @@ class Draws:
         return best[:, 0] - best[:, 1]
 
     def prepare(self, levels: int, logits: Tensor) -> None:
-        """Make the noise of the depths 0 .. `levels` at once, for logits such as `logits`.
-
-        Drafting would make it level by level otherwise, which gives the same numbers.
-        """
+        """Make the noise of the depths 0 .. `levels` at once, for logits such as `logits`."""
         if self.sampling.coupled:
             self._position_noise(0, levels + 1, logits)
 
     def _position_noise(self, depth: int, levels: int, like: Tensor) -> Tensor:
         """Return noise `[B, levels, V]` of the positions that nodes of depth `depth`, .. choose.
 
-        Drafting and verifying a round ask for the same noise, so it is kept until the roots move
-        on. dtype, device and V are those of `like`.
+        It is kept until the roots move on. dtype, device and V are those of `like`.
         """
         made = 0 if self._noise is None else self._noise.shape[1]
         if depth + levels > made:
@@ -153,11 +142,7 @@ class Draws:
         return self._noise[:, depth : depth + levels].to(like.dtype)
 
     def guess(self, logits: Tensor, depth: int, paths: Tensor | None) -> Tensor:
-        """Return the drafter's one choice `[B, M]` after nodes of one depth.
-
-        It is made with the target's noise, except under the rule match, where it is the drafter's
-        best token. Arguments as in `rank`.
-        """
+        """Return the drafter's one choice `[B, M]` after nodes; arguments as in `rank`."""
         scores = self.scores(logits, paths)
         # The rule match draws the target's choice with noise of its own, which the draft must not
         # know: the likeliest token is the best guess then.
@@ -177,13 +162,10 @@ class Draws:
         log-scores, both `[B, M, K]`, best first; K is `count`, or V if that is less.
 
         Under the coupled rule the target's own noise is added first, so the best token is what the
-        target will choose wherever the two agree. A score is a log-softmax in units of the logits:
-        as T goes to 0 it becomes the plain log-probability. Never use this for a rule that
-        compares distributions, which needs draws (`sample`).
-
-        `score_temperature` divides the logits before the log-softmax. Below 1 the best token of
-        each node counts for more, as it should at T = 0, where the target always takes its best one
-        (docs/verification.md#score-temperature).
+        target will choose wherever the two agree. A score is a log-softmax in units of the logits,
+        divided by `score_temperature` (docs/verification.md#score-temperature): as T goes to 0 it
+        becomes the plain log-probability. Never use this for a rule that compares distributions,
+        which needs draws (`sample`).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:

@@ -9,7 +9,7 @@ of one shape has 1 in place of B.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -117,16 +117,12 @@ class TreeTables:
 
 
 def tables_of(parents: Tensor, levels: int) -> TreeTables:
-    """Return the tables of trees `parents` `[B, N]` (the root's own is 0) of at most D levels.
-
-    D is `levels`. A missing node hangs on the root.
-    """
+    """Return the tables of trees `parents` `[B, N]` (the root's own is 0) of at most D `levels`."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device).expand(batch, count)
     ancestors = torch.eye(count, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     climbed = [nodes]
-    # As many steps up as there are levels reach the root from every node; nodes that arrive earlier
-    # stay there, because the root is its own parent.
+    # Nodes that arrive at the root earlier stay there, because it is its own parent.
     for _ in range(levels):
         climbed.append(parents.gather(1, climbed[-1]))
         ancestors.scatter_(2, climbed[-1][..., None], True)
@@ -148,8 +144,7 @@ def deepest(right: Tensor, tables: TreeTables) -> Tensor:
     """
     # Row i asks for i and its ancestors alone: all other nodes count as right.
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
-    # -1 is below the root's depth, so a node that was not reached is never the deepest. `argmax`
-    # gives the first of equal values.
+    # `argmax` gives the first of equal values.
     return torch.where(reached, tables.depths, -1).argmax(-1)
 
 
@@ -162,10 +157,7 @@ def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
 
 @dataclass
 class DraftTree:
-    """Draft trees of a batch, one for each row.
-
-    Either all rows share one `shape`, or `parents` and `levels` are given.
-    """
+    """Draft trees of a batch: all rows share one `shape`, or `parents` and `levels` are given."""
 
     tokens: Tensor
     """[B, N]: the root's own token first, NO_NODE where a row has no such node."""
@@ -194,12 +186,9 @@ class DraftTree:
 
     def keep(self, rows: Tensor) -> DraftTree:
         """Return the trees of the batch rows `rows` alone."""
-        parts = (self.tokens, self.parents, self.probs, self.scores)
-        tokens, parents, probs, scores = (None if x is None else x[rows] for x in parts)
-        assert tokens is not None
-        return DraftTree(
-            tokens, self.shape, parents, self.levels, probs, scores, informed=self.informed
-        )
+        by_row = {name: getattr(self, name) for name in ("tokens", "parents", "probs", "scores")}
+        kept = {name: part[rows] for name, part in by_row.items() if part is not None}
+        return replace(self, **kept)
 
     @property
     def nodes(self) -> int:

@@ -59,8 +59,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def ratio(p: Tensor, q: Tensor) -> Tensor:
     """Return `p / q`, and 0 where q is 0: such a token was never drawn."""
-    # `where` computes both cases: the clamp keeps the quotient that is not taken from dividing by
-    # 0.
+    # `where` computes both cases: the clamp keeps the other quotient from dividing by 0.
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
 
 
@@ -85,12 +84,8 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
-    """Return the first node `[B]` in `order` whose coin accepts, the root if none does.
-
-    `order` ends with the root; `coins` `[B, N]` are bool.
-    """
-    # `argmax` gives the first of equal values, so the coins are put into the order of the
-    # questions.
+    """Return the first node `[B]` in `order` whose coin accepts; the root, its last, if none."""
+    # `argmax` gives the first of equal values.
     index = row_of(order, coins.device)[0]
     ordered = coins[:, index].clone()
     # the root is last; but for rounding its coin accepts with probability 1
@@ -99,10 +94,7 @@ def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
 
 
 def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
-    """Step from the root to the first child whose coin accepts, until there is none.
-
-    Returns the node `[B]` where the path ends; `coins` `[B, N]` are bool.
-    """
+    """Go to the first child whose coin `[B, N]` accepts until none does; return the last node."""
     # A node is chosen if it is the first of its siblings whose coin accepts, whatever its parent.
     # `deepest` then finds the one path on which every node is chosen.
     chosen = torch.zeros_like(coins)
@@ -116,21 +108,6 @@ def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
     return deepest(chosen, shape.tables(coins.device))
 
 
-def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Return the plan of token-level rejection of a sampled chain.
-
-    Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). It is a reference for
-    tests; the loop uses `block` or `recursive`.
-    """
-    assert shape.is_chain
-    probs, chances = p.clone(), torch.ones_like(p[..., 0])
-    for i in range(1, shape.nodes):
-        x = tokens[:, i]
-        chances[:, i] = ratio(at(p[:, i - 1], x), at(q[:, i - 1], x)).clamp(max=1)
-        probs[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
-    return AcceptancePlan(chances, probs, partial(select_down, shape))
-
-
 def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
     """Return the plan of block verification of a sampled chain (Sun et al., arXiv 2403.10444).
 
@@ -138,7 +115,6 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
     """
     assert shape.is_chain
     last = shape.nodes - 1
-    # The root is accepted with certainty.
     weights = [torch.ones_like(p[:, 0, 0])]
     for i in range(1, shape.nodes):
         x = tokens[:, i]
@@ -150,7 +126,6 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
     chances, probs = weight.clone(), p.clone()
     # The last draft's coin accepts with the weight itself. Another coin counts only if no deeper
     # one has accepted, so its probability is a share of the cases that are left.
-    # Without drafts there is nothing to compare, and the last token is drawn from p.
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
         chances[:, :last] = share_of(mass, weight[:, :last])

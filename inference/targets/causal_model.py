@@ -38,15 +38,7 @@ PROMPT = 3  # tokens before the tree of a trial
 TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 """Tree of a trial; its last node's parent is not the node before it."""
 TRIAL_LEAVES = (4, 5)
-UNFIT = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    RuntimeError,
-)
+UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors by which the code of a model ends a trial that it is not made for."""
 
 
@@ -89,7 +81,8 @@ class CausalModel(ModelHead):
         )
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
-        self._fused: FusedDecoder | None = None
+        self.fused: FusedDecoder | None = None
+        """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
@@ -122,7 +115,8 @@ class CausalModel(ModelHead):
         if layout.depths is not None:
             assert cache is not None, "tree nodes follow the positions of a cache"
             ids = ids.clamp(0, self.vocab_size - 1)
-            in_tree = self._tree_positions(layout, cache)
+            slots = layout.depths if layout.slot_depths is None else layout.slot_depths
+            in_tree = cache.positions(layout.depths, slots.shape[1], self.max_positions - 1)
             mask = self.tree_mask(layout, in_tree, cache)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
@@ -132,28 +126,25 @@ class CausalModel(ModelHead):
         elif positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
         decoder: Any = self.decoder
-        # Without a mask it knows whole texts; transformers makes the masks of sliding windows.
-        if (
-            self._fused is not None
-            and cache is not None
-            and (mask is not None or not self._sliding)
-        ):
-            decoder = self._fused
+        # transformers makes the masks of sliding windows for whole texts.
+        windowed_text = mask is None and self._sliding
+        if self.fused is not None and cache is not None and not windowed_text:
+            decoder = self.fused
             if positions is None:
                 start = cache.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         with nullcontext() if spans is None else in_documents(decoder):
-            last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps, spans)
+            hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
-            return Hidden(last, tapped).map(lambda states: states.to(self.device))
-        return Hidden(last, tapped)
+            return hidden.map(lambda states: states.to(self.device))
+        return hidden
 
     def fuse(self, move: bool) -> None:
         """Run decoding by a `FusedDecoder` if the model is of Llama's form and both agree.
 
         Passes without a cache stay transformers' own. With `move` matrices of one input are moved
         into a joint one, of which the model's parameters become views: for a model that nobody else
-        changes. No copy of a matrix is kept in any case.
+        changes.
         """
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.num_layers
         if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
@@ -161,7 +152,7 @@ class CausalModel(ModelHead):
         taps = tuple(range(self.num_layers))
         starts = self.trial_starts
         expected = [self._trial_states(taps, start) for start in starts]
-        self._fused = FusedDecoder(self.decoder, kinds, move)
+        self.fused = FusedDecoder(self.decoder, kinds, move)
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
         for start, states in zip(starts, expected, strict=True):
             # Each state by itself, since their sizes differ by factors of hundreds.
@@ -173,7 +164,7 @@ class CausalModel(ModelHead):
                     "positions from %d on; transformers' is used",
                     self._called, self.config.model_type, error, start,
                 )  # fmt: skip
-                self._fused = None
+                self.fused = None
                 return
             # Rounding is about the same everywhere: low precision must not hide a border.
             if not start:
@@ -185,13 +176,12 @@ class CausalModel(ModelHead):
         The decoder's own matrices are released: it can be run, and not trained. Of the output
         matrix a packed copy is made: the original may be the embedding too, and drafters read it.
         """
-        layers = self._fused.layers if self._fused is not None else []
+        if self.dtype not in (torch.float32, torch.bfloat16) or self.spread != "whole":
+            return
+        layers = self.fused.layers if self.fused is not None else []
         # Those that decoding multiplies with: joint matrices, where there are any.
         owners = nn.ModuleList(layers) if layers else self.decoder
         linears = [linear for *_, linear in linears_of(owners)]
-        known = self.dtype in (torch.float32, torch.bfloat16) and self.spread == "whole"
-        if not known:
-            return
         # Judged by itself: it is the largest matrix, and the one that verification slows down most.
         if is_plain(self._output) and (packing := best_packing([self._output])):
             self._multiply = PackedLinear(self._output, packing.least_rows)
@@ -202,13 +192,8 @@ class CausalModel(ModelHead):
 
     def keep_layers(self, count: int) -> None:
         """Decode with the first `count` layers only; the config says so already."""
-        if self._fused is not None:
-            self._fused = self._fused.first(count)
-
-    @property
-    def fused(self) -> FusedDecoder | None:
-        """Forward pass of decoding with fewer operators; None: transformers' own."""
-        return self._fused
+        if self.fused is not None:
+            self.fused = self.fused.first(count)
 
     def prefill(
         self,
@@ -221,8 +206,7 @@ class CausalModel(ModelHead):
         """Run prompts `[B, S]`, padded on the right, and return the states of all positions.
 
         The cache then holds `lengths` positions of each row. Prompts run `chunk` positions at a
-        time, so that the memory of attention stays bounded. Padding comes after every real token,
-        so that no token sees it, and its slots are overwritten later.
+        time, so that the memory of attention stays bounded.
         """
         outputs = []
         for start in range(0, ids.shape[1], chunk):
@@ -231,27 +215,13 @@ class CausalModel(ModelHead):
             positions = None
             # Past a draft model's own last position its drafts are bad, but the text stays right.
             if end > self.max_positions:
-                positions = (
-                    torch.arange(start, end, device=ids.device)
-                    .clamp(max=self.max_positions - 1)
-                    .expand(len(ids), -1)
-                )
+                positions = torch.arange(start, end, device=ids.device)
+                positions = positions.clamp(max=self.max_positions - 1).expand(len(ids), -1)
             outputs.append(self.forward(piece, Pass(positions=positions), cache, taps))
             # Rows that go on have committed all of it, so that the next piece begins at the same
             # slot in all of them.
             cache.commit([min(max(length - start, 0), piece.shape[1]) for length in lengths])
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
-
-    def _tree_positions(self, tree: Pass, cache: TreeCache) -> Tensor:
-        """Return the positions `[1 | B, N]` of tree nodes."""
-        assert tree.depths is not None
-        slots = tree.depths if tree.slot_depths is None else tree.slot_depths
-        positions = tree.depths + cache.first_positions()
-        # A node past the last position is never emitted (the reply ends before); clamping keeps
-        # learned positions in range.
-        if cache.may_pass(self.max_positions, slots.shape[1]):
-            positions = positions.clamp(max=self.max_positions - 1)
-        return positions
 
     def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
         """Return the mask of tree nodes, in this model's dtype, with its windows; None: none."""
@@ -268,8 +238,8 @@ class CausalModel(ModelHead):
     def check_tree(self) -> None:
         """Raise `UserError` unless a pass over a tree gives nodes what their paths give alone.
 
-        The trial finds whatever cannot be verified as a tree: recurrent state (Mamba and hybrids),
-        attention that ignores a 4D mask, position biases that are derived from the mask.
+        The trial finds recurrent state (Mamba and hybrids), attention that ignores a 4D mask, and
+        position biases that are derived from the mask.
         """
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         for start in self.trial_starts:
@@ -285,10 +255,7 @@ class CausalModel(ModelHead):
                 tolerance = min(tolerance, 3 * error + 1e-2)
 
     def _tree_error(self, start: int) -> float:
-        """Return how far nodes of a trial from position `start` on are from their own paths.
-
-        The difference is relative. Raises `UserError` for a model that is not made for trees.
-        """
+        """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
         try:
             in_tree = self._trial_states((), start)[0][PROMPT:]
         except UNFIT as error:
@@ -306,10 +273,7 @@ class CausalModel(ModelHead):
         return error
 
     def _trial_ids(self) -> Tensor:
-        """Return the tokens of a trial: a prompt and the nodes of a tree.
-
-        They are all different, so that a node that sees a wrong one differs.
-        """
+        """Return the tokens of a trial, all different: a prompt and the nodes of a tree."""
         return (torch.arange(PROMPT + TRIAL.nodes, device=self.device) * 7 + 3) % self.vocab_size
 
     @torch.no_grad()
@@ -317,7 +281,7 @@ class CausalModel(ModelHead):
         """Return the last states, and the `taps`, of a short prompt and a tree after it.
 
         Each is `[PROMPT + nodes, H]`. The prompt begins at position `start`, in slot 0 of the
-        cache: masks are those of a short text. Whatever the model raises passes.
+        cache: masks are those of a short text.
         """
         ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
         cache = TreeCache(1, 16, self.device)
@@ -332,12 +296,8 @@ class CausalModel(ModelHead):
             visible=tables.ancestors,
         )
         tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
-        states = []
-        for of_prompt, of_tree in zip(
-            (prompt.last, *prompt.taps), (tree.last, *tree.taps), strict=True
-        ):
-            states.append(torch.cat([of_prompt[0], of_tree[0]]))
-        return states
+        joint = Hidden.joined([prompt, tree])
+        return [states[0] for states in (joint.last, *joint.taps)]
 
     def _cannot(self) -> str:
         return (
@@ -348,37 +308,33 @@ class CausalModel(ModelHead):
     @torch.no_grad()
     def check_head(self) -> None:
         """Raise `UserError` unless `head` gives the model's own logits, which drafters learn."""
-        for start in self.trial_starts:
-            self._check_head_at(start)
-
-    def _check_head_at(self, start: int) -> None:
-        """Raise `UserError` unless the trial of `check_head` from position `start` on succeeds."""
-        ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
-        positions = torch.arange(start, start + 8, device=self.device)[None]
-        # The model's own forward pass, with whatever it does after its head.
-        try:
-            whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
-            logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
-        except UNFIT as error:
-            raise UserError(
-                f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "
-                f"({first_line(error)}); name another target"
-            ) from error
-        expected = whole.logits.float()
-        if not bool(expected.isfinite().all()):
-            raise UserError(
-                f"{self._called} gives logits that are not finite: its weights are damaged "
-                f"(download them again), or they overflow in {dtype_name(self.dtype)} (give "
-                "--target.dtype float32 or bfloat16)"
-            )
+        called = f"{self._called} ({self.config.model_type})"
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
-        error = (expected - logits).abs().max().item() / max(expected.abs().max().item(), 1e-6)
-        if not error <= tolerance:
-            raise UserError(
-                f"{self._called} ({self.config.model_type}) changes its logits after the head "
-                f"in an unknown way (relative difference {error:.1e}); please report this "
-                "model type"
-            )
+        ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
+        for start in self.trial_starts:
+            positions = torch.arange(start, start + 8, device=self.device)[None]
+            # The model's own forward pass, with whatever it does after its head.
+            try:
+                whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
+                logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
+            except UNFIT as error:
+                raise UserError(
+                    f"{called} cannot be run as a decoder and a head ({first_line(error)}); name "
+                    "another target"
+                ) from error
+            expected = whole.logits.float()
+            if not bool(expected.isfinite().all()):
+                raise UserError(
+                    f"{self._called} gives logits that are not finite: its weights are damaged "
+                    f"(download them again), or they overflow in {dtype_name(self.dtype)} (give "
+                    "--target.dtype float32 or bfloat16)"
+                )
+            error = (expected - logits).abs().max().item() / max(expected.abs().max().item(), 1e-6)
+            if not error <= tolerance:
+                raise UserError(
+                    f"{called} changes its logits after the head in an unknown way (relative "
+                    f"difference {error:.1e}); please report this model type"
+                )
 
 
 def run_decoder(
@@ -390,10 +346,7 @@ def run_decoder(
     taps: tuple[int, ...],
     documents: Spans | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the last hidden state and the `taps` of a transformers decoder or a fused one.
-
-    `documents` are for a decoder within `in_documents`.
-    """
+    """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
     if isinstance(decoder, FusedDecoder):
         assert positions is not None and cache is not None
         return decoder(ids, positions, mask, cache, taps)

@@ -2,8 +2,7 @@
 
 transformers keeps the documents of a packed row apart by a mask, for which CUDA kernels repeat the
 keys of grouped heads in each layer. Here every document is a call with a causal order alone, which
-every fast kernel takes. The function is one of transformers' attention functions
-(`AttentionInterface`), so it serves all models that call them.
+every fast kernel takes, registered as an attention function of transformers.
 
 Shapes: B rows, N positions, G attention heads, Gkv key-value heads, E size of an attention head.
 """
@@ -51,8 +50,7 @@ def attend_in_documents(
 ) -> tuple[Tensor, None]:
     """Return what the queries `[B, G, N, E]` read, `[B, N, G, E]`, each in its own document.
 
-    `keys` and `values` are `[B, Gkv, N, E]`. The arguments are those of transformers' attention
-    functions.
+    `keys` and `values` are `[B, Gkv, N, E]`.
     """
     shared = queries.shape[1] // keys.shape[1]
     # The kernels for float32 on CUDA share no heads, and torch would go to one that holds all

@@ -1,12 +1,10 @@
 """Forward pass of a model of Llama's form with fewer operators, over the model's own weights.
 
-Decoding a round is hundreds of small operators, and each of them costs time of its own: a kernel
-launch on a GPU, a call on a CPU. transformers' forward pass of a layer has about 42 of them. The
-drafters' `DecoderLayer` computes the same with about 19: matrices that share an input are one
-matrix, a norm is one operator, and attention heads that share keys read them without copies.
-
-transformers' forward pass is the reference. `CausalModel.fuse` compares both on a trial and keeps
-the reference where they differ by more than rounding.
+transformers' forward pass of a layer has about 42 small operators, each of which costs a kernel
+launch on a GPU or a call on a CPU. The drafters' `DecoderLayer` computes the same with about 19:
+matrices that share an input are one matrix, a norm is one operator, and attention heads that share
+keys read them without copies. `CausalModel.fuse` compares both on a trial and keeps transformers'
+where they differ by more than rounding.
 
 Shapes: B rows of a batch, N positions of one forward pass, H hidden size, E size of an attention
 head.
@@ -16,13 +14,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from ...heads.layers import DecoderLayer, LayerShape
+from ...heads.layers import DecoderLayer
 from ..rounds.attention import attention_over
 from ..rounds.cache import TreeCache
 from .packed import is_plain
@@ -50,7 +48,7 @@ class FusedDecoder:
         self._layers: list[tuple[nn.Module, DecoderLayer]] = []
         self._kinds = list(kinds)
         for layer in decoder.layers[: len(kinds)]:
-            self._layers.append((FusedNorm(layer.input_layernorm), _shared(layer, move)))
+            self._layers.append((FusedNorm(layer.input_layernorm), FusedLayer(layer, move)))
 
     def __call__(
         self,
@@ -116,9 +114,7 @@ def of_llama_form(decoder: Any, count: int) -> bool:
     if not hasattr(decoder.norm, "variance_epsilon"):
         return False
     layers = list(decoder.layers)
-    if not 0 < count <= len(layers):
-        return False
-    return all(_layer_of_form(layer) for layer in layers[:count])
+    return 0 < count <= len(layers) and all(map(_layer_of_form, layers[:count]))
 
 
 def _layer_of_form(layer: Any) -> bool:
@@ -167,31 +163,25 @@ class FusedNorm(nn.Module):
         return rms_norm(x, self.weight.shape, None, self._eps) * self.weight
 
 
-def _shared(layer: Any, move: bool) -> DecoderLayer:
-    """Return a transformers layer as a `DecoderLayer` with the same weights."""
-    attention, mlp = layer.self_attn, layer.mlp
-    hidden, size = attention.q_proj.in_features, attention.head_dim
-    qk_norm = hasattr(attention, "q_norm")
-    # The norms, the activation and the projections, with or without biases, are replaced below.
-    sizes = LayerShape(
-        hidden_size=hidden,
-        intermediate_size=mlp.gate_proj.out_features,
-        num_heads=attention.q_proj.out_features // size,
-        num_kv_heads=attention.k_proj.out_features // size,
-        head_dim=size,
-        norm_eps=1e-6,
-    )
-    # Without storage: every module of it is replaced.
-    with torch.device("meta"):
-        shared: Any = DecoderLayer(sizes, hidden, qk_norm)
-    shared.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj], move)
-    shared.output, shared.down = attention.o_proj, mlp.down_proj
-    shared.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
-    shared.act = mlp.act_fn
-    shared.post_attention_norm = FusedNorm(layer.post_attention_layernorm)
-    if qk_norm:
-        shared.q_norm, shared.k_norm = FusedNorm(attention.q_norm), FusedNorm(attention.k_norm)
-    return shared.eval()
+class FusedLayer(DecoderLayer):
+    """A transformers layer with the modules of a `DecoderLayer` and the same weights."""
+
+    def __init__(self, layer: Any, move: bool) -> None:
+        nn.Module.__init__(self)  # not `DecoderLayer`'s, which makes weights
+        attention, mlp, fused = layer.self_attn, layer.mlp, cast(Any, self)
+        self.size = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.size
+        self.kv_heads = attention.k_proj.out_features // self.size
+        # In the order of `DecoderLayer`, in which packing tries matrices.
+        fused.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj], move)
+        self.output = attention.o_proj
+        fused.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
+        self.down, self.act = mlp.down_proj, mlp.act_fn
+        fused.post_attention_norm = FusedNorm(layer.post_attention_layernorm)
+        normed = hasattr(attention, "q_norm")
+        fused.q_norm = FusedNorm(attention.q_norm) if normed else None
+        fused.k_norm = FusedNorm(attention.k_norm) if normed else None
+        self.eval()
 
 
 def join(parts: list[nn.Linear], move: bool) -> nn.Module:

@@ -51,16 +51,24 @@ def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed
     document = begins.cumsum(-1)
     order = torch.arange(positions.shape[1], device=positions.device)
     see = (document[:, :, None] == document[:, None, :]) & (order[:, None] >= order)
-    # the number that transformers' own masks use too
-    lowest = torch.finfo(dtype).min
-    full = torch.zeros(see.shape, dtype=dtype, device=see.device)
-    # In place: the mask has S * S numbers for each row.
-    full = full.masked_fill_(~see, lowest)[:, None]
+    full = _additive(see, dtype)
     if window is None:
         return full
     # `order` counts along the packed row. Within a document that is the distance of the positions,
     # and other documents are hidden already.
-    sliding = full.masked_fill(order[:, None] - order >= window, lowest)
+    return _by_kind(full, order[:, None] - order >= window, mixed)
+
+
+def _additive(see: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask `[B, 1, N, slots]` that hides what `see` `[B, N, slots]` is false for."""
+    full = torch.zeros(see.shape, dtype=dtype, device=see.device)
+    # In place, since a packed row has S * S numbers; the least one, as in transformers' own masks.
+    return full.masked_fill_(~see, torch.finfo(dtype).min)[:, None]
+
+
+def _by_kind(full: Tensor, far: Tensor, mixed: bool) -> Any:
+    """Return the masks for layers that see all, and for sliding ones, which do not see `far`."""
+    sliding = full.masked_fill(far, torch.finfo(full.dtype).min)
     return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding
 
 
@@ -76,31 +84,20 @@ def tree_mask(
     """Return the mask `[1 | B, 1, N, slots]` of tree nodes at `positions` `[1 | B, N]`.
 
     `window` and `mixed` are as in `packed_mask`. The mask is additive, since every attention
-    implementation that takes a 4D mask takes an additive one. Layers with a sliding window see only
-    keys less than a window back; models that mix both kinds of layers take one mask for each.
+    implementation that takes a 4D mask takes an additive one.
     """
-    visible, slot_depths = tree.visible, tree.slot_depths
-    if slot_depths is None:
-        slot_depths = tree.depths
+    visible = tree.visible
+    slot_depths = tree.depths if tree.slot_depths is None else tree.slot_depths
     assert slot_depths is not None
     count = positions.shape[1]
     width, undecided = cache.seen(count), slot_depths.shape[1]
-    lowest = torch.finfo(dtype).min
     if visible is None:
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
     if cache.uniform and window is None:
-        # Equally long rows have the tree in the same columns. All before it is committed, hence
-        # visible (0).
-        # `visible` has a column for every undecided slot, those of earlier passes too, so its first
-        # column is the slot after the committed ones.
-        tree = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-            ~visible, lowest
-        )[:, None]
-        return functional.pad(tree, (cache.longest, 0))
-    see = visible_slots(visible, cache, width)
-    full = torch.zeros(see.shape, dtype=dtype, device=see.device).masked_fill_(~see, lowest)[
-        :, None
-    ]
+        # Equally long rows have the tree in the same columns: `visible` has one for every undecided
+        # slot, those of earlier passes too. All before it is committed, hence visible (0).
+        return functional.pad(_additive(visible, dtype), (cache.longest, 0))
+    full = _additive(visible_slots(visible, cache, width), dtype)
     if window is None:
         return full
     starts = cache.row_starts()
@@ -109,12 +106,11 @@ def tree_mask(
     # Slots outside of the undecided ones have no depth. What they read is replaced (committed
     # slots) or hidden in `full` already (slots after the tree).
     clamped = undecided_index.clamp(0, undecided - 1)
-    batch = len(see)
+    batch = len(full)
     depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
     # A window counts positions: a committed slot's number is its position, while an undecided
     # one is at its depth, which siblings share.
     key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
     # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
     near = positions[..., None] - key_positions[:, None] < window
-    sliding = full.masked_fill(~near[:, None], lowest)
-    return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding
+    return _by_kind(full, ~near[:, None], mixed)

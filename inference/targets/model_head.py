@@ -19,7 +19,6 @@ TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
 BEFORE_BORDER = 5  # positions of a trial before a border: it begins after all of a short document
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "global"}
 
-
 # Settings of a generation_config that `generate` applies and decoding here does not, each with the
 # values that leave the scores as they are.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
@@ -36,7 +35,6 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (None,),
 }
 
-
 BORDERS = ("position", "window", "chunk", "floor", "context", "seq_len", "length")
 """Words in the names of settings that are numbers of positions."""
 
@@ -48,8 +46,7 @@ def borders_of(config: Any) -> set[int]:
         if isinstance(value, dict):
             found |= borders_of(value)
         elif isinstance(value, list):
-            for table in value:
-                found |= borders_of(table) if isinstance(table, dict) else set()
+            found = found.union(*(borders_of(table) for table in value if isinstance(table, dict)))
         elif type(value) is int and any(word in name for word in BORDERS) and "layers" not in name:
             found.add(value)
     return found
@@ -129,9 +126,8 @@ class ModelHead:
     def longrope_border(self) -> int | None:
         """Positions at which longrope changes the rotary factors of the whole text, or None.
 
-        A forward pass takes short or long factors by its last position. In a text that passes the
-        border, the keys in the cache would keep the short ones, and rows of a batch would change
-        each other's: text ends at the border.
+        Text ends there: keys in the cache would keep the short factors, and rows of a batch would
+        change each other's.
         """
         tables = getattr(self.config, "rope_parameters", None) or {}
         # Where the kinds of layers differ, there is a table for each kind.
@@ -148,8 +144,7 @@ class ModelHead:
         """First positions of trials on loading: 0, and just before each border of the config.
 
         Some models compute otherwise from a position on, such as past the length of their first
-        training. A trial's text crosses the border, or ends with the last position. It is short, so
-        that no two of its tokens are a window apart.
+        training. A trial's text crosses the border, or ends with the last position.
         """
         last = self.max_positions - TRIAL_POSITIONS
         starts = {0}
@@ -171,7 +166,6 @@ class ModelHead:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a generation, as `generate` sees them."""
-        # A number, a list of numbers, or None.
         ids = self.model.generation_config.eos_token_id
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
@@ -180,12 +174,9 @@ class ModelHead:
     @property
     def processors(self) -> dict[str, Any]:
         """Settings of generation_config that `generate` applies and decoding here does not."""
-        applied: dict[str, Any] = {}
-        for name, neutral_values in PROCESSORS.items():
-            value = getattr(self.model.generation_config, name, None)
-            if value not in neutral_values:
-                applied[name] = value
-        return applied
+        config = self.model.generation_config
+        values = {name: getattr(config, name, None) for name in PROCESSORS}
+        return {name: value for name, value in values.items() if value not in PROCESSORS[name]}
 
     @property
     def repetition_penalty(self) -> float:
@@ -236,8 +227,7 @@ class ModelHead:
         """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
 
         It holds a copy of their rows of the output matrix, in `dtype` if given, packed if the
-        target's own is. Where that is spread over devices or no plain matrix, the whole head is
-        computed instead.
+        target's own is. Where that is spread or no plain matrix, the whole head is computed.
         """
         whole, own = self._output, self._multiply
         packed = own if isinstance(own, PackedLinear) else None

@@ -3,8 +3,8 @@
 Verifying a tree multiplies few rows with every matrix. torch's kernels for matrices as they are
 stored take twice as long for four rows as for one; over packed matrices four to eight rows cost
 little more than one (EXPERIMENTS.md, "Packed matrices"). On some machines oneDNN's products of one
-to three rows are slower than those of four, and inputs are extended to four rows there. Products
-round differently in another order, so that near-ties may be decided otherwise.
+to three rows are slower than those of four, and inputs are extended to four rows there. Near-ties
+may be decided otherwise, since products round differently in another order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...heads.errors import UserError
 from ...heads.files import whole_file
+from ...heads.layout import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +51,6 @@ class Packing(NamedTuple):
     """Time over the matrices as stored as a multiple of that over packed ones."""
     least_rows: int = 1
     """Inputs of fewer rows are extended by zeros to so many."""
-
-    @property
-    def pays(self) -> bool:
-        return self.gain >= LEAST_GAIN
 
 
 class PackedLinear(nn.Module):
@@ -117,9 +115,8 @@ class PackedPart(nn.Module):
         return self._whole[0].part(x, self._outputs)
 
 
-# A compiler cannot handle a packed matrix. It is shown an operator that takes a layer's number in
-# place of it. Numbers follow the order of loading, so that a compiled function in the cache on disk
-# fits the next process too.
+# A compiler cannot handle a packed matrix, and is shown an operator that takes a layer's number.
+# Numbers follow the order of loading, so that a compiled function on disk fits the next process.
 _NUMBERS = itertools.count()
 _LAYERS: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
 _OPERATORS = torch.library.Library("draftsmith", "DEF")
@@ -151,21 +148,18 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     """Return how to pack matrices if that is faster here by a measurement of less than a second.
 
-    None if it is not. Both orders take turns over the first of `linears`; the mean gain for one to
-    eight rows counts. It is kept on disk for the next process, which then decodes over the same
-    matrices, with the same rounding, and finds what was compiled for them.
+    None if it is not. The mean gain for one to eight rows counts, over the first of `linears`. It
+    is kept on disk for the next process, which then decodes over the same matrices, with the same
+    rounding, and finds what was compiled for them.
     """
-    tried: list[nn.Linear] = []
-    size = 0
+    weights: list[Tensor] = []
     for linear in linears:
-        if size < TRIED_BYTES:
-            tried.append(linear)
-            size += linear.weight.nbytes
-    weights = [linear.weight.detach() for linear in tried]
+        if sum(weight.nbytes for weight in weights) < TRIED_BYTES:
+            weights.append(linear.weight.detach())
     if not weights or weights[0].device.type != "cpu":
         return None
     trial = _name_of(weights)
-    packing = _kept_packing(trial)
+    packing = _kept_packings().get(trial)
     if packing is None:
         try:
             packed = [_packed(weight) for weight in weights]
@@ -177,9 +171,8 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
         # Not where other work has disturbed it: the next process measures again.
         if all(steady for *_, steady in times):
             _keep_packing(trial, packing)
-    least = packing.least_rows
-    log.debug("packed matrices are %.2f times as fast, least rows %d", packing.gain, least)
-    return packing if packing.pays else None
+    log.debug("packed matrices are %.2f times as fast, least rows %d", *packing)
+    return packing if packing.gain >= LEAST_GAIN else None
 
 
 def _packing_by(times: Sequence[tuple[float, float, bool]]) -> Packing:
@@ -202,14 +195,11 @@ def _packings_file() -> Path:
 def _name_of(weights: list[Tensor]) -> str:
     """Return the name of a trial: whatever its outcome depends on."""
     shapes = json.dumps([list(weight.shape) for weight in weights])
-    parts = (
-        processor(),
-        f"torch {torch.__version__}",
-        f"{torch.get_num_threads()} threads",
-        str(weights[0].dtype).removeprefix("torch."),
-        f"{len(weights)} matrices {hashlib.sha256(shapes.encode()).hexdigest()[:12]}",
+    return (
+        f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{dtype_name(weights[0].dtype)}, {len(weights)} matrices "
+        f"{hashlib.sha256(shapes.encode()).hexdigest()[:12]}"
     )
-    return ", ".join(parts)
 
 
 def processor() -> str:
@@ -222,25 +212,16 @@ def processor() -> str:
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _kept_packings() -> dict[str, list[float]]:
+def _kept_packings() -> dict[str, Packing]:
     try:
-        kept = json.loads(_packings_file().read_text())
+        return msgspec.json.decode(_packings_file().read_bytes(), type=dict[str, Packing])
     except (OSError, ValueError, RuntimeError):  # the last where a user has no home folder
         return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def _kept_packing(trial: str) -> Packing | None:
-    try:
-        gain, least_rows = _kept_packings()[trial]
-        return Packing(float(gain), int(least_rows))
-    except (KeyError, TypeError, ValueError):  # damaged, or of an earlier version
-        return None
 
 
 def _keep_packing(trial: str, packing: Packing) -> None:
     """Write a packing down. Where that cannot be done, the next process measures again."""
-    kept = {**_kept_packings(), trial: [round(packing.gain, 3), packing.least_rows]}
+    kept = {**_kept_packings(), trial: packing._replace(gain=round(packing.gain, 3))}
     try:
         with whole_file(_packings_file()) as aside:
             aside.write_text(json.dumps(kept, indent=1))
@@ -249,13 +230,8 @@ def _keep_packing(trial: str, packing: Packing) -> None:
 
 
 def _times(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float, float, bool]:
-    """Return the seconds of a pass over `weights`, and of one over `packed` ones.
-
-    Also returns whether the passes took about the same time each time.
-    """
-    inputs = {}
-    for weight in weights:
-        inputs[weight.shape[1]] = weight.new_ones(rows, weight.shape[1])
+    """Return the seconds of a pass over `weights`, over `packed`, and True if both were steady."""
+    inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
     stored_s, packed_s = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -295,6 +271,7 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows:
     `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint
     matrices are packed first, and the model's parts of them read these.
     """
+    # first and last address of each joint matrix, and the packed layer
     joints: list[tuple[int, int, PackedLinear]] = []
     for layer in layers:
         for name in ("qkv", "output", "gate_up", "down"):
@@ -313,12 +290,12 @@ def pack_drafter(drafter: Any) -> None:
 
     Those that it reads in parts and small ones stay.
     """
-    found = []
-    for owner, name, linear in linears_of(drafter):
-        if name not in drafter.read_in_parts and linear.weight.numel() >= SMALLEST:
-            found.append((owner, name, linear))
-    packing = best_packing([linear for *_, linear in found])
-    if packing:
+    found = [
+        (owner, name, linear)
+        for owner, name, linear in linears_of(drafter)
+        if name not in drafter.read_in_parts and linear.weight.numel() >= SMALLEST
+    ]
+    if packing := best_packing([linear for *_, linear in found]):
         for owner, name, linear in found:
             setattr(owner, name, PackedLinear(linear, packing.least_rows))
 
@@ -329,10 +306,7 @@ def packed_bytes(module: nn.Module) -> int:
 
 
 def _part_of(joints: list[tuple[int, int, PackedLinear]], part: nn.Linear) -> nn.Module | None:
-    """Return what computes a linear layer of which the matrix is a view of a joint one, or None.
-
-    `joints` are first and last address of each joint matrix, and the packed layer.
-    """
+    """Return what computes a linear layer whose matrix is a view of one in `joints`, or None."""
     address = part.weight.data_ptr()
     for first, last, packed in joints:
         if first <= address < last:

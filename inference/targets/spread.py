@@ -1,9 +1,8 @@
 """Loading of a target that is spread over ranks or devices, because one does not hold it.
 
-Sharding by decoder layer, splitting within layers and laying over devices are torch's and
-transformers' own. This module makes the result look like any other target: embedding and head are
-whole on every rank, since drafters borrow them. Under `fsdp` and `tensor` every forward pass is a
-collective operation of all ranks.
+torch and transformers do the spreading. This module makes the result look like any other target:
+embedding and head are whole on every rank, since drafters borrow them. Under `fsdp` and `tensor`
+every forward pass is a collective operation of all ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ def load_spread(
 ) -> tuple[Any, str | None]:
     """Load the model at `path`, spread as `kind` (`TargetConfig.spread`) says.
 
-    Returns the model and the hash of its whole weights (`weights_hash`); None instead of the hash
-    where the weights are still whole in this process, so that it can be computed later. `device` is
-    this rank's. `options` are those of `from_pretrained`. Raises `UserError`.
+    Returns the model and the hash of its whole weights (`weights_hash`), None where they are still
+    whole in this process. `options` are those of `from_pretrained`. Raises `UserError`.
     """
     if kind == "devices":
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -47,11 +45,7 @@ def load_spread(
 
 
 def _split_within_layers(path: str, options: dict[str, Any]) -> tuple[Any, str | None]:
-    """Load a model whose layers are each split between the ranks (tensor parallelism).
-
-    Returns the model, with embedding and head whole, and the hash of its whole weights. Raises
-    `UserError`.
-    """
+    """Load a model whose layers are each split between the ranks (tensor parallelism)."""
     config: Any = read_config(path, options["trust_remote_code"]).get_text_config()
     ranks = torch.distributed.get_world_size()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -103,7 +97,7 @@ def _sharded_by_layer(
     """Load a model whose decoder layers are each sharded over the ranks (FSDP2).
 
     The first rank reads the weights into host memory and sends each rank its shards; no other rank
-    ever holds the whole. Returns the model and the hash of its whole weights. Raises `UserError`.
+    ever holds the whole.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -111,8 +105,7 @@ def _sharded_by_layer(
     first = torch.distributed.get_rank() == 0
     source: Any = read_model(path, options) if first else None
     config, dtype, digest = _on_first(lambda: (source.config, source.dtype, weights_hash(source)))
-    # Shapes without memory, so that no rank holds the whole model, the first one's `source` in host
-    # memory apart.
+    # Shapes without memory: no rank holds the whole model, but the first its `source` on the host.
     with torch.device("meta"):
         model: Any = make_causal_lm(config, options["trust_remote_code"], dtype=dtype)
     model.requires_grad_(False)
@@ -121,7 +114,6 @@ def _sharded_by_layer(
     # Only the layers are sharded, not the decoder around them: sharding changes a module's class,
     # and transformers recognises by the class which module's hidden states it has to record.
     for layer in layers:
-        # A layer's whole weights exist on a rank only while the layer runs.
         fully_shard(layer, reshard_after_forward=True)
     # Only here is memory taken, for this rank's shards and what is not sharded.
     model.to_empty(device=device)
@@ -146,10 +138,7 @@ def _sharded_by_layer(
 
 
 def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """Return the list of a decoder's `count` layers, and its name within the decoder.
-
-    Raises `UserError` if no list has that length.
-    """
+    """Return the name and the list of a decoder's `count` layers. Raises `UserError`."""
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
@@ -160,7 +149,6 @@ def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
 
 def _on_first(work: Any) -> Any:
     """Call `work` on the first rank, and return its result on all ranks. All ranks call this."""
-    # `broadcast_object_list` writes into a list that all ranks have, in place.
     result = [work() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(result, 0)
     return cast(Any, result[0])

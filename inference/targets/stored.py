@@ -122,7 +122,7 @@ class StoredTarget(TargetSource):
         """Wrap `model`, of which only embedding, final norm and head hold numbers.
 
         `sizes` are the root mean squares of the stored taps. `sample` holds a text under "ids", and
-        its taps `[S, H]` under their numbers, for `tap_sample`; None in stores without a sample.
+        its taps `[S, H]` under their numbers, for `tap_sample`.
         """
         super().__init__(model, tokenizer, fingerprint.name)
         self._fingerprint, self._sizes, self._sample = fingerprint, sizes, sample
@@ -154,16 +154,18 @@ def save_embedding_and_head(target: TargetSource, folder: Path) -> None:
     target.model.config.save_pretrained(folder)
     target.model.generation_config.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    wanted = [*target.model.get_input_embeddings().parameters(), *target.head_parameters]
-    if (norm := target.final_norm()) is not None:
-        wanted += norm.parameters()
-    # By identity: names differ between architectures, and a tied head has no name of its own.
-    wanted_ids = {id(parameter) for parameter in wanted}
-    tensors = {}
-    for name, parameter in target.model.named_parameters():
-        if id(parameter) in wanted_ids:
-            tensors[name] = parameter.detach().cpu().contiguous()
+    names, parameters = _names_in(target), dict(target.model.named_parameters())
+    tensors = {name: parameters[name].detach().cpu().contiguous() for name in names}
     save_file(tensors, folder / EMBEDDING_AND_HEAD_FILE)
+
+
+def _names_in(target: ModelHead) -> list[str]:
+    """Return the names of the parameters of embedding, final norm and head."""
+    # By identity: names differ between architectures, and a tied head has no name of its own.
+    parts = (target.model.get_input_embeddings(), target.final_norm() or nn.Identity())
+    wanted = {id(parameter) for part in parts for parameter in part.parameters()}
+    wanted |= {id(parameter) for parameter in target.head_parameters}
+    return [name for name, p in target.model.named_parameters() if id(p) in wanted]
 
 
 def manifest_of(store: str | Path) -> Manifest:
@@ -206,10 +208,7 @@ def model_of_embedding_and_head(
     """
     with torch.device("meta"):
         model: Any = make_causal_lm(read_config(folder), dtype=dtype)
-    shell = ModelHead(model, None, str(folder))
-    norm = shell.final_norm()
-    wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
-    wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()
+    wanted = _names_in(ModelHead(model, None, str(folder)))
     embedding = model.get_input_embeddings()
     # Buffers are in no file: Gemma's embedding has one, the factor of its rows. They are computed
     # when the model is initialised.
@@ -217,22 +216,19 @@ def model_of_embedding_and_head(
         for name, buffer in buffers.items():
             setattr(embedding, name, torch.empty_like(buffer, device=device))
         model.init_weights()
-    # The names are listed first, because the loop replaces the parameters that they belong to.
-    for name in [name for name, p in model.named_parameters() if id(p) in wanted]:
+    for name in wanted:
         if (tensor := read(name)) is not None:
             owner, _, attribute = name.rpartition(".")
             weight = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
-            setattr(
-                model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False)
-            )
+            parameter = nn.Parameter(weight, requires_grad=False)
+            setattr(model.get_submodule(owner), attribute, parameter)
     # A tied head has no tensor of its own in the files.
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    embedding_weights = model.get_input_embeddings().parameters()
-    head_weights = model.get_output_embeddings().parameters()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     # What no file held is still on the meta device.
-    if any(weight.is_meta for weight in (*embedding_weights, *head_weights)):
+    if any(weight.is_meta for end in ends for weight in end.parameters()):
         raise UserError(
             f"{folder} lacks the embedding or the head, or has them in a form that is not read here"
         )
@@ -252,18 +248,11 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str, kind: typ
         raise UserError(
             f"{folder} holds no safetensors files to take the embedding and the head from"
         )
-    wanted_dtype = resolve_dtype(dtype, device)
-    stored_dtype = next(
-        tensor.dtype
-        for tensor in map(read, names)
-        if tensor is not None and tensor.is_floating_point()
-    )
-    model = model_of_embedding_and_head(
-        folder,
-        device,
-        wanted_dtype if isinstance(wanted_dtype, torch.dtype) else stored_dtype,
-        read,
-    )
+    weights_dtype = resolve_dtype(dtype, device)
+    if not isinstance(weights_dtype, torch.dtype):  # "auto"
+        stored = (tensor for tensor in map(read, names) if tensor is not None)
+        weights_dtype = next(tensor.dtype for tensor in stored if tensor.is_floating_point())
+    model = model_of_embedding_and_head(folder, device, weights_dtype, read)
     tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)
     return kind(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
@@ -312,10 +301,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 def save_texts(
     texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path
 ) -> None:
-    """Write held-out texts and the taps `taps` of their features, in the order given.
-
-    Each tensor holds all texts end to end; `lengths` divides it.
-    """
+    """Write held-out texts and the taps `taps` of their features, end to end in each tensor."""
     tensors: dict[str, Tensor] = {
         "lengths": torch.tensor([len(text.ids) for text in texts]),
         "starts": torch.tensor([text.start for text in texts]),
@@ -335,10 +321,8 @@ def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list
     tensors = tensors_of(path)
     try:
         lengths = tensors["lengths"].tolist()
-        split = {}
-        for name, tensor in tensors.items():
-            if name not in ("lengths", "starts", "units"):
-                split[name] = tensor.split(lengths)
+        whole = {"lengths", "starts", "units"}
+        split = {name: tensors[name].split(lengths) for name in tensors.keys() - whole}
         starts, units = tensors["starts"].tolist(), tensors["units"].tolist()
         taps = [split[f"tap{tap}"] for tap in (manifest.taps if wanted is None else wanted)]
     except (KeyError, RuntimeError) as error:

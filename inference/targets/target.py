@@ -88,22 +88,16 @@ class Target(CausalModel, TargetSource):
 
     @torch.no_grad()
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the root mean square of each tap, the median over sample positions."""
         if not taps:
             return ()
         # The median, because the states of a text's first token may be ten times as large.
         ids = spread_ids(self.vocab_size, min(128, self.max_positions)).to(self.device)[None]
-        return tuple(
-            float(tap.float().square().mean(-1).sqrt().median())
-            for tap in self.forward(ids, taps=taps).taps
-        )
+        states = self.forward(ids, taps=taps).taps
+        return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in states)
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return each tap `[S, H]` of a text, to which a drafter's first weights are fitted."""
-        return tuple(
-            tap[0].float()
-            for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps
-        )
+        states = self.forward(torch.tensor([ids], device=self.device), taps=taps).taps
+        return tuple(tap[0].float() for tap in states)
 
 
 def load_for_decoding(config: TargetConfig) -> Target:
@@ -124,24 +118,24 @@ def load_target(config: TargetConfig) -> Target:
             "target.compile is for decoding, and this command does not decode; leave it out"
         )
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
+    dtype, whole = resolve_dtype(config.dtype, device), config.spread == "whole"
     path, adapter = base_and_adapter(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    if config.spread == "whole" and device.type == "cuda":
+    if whole and device.type == "cuda":
         options["device_map"] = {"": device}  # straight to its place, quantised or not
     if config.attention is not None:
         options["attn_implementation"] = config.attention
-    if adapter is not None and config.spread != "whole":
+    if adapter is not None and not whole:
         raise UserError(
             "an adapter is merged into a whole model; merge and save it first, or leave out "
             "target.spread"
         )
-    if config.spread == "whole":
+    if whole:
         check_fits(path, dtype, device)
     check_config(path, config.trust_remote_code)
     tokenizer = read_tokenizer(path, config.trust_remote_code)
     digest = None
-    if config.spread == "whole":
+    if whole:
         model: Any = read_model(path, options)
     else:
         with clear_errors(path):
@@ -149,7 +143,7 @@ def load_target(config: TargetConfig) -> Target:
     if adapter is not None:
         model = merge_adapter(model, adapter)
     # a quantised model was placed as it was loaded
-    if config.spread == "whole" and not getattr(model, "is_quantized", False):
+    if whole and not getattr(model, "is_quantized", False):
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
     target.spread, target.digest = config.spread, digest
@@ -182,8 +176,19 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
     target.check_tree()
     if fused:
         target.fuse(move)
-    for message in vocabulary_warnings(target):
-        log.warning("target %s: %s", target.name, message)
+    tokens, rows = len(target.tokenizer), target.vocab_size
+    if tokens > rows:
+        log.warning(
+            "target %s: its tokenizer has %d tokens, its embedding %d rows; a text with one of the "
+            "others cannot be read",
+            target.name, tokens, rows,
+        )  # fmt: skip
+    if outside := sorted(token for token in target.eos_ids if token >= rows):
+        log.warning(
+            "target %s: its end token %d is none of its %d tokens; fix eos_token_id in "
+            "generation_config.json",
+            target.name, outside[0], rows,
+        )  # fmt: skip
     if (border := target.longrope_border) is not None and border == target.max_positions:
         log.warning(
             "target %s: text ends after %d positions here, of %s that its config names: beyond "
@@ -198,28 +203,12 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
     return target
 
 
-def vocabulary_warnings(target: Target) -> list[str]:
-    """Return a warning for each kind of token that is not in the model's vocabulary."""
-    warnings, rows = [], target.vocab_size
-    if (tokens := len(target.tokenizer)) > rows:
-        warnings.append(
-            f"its tokenizer has {tokens} tokens, its embedding {rows} rows; a text with one of "
-            "the others cannot be read"
-        )
-    if outside := sorted(token for token in target.eos_ids if token >= rows):
-        warnings.append(
-            f"its end token {outside[0]} is none of its {rows} tokens; mend eos_token_id in "
-            "generation_config.json"
-        )
-    return warnings
-
-
 def resolve_device(name: str) -> torch.device:
     """Return the device that a `TargetConfig` names. Raises `UserError`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        )
+        device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ...heads import pretrained
-from ...heads.artifact import drafter_class
+from ...heads.artifact import OWN_FILE, drafter_class
 from ...heads.documents import AdapterFile, read_document
 from ...heads.errors import UserError, first_line
 from ...heads.files import read_json
@@ -24,7 +24,6 @@ from ...heads.stored_tensors import header
 from ..settings import TargetConfig
 
 HUB = "https://huggingface.co/"
-DRAFTER_FILE = "draftsmith.json"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number
 LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 MEGATRON = "megatron.core"
@@ -71,8 +70,8 @@ def names_a_folder(path: str) -> bool:
 
 def check_folder(folder: Path) -> None:
     """Raise `UserError` unless a folder looks like a model's, or like a LoRA adapter's."""
-    drafter_file = folder / DRAFTER_FILE
-    method = method_in(drafter_file) if drafter_file.is_file() else None
+    facts = read_json(folder / OWN_FILE) if (folder / OWN_FILE).is_file() else None
+    method = facts.get("method") if isinstance(facts, dict) else None
     if method is not None and not drafter_class(str(method)).whole_model:
         raise UserError(
             f"{folder} is a drafter ({method}), not a target; give it as --drafter, and its "
@@ -86,17 +85,6 @@ def check_folder(folder: Path) -> None:
     raise UserError(f"target folder {folder} holds {kind}; name the folder of a Hugging Face model")
 
 
-def method_in(own: Path) -> Any:
-    """Return the method that a drafter's `draftsmith.json` names, None if it names none.
-
-    `own` is the path of that file. A former name of a method is replaced by its present one. Raises
-    `UserError` for a file that is not JSON.
-    """
-    facts = read_json(own)
-    method = facts.get("method") if isinstance(facts, dict) else None
-    return method
-
-
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     """Load the causal language model in a folder or of a hub name, with all weights from its files.
 
@@ -105,8 +93,7 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     transformers itself would warn of missing tensors and fill them with random numbers.
     """
     with clear_errors(path):
-        loaded = pretrained.read_causal_lm(path, output_loading_info=True, **options)
-    model, info = loaded
+        model, info = pretrained.read_causal_lm(path, output_loading_info=True, **options)
     for what, names in (
         ("lack", info["missing_keys"]),
         ("have in another shape", info.get("mismatched_keys", ())),
@@ -119,10 +106,8 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
                 f"config.json describes, such as {names[0]}; weights and config are not of one "
                 "model, or the download is not complete"
             )
-    surplus = set()
-    for name in info.get("unexpected_keys", ()):
-        if (match := LAYER.match(name)) is not None:
-            surplus.add(int(match[1]))
+    matches = map(LAYER.match, info.get("unexpected_keys", ()))
+    surplus = {int(match[1]) for match in matches if match is not None}
     # Layers of multi-token prediction come after the others in the files of some models, and
     # transformers leaves them out by design.
     if len(surplus) > (getattr(model.config, "num_nextn_predict_layers", None) or 0):
@@ -134,10 +119,7 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
 
 
 def check_config(path: str, trust_remote_code: bool) -> None:
-    """Raise `UserError` unless transformers can read the model's config.json.
-
-    Reading the tokenizer reads it too, and would blame a tokenizer file for it.
-    """
+    """Raise `UserError` for an unreadable config.json, for which a tokenizer would be blamed."""
     with clear_errors(path):
         pretrained.read_config(path, trust_remote_code)
 
@@ -153,10 +135,10 @@ def read_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 
 def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
-    """Return the path of the model that `config` names, and of the LoRA adapter to merge into it.
+    """Return the path of the model that `config` names, and of the LoRA adapter to merge, or None.
 
-    `config.path` may be an adapter's folder; its own config then names the model. The adapter is
-    None if there is none. Raises `UserError`.
+    `config.path` may be an adapter's folder; its own config then names the model. Raises
+    `UserError`.
     """
     check_there(config.path)
     adapter_config = Path(config.path, ADAPTER_CONFIG)
@@ -183,10 +165,7 @@ def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
 
 
 def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
-    """Merge the LoRA adapter in the folder `adapter` into the weights of `model`, and return it.
-
-    Raises `UserError`, also if peft is not installed.
-    """
+    """Return `model` with the LoRA adapter in the folder `adapter` merged. Raises `UserError`."""
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
@@ -209,12 +188,12 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
             "it again without megatron_config and megatron_core"
         )
     with clear_errors(adapter, "adapter"):
-        merged = PeftModel.from_pretrained(cast(Any, model), adapter, config=found)
-        return cast(Any, merged).merge_and_unload()
+        merged: Any = PeftModel.from_pretrained(cast(Any, model), adapter, config=found)
+        return merged.merge_and_unload()
 
 
-FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of an element of the types that loading converts, by the names of safetensors."""
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""Types that loading converts, by the names of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +213,8 @@ class Footprint:
 
 
 def footprint(folder: str | Path) -> Footprint | None:
-    """Return the footprint of the model in a folder.
+    """Return the footprint of the model in a folder; None of one without safetensors files.
 
-    None if the folder holds no safetensors files, or does not exist, such as a name on the hub.
     Raises `UserError` for a file whose header cannot be read.
     """
     floats = stored_bytes = other_bytes = 0
@@ -255,9 +233,8 @@ def footprint(folder: str | Path) -> Footprint | None:
 def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:
     """Raise `UserError` for a target on a CPU whose weights exceed all memory of this machine.
 
-    Loading it would end in a process that the system kills without a message. Nothing is checked
-    for a GPU (its allocator raises an error of its own), for a name on the hub, and for a `dtype`
-    that is not known before loading.
+    The system would kill the process without a message. Nothing is checked for a GPU (its allocator
+    raises an error), for a name on the hub, and for a `dtype` that is known only after loading.
     """
     weights = footprint(path)
     if weights is None or device.type != "cpu" or not isinstance(dtype, torch.dtype):
@@ -268,16 +245,11 @@ def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> Non
 
 
 def too_large(found: Footprint, dtype: torch.dtype, needed: int, there: int) -> str:
-    """Return a phrase that says how much memory is missing, and what to do about it.
-
-    `needed` and `there` are bytes: those of the weights in `dtype`, and those of the machine.
-    """
+    """Return a phrase on `needed` bytes of weights in `dtype`, of `there` bytes, with a remedy."""
     remedy = "use a machine with more memory, or share it between ranks with target.spread=fsdp"
-    if dtype.itemsize > 2 and found.loaded_bytes(torch.bfloat16) < there:
-        remedy = (
-            "give --target.dtype bfloat16, which needs "
-            f"{gigabytes(found.loaded_bytes(torch.bfloat16))}"
-        )
+    halved = found.loaded_bytes(torch.bfloat16)
+    if dtype.itemsize > 2 and halved < there:
+        remedy = f"give --target.dtype bfloat16, which needs {gigabytes(halved)}"
     name = dtype_name(dtype)
     return f"{gigabytes(needed)} in {name}, of {gigabytes(there)} that there are; {remedy}"
 

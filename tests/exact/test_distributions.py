@@ -24,7 +24,6 @@ from draftsmith.inference.rounds.accept import judge
 from draftsmith.inference.rounds.noise import row_keys
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.rounds.verifiers import token_level
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
@@ -32,6 +31,7 @@ from tests.architectures import near_copy
 from tests.blocks import proposer_of, random_block
 from tests.conftest import ROOT, random_heads
 from tests.eagles import random_eagle
+from tests.exact.test_enumeration import token_level
 from tests.trained import chat_prompts
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]

@@ -147,6 +147,5 @@ def test_a_stop_string_within_which_a_special_token_stands_ends_no_text(tiny: Ta
     streamed, shown = StreamedText(tokenizer, ["hello there"]), ""
     for number, token in enumerate(tokens):
         last = number == len(tokens) - 1
-        pieces = streamed.pieces([token], 0, {special}, last, stopped=False)
-        shown += "".join(piece for piece, _ in pieces)
+        shown += streamed.add([] if token == special else [token], last, stopped=False)
     assert shown == "hello there you"

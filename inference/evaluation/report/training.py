@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....heads.files import JsonObject
+from ..results import NAN
 from .axes import Axis
 from .charts import COLOURS, Series, line_chart
 from .page import Figure, side_by_side
@@ -47,7 +48,7 @@ def trainings(runs: Sequence[Training]) -> Table | None:
         loss = run.curve("loss")
         measured, estimated = dict(run.curve("tau_measured")), dict(run.curve("tau_estimated"))
         taus = measured or estimated
-        best = max(taus, key=lambda step: taus[step], default=None)
+        best = max(taus, key=lambda step: taus[step], default=NAN)
         rows.append({
             "run": run.name,
             "steps": f"{max(row['step'] for row in run.rows):.0f}",
@@ -62,7 +63,7 @@ def trainings(runs: Sequence[Training]) -> Table | None:
     return Table("Training runs", *by_column(rows)) if rows else None
 
 
-def bounds(run: Training, step: float | None) -> tuple[float, float] | None:
+def bounds(run: Training, step: float) -> tuple[float, float] | None:
     """Return the 95% interval of the tau measured at that step; `None` where it is not known."""
     low, high = (dict(run.curve(f"tau_measured_{edge}")).get(step) for edge in ("low", "high"))
     return None if low is None or high is None else (low, high)

@@ -53,16 +53,15 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     # Upwards, each position is pushed away from the one before it. Downwards, those that were
     # pushed beyond `high` come back, and push those before them.
-    placed: list[float] = []
+    positions = list(wanted)
+    limit = low
     for i in order:
-        placed.append(max(wanted[i], low, placed[-1] + gap if placed else low))
+        positions[i] = max(positions[i], limit)
+        limit = positions[i] + gap
     limit = high
-    for k in reversed(range(len(placed))):
-        placed[k] = min(placed[k], limit)
-        limit = placed[k] - gap
-    positions = [0.0] * len(wanted)
-    for i, position in zip(order, placed, strict=True):
-        positions[i] = position
+    for i in reversed(order):
+        positions[i] = min(positions[i], limit)
+        limit = positions[i] - gap
     return positions
 
 
@@ -77,11 +76,8 @@ def shown(value: float) -> str:
 
 def columns(text: str) -> int:
     """Return the width of `text` in characters: wide ones (CJK) count 2, combining marks 0."""
-    width = 0
-    for character in text:
-        if not unicodedata.combining(character):
-            width += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-    return width
+    own = [character for character in text if not unicodedata.combining(character)]
+    return len(own) + sum(unicodedata.east_asian_width(character) in "WF" for character in own)
 
 
 def short(name: str, longest: int = LONGEST_NAME) -> str:
@@ -123,10 +119,8 @@ def marks(
         # its floor 2.
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
         count = round((high - low) / step) + 1
-        positions = []
-        for number in range(count):
-            # Rounded, since 3 * 0.1 is 0.30000000000000004.
-            positions.append(round(low + number * step, 12))
+        # Rounded, since 3 * 0.1 is 0.30000000000000004.
+        positions = [round(low + number * step, 12) for number in range(count)]
     return low, high, [(position, shown(position)) for position in positions]
 
 
@@ -147,8 +141,4 @@ def nudged(count: int, width: float) -> list[float]:
     """
     if count < 2:
         return [0.0]
-    offsets = []
-    for i in range(count):
-        share = i / (count - 1)  # from 0 to 1
-        offsets.append(width * (share - 0.5))
-    return offsets
+    return [width * (i / (count - 1) - 0.5) for i in range(count)]

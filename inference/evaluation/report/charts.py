@@ -48,8 +48,8 @@ class Series:
     dashed: bool = False
     joined: bool = True
     """False draws the points only, without lines between them."""
-    label: str | None = None
-    """Text at the line's right end: the name if `None`, nothing if empty."""
+    named: bool = True
+    """False writes no name at the line's right end."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Bar:
     value: float
     colour: int
     interval: Interval = None
+    """Of finite numbers."""
     text: str = ""
     """The value as it is written after the bar; two decimals if empty."""
 
@@ -70,8 +71,7 @@ class Bar:
     @property
     def reach(self) -> list[float]:
         """The value, and both ends of the interval where that is known."""
-        known = self.interval is not None and all(map(math.isfinite, self.interval))
-        return [self.value, *(self.interval if known and self.interval else ())]
+        return [self.value, *(self.interval or ())]
 
 
 @dataclass(frozen=True)
@@ -93,43 +93,35 @@ def line_chart(
 
     `rule` is a level that is drawn across the chart, such as plain decoding's.
     """
-    finite = [_finite(line) for line in series]
-    lines = [line for line in finite if line.points]
+    lines = [line for line in map(_finite, series) if line.points]
     if not lines:
         return ""
     # The ticks' texts need room at the left, the lines' names and their leaders at the right.
-    names = [short(_label(line)) for line in lines if _label(line)]
+    names = [short(line.name) for line in lines if line.named]
     left, top, height = 46.0, 28.0, 300.0
     right = 14 + CHARACTER * max(map(columns, names), default=0)
     if names:
         right += 18
     bottom = height - 42
-    positions: list[float] = []
+    positions = [position for line in lines for position, _ in line.points]
     levels: list[float] = [] if rule is None else [rule]
     for line in lines:
-        for position, level in line.points:
-            positions.append(position)
-            levels.append(level)
-        for interval in line.intervals:
-            levels.extend(interval or ())
+        levels += [level for _, level in line.points]
+        levels += [end for interval in line.intervals for end in interval or ()]
     x_low, x_high, x_ticks = marks(x, positions, False)
     y_low, y_high, y_ticks = marks(y, levels, True)
     across = Scale(x_low, x_high, left + 8, width - right)
     up = Scale(y_low, y_high, bottom, top)  # SVG counts y from the top
-    parts = [f'<text class="axis" x="0" y="12">{escape(y.label)}</text>']
-    parts += [_gridline(left, width - right + 8, up(level), text) for level, text in y_ticks]
+    end = width - right + 8
+    parts = [_text("axis", 0, 12, y.label)]
+    for level, text in y_ticks:
+        parts.append(f'<path class="grid" d="M{left:.1f} {up(level):.1f}H{end:.1f}"/>')
+        parts.append(_text("tick", left - 8, up(level) + 4, text, "end"))
     for position, text in x_ticks:
-        parts.append(
-            f'<text class="tick" text-anchor="middle" x="{across(position):.1f}" '
-            f'y="{bottom + 18:.1f}">{escape(text)}</text>'
-        )
-    middle = (left + 8 + width - right) / 2
-    parts.append(
-        f'<text class="axis" text-anchor="middle" x="{middle:.1f}" '
-        f'y="{height - 6:.1f}">{escape(x.label)}</text>'
-    )
+        parts.append(_text("tick", across(position), bottom + 18, text, "middle"))
+    parts.append(_text("axis", (left + end) / 2, height - 6, x.label, "middle"))
     if rule is not None:
-        parts.append(f'<path class="rule" d="M{left} {up(rule):.1f}H{width - right + 8:.1f}"/>')
+        parts.append(f'<path class="rule" d="M{left} {up(rule):.1f}H{end:.1f}"/>')
     # What is drawn later lies above: dashed lines go below the others.
     parts += [_line(line, across, up) for line in sorted(lines, key=lambda line: not line.dashed)]
     parts += _end_labels(lines, across, up, (top, bottom))
@@ -153,9 +145,7 @@ def bar_chart(
     instead of a bar, on an axis that does not have to begin at 0. Names too long to be before
     their bars are above them.
     """
-    finite_groups = []
-    for name, group in groups:
-        finite_groups.append((name, [bar for bar in group if math.isfinite(bar.value)]))
+    finite_groups = [(name, [b for b in bars if math.isfinite(b.value)]) for name, bars in groups]
     bars = [bar for _, group in finite_groups for bar in group]
     if not bars:
         return ""
@@ -173,12 +163,14 @@ def bar_chart(
     spans: list[tuple[float, float]] = []  # of the bars: the rule leaves out headings
     for name, group in finite_groups:
         if name:
-            heading = escape(short(name, longest_line))
-            rows.append(f'<text class="group" x="0" y="{y + 12:.1f}">{heading}</text>')
+            rows.append(_text("group", 0, y + 12, short(name, longest_line)))
             y += 20
         for bar in group:
-            rows.append(_bar_name(bar, y, left, longest_line if above else None))
-            y += 17 if above else 0
+            if above:
+                rows.append(_text("name", 8, y + 12, short(bar.name, longest_line)))
+                y += 17
+            else:
+                rows.append(_text("name", left - 8, y + 12, bar.name, "end"))
             rows.append(_bar(bar, across, y, rule, dots))
             spans.append((y - 1, y + 18))
             y += 19
@@ -187,17 +179,11 @@ def bar_chart(
     spans.append((y - 9, y))
     back = []
     for at, text in grid:
-        back.append(
-            f'<path class="grid" d="M{across(at):.1f} 4V{y:.1f}"/>'
-            f'<text class="tick" text-anchor="middle" x="{across(at):.1f}" '
-            f'y="{y + 15:.1f}">{text}</text>'
-        )
+        back.append(f'<path class="grid" d="M{across(at):.1f} 4V{y:.1f}"/>')
+        back.append(_text("tick", across(at), y + 15, text, "middle"))
     if rule is not None:
         back.append(f'<path class="rule" d="{_uprights(across(rule), spans)}"/>')
-    foot = (
-        f'<text class="axis" text-anchor="middle" x="{(left + right) / 2:.1f}" '
-        f'y="{y + 33:.1f}">{escape(label)}</text>'
-    )
+    foot = _text("axis", (left + right) / 2, y + 33, label, "middle")
     description = f"{label}: {', '.join(dict.fromkeys(bar.name for bar in bars))}"
     return _svg(width, y + 40, [*back, *rows, foot], description)
 
@@ -217,34 +203,26 @@ def share_chart(rows: Sequence[Shares], names: Sequence[str], width: int = HALF)
     elements, x = [], max(min(left, width - legend_width), 0)
     for number, name in enumerate(names):
         elements.append(f'<rect class="part p{number}" x="{x:.1f}" y="2" width="11" height="11"/>')
-        elements.append(f'<text class="tick" x="{x + 16:.1f}" y="12">{escape(name)}</text>')
+        elements.append(_text("tick", x + 16, 12, name))
         x += 30 + CHARACTER * len(name)
     for index, row in enumerate(rows):
         y = 26.0 + 27 * index
         whole = sum(max(part, 0) for part in row.parts)
-        elements.append(
-            f'<text class="name" text-anchor="end" x="{left - 8:.1f}" '
-            f'y="{y + 14:.1f}">{escape(short(row.name))}</text>'
-        )
+        elements.append(_text("name", left - 8, y + 14, short(row.name), "end"))
         start = left
         for number, (name, part) in enumerate(zip(names, row.parts, strict=True)):
-            length = (right - left) * max(part, 0) / whole if whole else 0.0
-            share = part / whole if whole else 0
+            share = part / whole if whole else 0.0
+            length = (right - left) * max(share, 0)
             title = f"<title>{escape(row.name)}, {escape(name)}: {share:.1%}</title>"
             elements.append(
                 f'<rect class="part p{number}" x="{start:.2f}" y="{y:.1f}" width="{length:.2f}" '
                 f'height="20">{title}</rect>'
             )
             if length > 34:  # wide enough for a percentage
-                middle = f'x="{start + length / 2:.1f}" y="{y + 14:.1f}"'
-                elements.append(
-                    f'<text class="inside p{number}" text-anchor="middle" '
-                    f"{middle}>{share:.0%}</text>"
-                )
+                kind, middle = f"inside p{number}", start + length / 2
+                elements.append(_text(kind, middle, y + 14, f"{share:.0%}", "middle"))
             start += length
-        elements.append(
-            f'<text class="value" x="{right + 8:.1f}" y="{y + 14:.1f}">{escape(row.label)}</text>'
-        )
+        elements.append(_text("value", right + 8, y + 14, row.label))
     description = f"shares of {', '.join(names)}: {', '.join(row.name for row in rows)}"
     return _svg(width, 30.0 + 27 * len(rows), elements, description)
 
@@ -263,23 +241,17 @@ def _finite(series: Series) -> Series:
     points, intervals = [], []
     known = series.intervals or [None] * len(series.points)
     for point, interval in zip(series.points, known, strict=True):
-        if not (math.isfinite(point[0]) and math.isfinite(point[1])):
-            continue
-        points.append(point)
-        intervals.append(interval if interval and all(map(math.isfinite, interval)) else None)
+        if all(map(math.isfinite, point)):
+            points.append(point)
+            intervals.append(interval if interval and all(map(math.isfinite, interval)) else None)
     return replace(series, points=points, intervals=intervals)
 
 
-def _label(series: Series) -> str:
-    return series.name if series.label is None else series.label
-
-
-def _gridline(left: float, right: float, y: float, text: str) -> str:
-    label = (
-        f'<text class="tick" text-anchor="end" x="{left - 8:.1f}" '
-        f'y="{y + 4:.1f}">{escape(text)}</text>'
-    )
-    return f'<path class="grid" d="M{left:.1f} {y:.1f}H{right:.1f}"/>{label}'
+def _text(kind: str, x: float, y: float, words: str, anchor: str = "") -> str:
+    """Return a text of the class `kind`, which begins at x, or has its `anchor` there."""
+    place = f'text-anchor="{anchor}" ' if anchor else ""
+    x, y = round(x, 1), round(y, 1)
+    return f'<text class="{kind}" {place}x="{x:g}" y="{y:g}">{escape(words)}</text>'
 
 
 def _line(series: Series, across: Scale, up: Scale) -> str:
@@ -296,11 +268,10 @@ def _line(series: Series, across: Scale, up: Scale) -> str:
         elements.append(f'<path class="line c{series.colour}{dashes}" d="{path}"/>')
     for (x, _), interval in zip(points, series.intervals, strict=True):
         if interval:
-            low, high = up(interval[0]), up(interval[1])
-            elements.append(
-                f'<path class="whisker c{series.colour}" d="M{x:.1f} '
-                f'{low:.1f}V{high:.1f}{_caps(x, low, high)}"/>'
-            )
+            low, high = map(up, interval)
+            caps = "".join(f"M{x - 3:.1f} {y:.1f}H{x + 3:.1f}" for y in (low, high))
+            whisker = f"M{x:.1f} {low:.1f}V{high:.1f}{caps}"
+            elements.append(f'<path class="whisker c{series.colour}" d="{whisker}"/>')
     # The markers of a long curve, such as a training loss, would hide it.
     if len(points) <= 30:
         for (x, y), (x_value, y_value) in zip(points, series.points, strict=True):
@@ -310,10 +281,6 @@ def _line(series: Series, across: Scale, up: Scale) -> str:
                 f'd="{marker(series.colour, x, y)}"><title>{numbers}</title></path>'
             )
     return "".join(elements)
-
-
-def _caps(x: float, low: float, high: float) -> str:
-    return "".join(f"M{x - 3:.1f} {y:.1f}H{x + 3:.1f}" for y in (low, high))
 
 
 def marker(colour: int, x: float, y: float, size: float = 3.6) -> str:
@@ -340,9 +307,7 @@ def _end_labels(
     Names are moved apart where they would overlap, and stay `between` top and bottom of the chart
     while they fit there.
     """
-    named = [line for line in lines if _label(line)]
-    if not named:
-        return []
+    named = [line for line in lines if line.named]
     ends = [(across(line.points[-1][0]), up(line.points[-1][1])) for line in named]
     # Lines may end at different x; all names are in one column, right of the longest line.
     x = max(across(line.points[-1][0]) for line in lines) + 20
@@ -353,10 +318,7 @@ def _end_labels(
             f'<path class="leader c{line.colour}" d="M{end + 6:.1f} {y:.1f}'
             f'L{x - 4:.1f} {label_y:.1f}"/>'
         )
-        text = escape(short(_label(line)))
-        elements.append(
-            f'<text class="name c{line.colour}" x="{x:.1f}" y="{label_y + 4:.1f}">{text}</text>'
-        )
+        elements.append(_text(f"name c{line.colour}", x, label_y + 4, short(line.name)))
     return elements
 
 
@@ -367,13 +329,6 @@ def _uprights(x: float, spans: Sequence[tuple[float, float]]) -> str:
         path += f"V{high:.1f}" if low == end else f"M{x:.1f} {low:.1f}V{high:.1f}"
         end = high
     return path
-
-
-def _bar_name(bar: Bar, y: float, left: float, line: int | None) -> str:
-    """Return a bar's name, which ends before `left`, or is above in a `line` so long."""
-    place = f'text-anchor="end" x="{left - 8:.1f}"' if line is None else 'x="8"'
-    text = escape(short(bar.name, line or LONGEST_NAME))
-    return f'<text class="name" {place} y="{y + 12:.1f}">{text}</text>'
 
 
 def _bar(bar: Bar, across: Scale, y: float, rule: float | None, dots: bool) -> str:
@@ -398,10 +353,8 @@ def _bar(bar: Bar, across: Scale, y: float, rule: float | None, dots: bool) -> s
     if dots:
         shape = marker(bar.colour, end, middle, 4.6)
         elements.append(f'<path class="mark c{bar.colour}" d="{shape}">{title}</path>')
-    x = max(end, *ends) + 7 if ends else end + 7
+    x = max([end, *ends]) + 7
     if rule is not None and x - 4 < across(rule) < x + CHARACTER * len(bar.written) + 4:
         x = across(rule) + 7
-    elements.append(
-        f'<text class="value" x="{x:.1f}" y="{y + 12:.1f}">{escape(bar.written)}</text>'
-    )
+    elements.append(_text("value", x, y + 12, bar.written))
     return "".join(elements)

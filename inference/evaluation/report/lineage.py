@@ -15,14 +15,16 @@ import msgspec
 
 from ....heads.errors import UserError
 from ..compare import ALL, Change, Comparison, compared, own_drafters
-from ..results import DrafterFigures, Report, SettingFigures
+from ..results import Report, SettingFigures
 from .charts import Bar, bar_chart
 from .page import Figure, folded, side_by_side
 from .sections import BARS, command, numbered
-from .tables import NOTHING, TO, UNNAMED, Colours, Table, finite_pair, with_interval
+from .tables import NOTHING, TO, UNNAMED, Colours, Table, by_column, finite_pair, with_interval
 
 Named = tuple[str, Report]
 """A report after the path that it was read from."""
+Drafters = dict[str, tuple[list[str], list[Comparison]]]
+"""Name of each drafter in each of several reports, and its comparisons."""
 
 
 @dataclass
@@ -30,10 +32,8 @@ class Part:
     """Reports that share a part of the page: one, or several of the same drafters in time."""
 
     reports: list[Named]
-    comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
-    """Comparisons of each drafter that all reports have; empty for a single report."""
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """Names of each of these drafters in the reports, one for each."""
+    drafters: Drafters = field(default_factory=dict)
+    """Those that all reports have; empty for a single report."""
 
     @property
     def labels(self) -> list[str]:
@@ -49,7 +49,7 @@ class Part:
     @property
     def report(self) -> Report:
         """The only report, or one of all: see `merged`."""
-        return merged(self) if self.comparisons else self.reports[0][1]
+        return merged(self) if self.drafters else self.reports[0][1]
 
 
 def parts_of_page(reports: Iterable[Named]) -> list[Part]:
@@ -62,25 +62,18 @@ def parts_of_page(reports: Iterable[Named]) -> list[Part]:
     for entry in reports:
         for part in parts:
             together = [*part.reports, entry]
-            names, comparisons = _compared_by_drafter(together)
-            if comparisons:
-                part.reports, part.comparisons, part.names = together, comparisons, names
+            if drafters := _compared_by_drafter(together):
+                part.reports, part.drafters = together, drafters
                 break
         else:
             parts.append(Part([entry]))
     return parts
 
 
-def _compared_by_drafter(
-    entries: Sequence[Named],
-) -> tuple[dict[str, list[str]], dict[str, list[Comparison]]]:
-    """Return the names and the comparisons of each drafter that all reports have.
-
-    Both are by the drafter's name, or by its method where the reports have different ones.
-    """
+def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
+    """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
-    names: dict[str, list[str]] = {}
-    found = {}
+    found: Drafters = {}
     for name in own_drafters(reports[0]):
         kind = _kind(reports[0], name)
         own = [name if name in own_drafters(report) else "" for report in reports]
@@ -93,9 +86,8 @@ def _compared_by_drafter(
         except UserError:  # they cannot be compared, so each gets a part of its own
             continue
         if any(setting.rows for setting in settings):
-            common = name if len({*own}) == 1 else kind
-            names[common], found[common] = own, settings
-    return names, found
+            found[name if len({*own}) == 1 else kind] = own, settings
+    return found
 
 
 def _kind(report: Report, name: str) -> str:
@@ -124,16 +116,14 @@ def merged(part: Part) -> Report:
     settings: dict[tuple[float, int, bool], SettingFigures] = {}
     sizes: dict[str, int | None] = {}
     for number, (label, (_, report)) in enumerate(zip(part.labels, part.reports, strict=True)):
-        in_common = {names[number]: name for name, names in part.names.items()}
+        in_common = {names[number]: name for name, (names, _) in part.drafters.items()}
 
         def named(name: str, common: dict[str, str] = in_common, label: str = label) -> str:
             return versioned(common[name], label) if name in common else name
 
         for setting in report.settings:
             key = setting.temperature, setting.batch, setting.lossless
-            drafters: dict[str, DrafterFigures] = {}
-            if key in settings:
-                drafters |= settings[key].drafters
+            drafters = {**settings[key].drafters} if key in settings else {}
             for name, figures in setting.drafters.items():
                 drafters[named(name)] = figures
             settings[key] = msgspec.structs.replace(setting, drafters=drafters)
@@ -155,12 +145,12 @@ class _LineageRow:
 
 def _rows(part: Part) -> list[_LineageRow]:
     """Return every change of a part, by drafter and setting."""
-    rows = []
-    for drafter, settings in part.comparisons.items():
-        for setting in settings:
-            for change in setting.rows:
-                rows.append(_LineageRow(drafter, setting, change, part.labels[change.report]))
-    return rows
+    return [
+        _LineageRow(drafter, setting, change, part.labels[change.report])
+        for drafter, (_, settings) in part.drafters.items()
+        for setting in settings
+        for change in setting.rows
+    ]
 
 
 def before_after(part: Part, colours: Colours) -> str:
@@ -168,13 +158,13 @@ def before_after(part: Part, colours: Colours) -> str:
 
     "" is returned for a part of one report.
     """
-    if not part.comparisons:
+    if (table := compare_table(part)) is None:
         return ""
     rows = _rows(part)
     return (
         "\n".join(_sentences(part, rows))
         + _charts(part, rows, colours)
-        + _table(part, rows).html()
+        + table.html()
         + '<p class="note">tau with 95% intervals over prompts; those of the change are of pairs '
         "of prompts, and narrower. Only tau is compared: the speeds of two runs are of two "
         "moments. Plain decoding and baselines below are those of the last report; each speed-up "
@@ -184,8 +174,39 @@ def before_after(part: Part, colours: Colours) -> str:
 
 
 def compare_table(part: Part) -> Table | None:
-    """Return the table of a lineage; None for a part of one report."""
-    return _table(part, _rows(part)) if part.comparisons else None
+    """Return the table of a lineage; None for a part of one report.
+
+    Every change is a row; columns that would hold one value only are left out.
+    """
+    if not part.drafters:
+        return None
+    left_out = []
+    if len(part.drafters) == 1:
+        left_out.append("drafter")
+    if len(part.reports) == 2:
+        left_out.append("report")
+    rows = []
+    for row in _rows(part):
+        change = row.change
+        cells = {
+            "category": change.category or UNNAMED,
+            "change": f"{change.change:+.1%}",
+            "temperature": f"{row.setting.temperature:g}",
+            "batch size": str(row.setting.batch),
+            "drafter": row.drafter,
+            "report": row.label,
+            "requests": str(change.requests),
+            "tau before": with_interval(change.tau_before, change.tau_before_ci95),
+            "tau after": with_interval(change.tau_after, change.tau_after_ci95),
+            "change, 95% interval": _percent_interval(change),
+            "outcome": _outcome(change),
+        }
+        rows.append({name: text for name, text in cells.items() if name not in left_out})
+    columns, texts = by_column(rows)
+    narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
+    switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
+    paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
+    return Table(f"Tau by category, {paths}", columns, texts, switches=switches, narrow=narrow)
 
 
 def _where(row: _LineageRow) -> str:
@@ -228,7 +249,7 @@ def _sentences(part: Part, rows: Sequence[_LineageRow]) -> list[str]:
             worse.append(f"{_subject(part, row)}, {category} ({_where(row)})")
     if worse:
         said.append(f'<p class="alert" role="alert">Regressed: {escape("; ".join(worse))}.</p>')
-    same = [name for name in part.comparisons if _same_weights(part, name)]
+    same = [name for name, (names, _) in part.drafters.items() if _same_weights(part, names)]
     if same:
         names = escape(", ".join(same))
         said.append(
@@ -238,12 +259,12 @@ def _sentences(part: Part, rows: Sequence[_LineageRow]) -> list[str]:
     return said
 
 
-def _same_weights(part: Part, name: str) -> bool:
-    """Return whether all reports say that a drafter has the same weights."""
-    origins = []
-    for own, (_, report) in zip(part.names[name], part.reports, strict=True):
-        origins.append(report.drafters.get(own))
-    hashes = {None if origin is None else origin.sha256 for origin in origins}
+def _same_weights(part: Part, names: Sequence[str]) -> bool:
+    """Return whether all reports say that a drafter, of these `names`, has the same weights."""
+    hashes = set()
+    for own, (_, report) in zip(names, part.reports, strict=True):
+        origin = report.drafters.get(own)
+        hashes.add(None if origin is None else origin.sha256)
     return len(hashes) == 1 and hashes != {None}
 
 
@@ -257,13 +278,14 @@ def _percent_interval(change: Change) -> str:
 def _charts(part: Part, rows: Sequence[_LineageRow], colours: Colours) -> str:
     """Return charts of the changes with their intervals, those of larger batches folded."""
     by_setting: dict[str, list[_LineageRow]] = {}
+    for row in rows:
+        by_setting.setdefault(_where(row), []).append(row)
     smallest: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.setting.batch):
-        by_setting.setdefault(_where(row), []).append(row)
         smallest.setdefault(row.setting.temperature, _where(row))
     in_sight, others = [], []
-    for where in dict.fromkeys(map(_where, rows)):
-        figures = _figures_of(part, where, by_setting[where], colours)
+    for where, of_setting in by_setting.items():
+        figures = _figures_of(part, where, of_setting, colours)
         (in_sight if where in smallest.values() else others).extend(figures)
     return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
 
@@ -296,39 +318,11 @@ def _figures_of(
     return figures
 
 
-def _table(part: Part, rows: Sequence[_LineageRow]) -> Table:
-    """Return every change as a row; columns that would hold one value only are left out."""
-    several_drafters, several_reports = len(part.comparisons) > 1, len(part.reports) > 2
-    columns = ["category", "change", "temperature", "batch size"]
-    columns += ["drafter"] * several_drafters + ["report"] * several_reports
-    columns += ["requests", "tau before", "tau after", "change, 95% interval", "outcome"]
-    cells = []
-    for row in rows:
-        change = row.change
-        setting = row.setting
-        cells.append([
-            change.category or UNNAMED,
-            f"{change.change:+.1%}",
-            f"{setting.temperature:g}",
-            str(setting.batch),
-            *[row.drafter] * several_drafters,
-            *[row.label] * several_reports,
-            str(change.requests),
-            with_interval(change.tau_before, change.tau_before_ci95),
-            with_interval(change.tau_after, change.tau_after_ci95),
-            _percent_interval(change),
-            _outcome(change),
-        ])  # fmt: skip
-    narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
-    switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
-    paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
-    return Table(f"Tau by category, {paths}", columns, cells, switches=switches, narrow=narrow)
-
-
 def _command(part: Part) -> str:
     """Return the command that prints this comparison, of the first drafter if there are several."""
     words = ["draftsmith", "compare", *(path for path, _ in part.reports)]
     if any(len(own_drafters(report)) > 1 for _, report in part.reports):
-        for name in next(iter(part.names.values())):
+        names, _ = next(iter(part.drafters.values()))
+        for name in names:
             words += ["--drafter", name]
     return shlex.join(words)

@@ -94,11 +94,10 @@ def others_folded(report: Report, draw: Callable[[SettingFigures], list[Figure]]
     `draw` returns the figures of one setting.
     """
     smallest = firsts(report)
-    in_sight, others = [], []
-    for setting in smallest:
-        in_sight += draw(setting)
-    for setting in report.settings:
-        # By identity, since two settings may be equal in all their numbers.
-        if not any(setting is first for first in smallest):
-            others += draw(setting)
-    return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
+    # By identity, since two settings may be equal in all their numbers.
+    others = [s for s in report.settings if not any(s is first for first in smallest)]
+
+    def drawn(settings):
+        return side_by_side([figure for setting in settings for figure in draw(setting)])
+
+    return drawn(smallest) + folded("Other batch sizes", drawn(others))

@@ -34,12 +34,11 @@ def replies(report: Report, colours: Colours) -> str:
         for name in sorted(setting.drafting, key=lambda name: colours[name]):
             samples = [sample for sample in setting.drafters[name].samples if sample.tokens]
             opened = not blocks and not views
-            inside = []
-            for place, sample in enumerate(samples):
-                inside.append(folded(_about(sample), reply(sample), opened and place == 0))
-            if samples:
-                count = f"{len(samples)} {'reply' if len(samples) == 1 else 'replies'}"
-                views.append(folded(f"{name}: {count}", "".join(inside), opened))
+            inside = ""
+            for sample in samples:
+                inside += folded(_about(sample), reply(sample), opened and not inside)
+            count = f"{len(samples)} {'reply' if len(samples) == 1 else 'replies'}"
+            views += filter(None, [folded(f"{name}: {count}", inside, opened)])
         if views:
             blocks += [f"<h4>{escape(caption(setting))}</h4>", *views]
     return LEGEND + "".join(blocks) if blocks else ""
@@ -107,10 +106,6 @@ _ISOLATED, _ISOLATION_ENDS = "\u2068", "\u2069"
 # Control characters become their pictures in Unicode (U+2400 and on). Invisible format characters,
 # among them those that turn the direction of a text, become U+FFFD: a reply must not reorder the
 # text around it.
-_CONTROLS = {0x7F: 0x2421}
-for _code in range(32):
-    if chr(_code) not in "\n\t":
-        _CONTROLS[_code] = 0x2400 + _code
-for _code in range(0x202A, 0x206A):
-    if unicodedata.category(chr(_code)) == "Cf":
-        _CONTROLS[_code] = 0xFFFD
+_FORMATS = [code for code in range(0x202A, 0x206A) if unicodedata.category(chr(code)) == "Cf"]
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(_FORMATS, 0xFFFD)

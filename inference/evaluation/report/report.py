@@ -79,18 +79,12 @@ def gather(paths: Sequence[str]) -> Found:
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
             # A folder of which everything was named before adds nothing, and is no mistake.
-            folder_path = folder.resolve()
-            known = False
-            for path_before in (*reports, *runs):
-                if folder_path in (path_before, *path_before.parents):
-                    known = True
+            known = any(folder.resolve() in (p, *p.parents) for p in (*reports, *runs))
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)
-            inside = []
-            for file in sorted(folder.glob("*.json")):
-                if is_report(file):
-                    inside.append((str(file), read_report(str(file))))
+            files = filter(is_report, sorted(folder.glob("*.json")))
+            inside = [(str(file), read_report(str(file))) for file in files]
             # Their names say nothing about which is before and which after.
             for name, report in sorted(inside, key=lambda entry: entry[1].started_at):
                 reports[Path(name).resolve()] = (name, report)
@@ -158,13 +152,11 @@ def html(found: Found) -> bytes:
                 links.append((anchor, name))
             body.append(f'<{level} id="{anchor}">{name}</{level}>\n{text}')
     table = trainings(found.trainings)
-    if table is not None:
-        links.append(("training", "Training"))
-        body.append(f'<h2 id="training">Training</h2>\n{table.html()}{curves(found.trainings)}')
-    definitions = _definitions(reports)
-    if definitions:
-        links.append(("definitions", "Definitions"))
-        body.append(f'<h2 id="definitions">Definitions</h2>\n{definitions}')
+    trained = "" if table is None else table.html() + curves(found.trainings)
+    for name, text in (("Training", trained), ("Definitions", _definitions(reports))):
+        if text:
+            links.append((name.lower(), name))
+            body.append(f'<h2 id="{name.lower()}">{name}</h2>\n{text}')
     # The contents are under the title, but are known only now.
     anchors = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for anchor, name in links)
     body.insert(1, f"<nav aria-label=contents>{anchors}</nav>")
@@ -178,10 +170,7 @@ def _definitions(reports: Sequence[Report]) -> str:
         definitions |= report.definitions
     if not definitions:
         return ""
-    rows = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>"
-        for name, meaning in definitions.items()
-    )
+    rows = sections.terms(definitions)
     return folded("What each key of the JSON means", f"<dl class=words>{rows}</dl>")
 
 

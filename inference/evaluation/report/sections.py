@@ -5,7 +5,7 @@ Most are functions of a report, and return "" where it has no numbers for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 
@@ -43,12 +43,8 @@ def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str,
     for report in reports:
         for setting in report.settings:
             names |= dict.fromkeys(setting.drafting)
-    drafters = [name for name in names if name not in baselines]
-    ordered = drafters + [name for name in names if name in baselines]
-    looks = {"plain": 0}
-    for place, name in enumerate(ordered):
-        looks[name] = 1 + place % LOOKS
-    return looks
+    ordered = sorted(names, key=lambda name: name in baselines)
+    return {"plain": 0} | {name: 1 + place % LOOKS for place, name in enumerate(ordered)}
 
 
 def facts(report: Report, path: str) -> str:
@@ -66,13 +62,16 @@ def facts(report: Report, path: str) -> str:
         "replies": _reply_limits(report.options or {}),
         **{f"without {name}": why for name, why in report.left_out.items()},
     }
-    body = ""
-    for name, value in rows.items():
-        if value:
-            body += f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
+    body = terms({name: text for name, text in rows.items() if text})
     if report.command:
         body += f"<dt>command</dt><dd>{command(report.command)}</dd>"
     return f'<dl class="facts">{body}</dl>\n'
+
+
+def terms(meanings: Mapping[str, str]) -> str:
+    """Return the rows of a list of terms with their meanings."""
+    rows = [f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in meanings.items()]
+    return "".join(rows)
 
 
 def command(line: str) -> str:
@@ -106,14 +105,13 @@ def alerts(report: Report) -> str:
     if report.partial:
         said = f'<p class="alert">Not whole: only {escape(report.partial)} so far.</p>\n'
     lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
-    if not lossy:
-        return said
-    lossy_settings = "; ".join(lossy)
-    return said + (
-        '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
-        f"target's distribution ({lossy_settings}). Replies differ from the target's own in "
-        "distribution, and speed-ups are not those of lossless decoding.</p>"
-    )
+    if lossy:
+        said += (
+            '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
+            f"target's distribution ({'; '.join(lossy)}). Replies differ from the target's own in "
+            "distribution, and speed-ups are not those of lossless decoding.</p>"
+        )
+    return said
 
 
 def headline(report: Report, colours: Colours) -> str:
@@ -132,8 +130,7 @@ def headline(report: Report, colours: Colours) -> str:
                 tau_bars.append(Bar(name, s.tau_incl_bonus, look, finite_pair(s.tau_ci95)))
             if s.speedup is not None:
                 gain_bars.append(Bar(name, s.speedup, look, finite_pair(s.speedup_ci95)))
-        drawn = sum(len(bars) for _, bars in taus)
-        if taus and drawn + len(tau_bars) > BARS:
+        if taus and sum(len(bars) for _, bars in taus) + len(tau_bars) > BARS:
             break
         taus.append((caption(setting), tau_bars))
         gains.append((caption(setting), gain_bars))
@@ -157,23 +154,17 @@ def verdict(report: Report) -> str:
             '<p class="lossless">✓ lossless: every rule used keeps the target\'s distribution</p>'
         )
     for setting in firsts(report):
-        name = fastest(setting)
-        title = caption(setting)
-        if name is None:
-            lines.append(
-                f'<p class="verdict">{title}: no drafter is faster than plain decoding.</p>'
+        said = "no drafter is faster than plain decoding."
+        if (name := fastest(setting)) is not None:
+            s = setting.drafters[name]
+            # Of fewer than five prompts or batches there is no interval.
+            known = finite_pair(s.speedup_ci95)
+            between = f" (95% {interval(known)})" if known else ""
+            said = (
+                f"<strong>{escape(name)}</strong> is fastest, <strong>{factor(s.speedup)}</strong> "
+                f"plain decoding{between}, at {number(s.tau_incl_bonus)} tokens a round."
             )
-            continue
-        s = setting.drafters[name]
-        # Of fewer than five prompts or batches there is no interval.
-        between = ""
-        if finite_pair(s.speedup_ci95):
-            between = f" (95% {interval(s.speedup_ci95)})"
-        lines.append(
-            f'<p class="verdict">{title}: <strong>{escape(name)}</strong> is fastest, '
-            f"<strong>{factor(s.speedup)}</strong> plain decoding{between}, at "
-            f"{number(s.tau_incl_bonus)} tokens a round.</p>"
-        )
+        lines.append(f'<p class="verdict">{caption(setting)}: {said}</p>')
     return "\n".join(lines)
 
 
@@ -188,7 +179,7 @@ def summaries(report: Report, colours: Colours) -> str:
     ]
     if few := few_prompts(report):
         notes.append(few)
-    if shares := loop_shares(report, every=True):
+    if shares := loop_shares(report):
         notes.append(shares)
     for setting in report.settings:
         for name, s in setting.drafters.items():
@@ -230,9 +221,8 @@ def acceptance(report: Report, colours: Colours) -> str:
             accepted.append(Series(name, _by_depth(s.cond_accept), colour))
             if s.cond_offered and s.cond_offered != s.cond_accept:
                 points = _by_depth(s.cond_offered)
-                accepted.append(
-                    Series(f"{name}, where offered", points, colour, dashed=True, label="")
-                )
+                offered = f"{name}, where offered"
+                accepted.append(Series(offered, points, colour, dashed=True, named=False))
             survived.append(Series(name, _by_depth(s.survival), colour))
         deepest = max((len(line.points) for line in (*accepted, *survived)), default=0)
         # About 16 ticks at most: every depth, every second one, and so on.
@@ -261,11 +251,7 @@ def acceptance(report: Report, colours: Colours) -> str:
 
 def _by_depth(values: Sequence[float | None]) -> list[tuple[float, float]]:
     """Return points (depth, value) of values at the depths 1, 2, ..; `None` has no point."""
-    points = []
-    for depth, value in enumerate(values, 1):
-        if value is not None:
-            points.append((float(depth), value))
-    return points
+    return [(float(depth), v) for depth, v in enumerate(values, 1) if v is not None]
 
 
 def by_category(report: Report, colours: Colours) -> str:
@@ -285,11 +271,7 @@ def by_category(report: Report, colours: Colours) -> str:
                     bars.append(Bar(name, c.tau_incl_bonus, colours[name], finite_pair(c.tau_ci95)))
             groups.append((category, bars))
         # Many categories go on in further figures, with the same axis.
-        highest = []
-        for _, bars in groups:
-            for bar in bars:
-                highest.append(max(bar.value, *(bar.interval or (0,))))
-        high = max(highest)
+        high = max(max(bar.reach) for _, bars in groups for bar in bars)
         per_figure = max(1, BARS // len(setting.drafting))
         pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
         title = f"Tau by category, {caption(setting)}"
@@ -305,6 +287,4 @@ def by_category(report: Report, colours: Colours) -> str:
 
 def numbered(count: int) -> list[str]:
     """Return suffixes for the titles of `count` figures that belong together; none for one."""
-    if count == 1:
-        return [""]
-    return [f" ({i} of {count})" for i in range(1, count + 1)]
+    return [f" ({i} of {count})" if count > 1 else "" for i in range(1, count + 1)]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from math import isfinite, log2
+from math import log2
 
-from ..results import Report, SettingFigures
+from ..results import NAN, Report, SettingFigures
 from .axes import Axis, nudged
 from .charts import Bar, Interval, Series, Shares, bar_chart, line_chart, share_chart
 from .page import Figure, others_folded, side_by_side
-from .tables import Colours, caption, factor, finite_pair, firsts
+from .tables import Colours, caption, factor, finite_pair, firsts, is_finite
 
 # Parts of a round (docs/metrics.md#speed), and the words that stand for them.
 PARTS = {
@@ -27,27 +27,27 @@ MISFIT = 0.15  # share of the measured speed-up by which a model may be off with
 
 @dataclass
 class Growth:
-    """Speed-ups of one drafter over batch sizes, the smallest first."""
+    """Speed-ups of one drafter over batch sizes, the smallest first; NaN where not known."""
 
     name: str
     batches: list[int]
-    measured: list[float | None]
+    measured: list[float]
     intervals: list[Interval]
-    modelled: list[float | None]
+    modelled: list[float]
     """Predictions of the cost model: `modelled_speedup` in docs/metrics.md#speed."""
 
     @property
     def scale(self) -> float:
         """Factor by which the model is multiplied to begin at the measured point; 1 without one."""
         for measured, modelled in zip(self.measured, self.modelled, strict=True):
-            if modelled is not None:
-                return measured / modelled if measured is not None and modelled > 0 else 1.0
+            if is_finite(modelled):
+                return measured / modelled if is_finite(measured) and modelled > 0 else 1.0
         return 1.0
 
     @property
-    def drawn(self) -> list[float | None]:
+    def drawn(self) -> list[float]:
         """The model's speed-ups, scaled so that the first of them is the measured one."""
-        return [None if value is None else self.scale * value for value in self.modelled]
+        return [self.scale * value for value in self.modelled]
 
 
 def growths(settings: Sequence[SettingFigures]) -> list[Growth]:
@@ -57,14 +57,10 @@ def growths(settings: Sequence[SettingFigures]) -> list[Growth]:
         for name, s in setting.drafting.items():
             growth = found.setdefault(name, Growth(name, [], [], [], []))
             growth.batches.append(setting.batch)
-            growth.measured.append(_known(s.speedup))
+            growth.measured.append(s.speedup if is_finite(s.speedup) else NAN)
             growth.intervals.append(finite_pair(s.speedup_ci95))
-            growth.modelled.append(_known(s.modelled_speedup))
+            growth.modelled.append(s.modelled_speedup if is_finite(s.modelled_speedup) else NAN)
     return list(found.values())
-
-
-def _known(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None
 
 
 def misfits(growth: Growth) -> list[str]:
@@ -79,7 +75,7 @@ def misfits(growth: Growth) -> list[str]:
         growth.batches, growth.measured, growth.modelled, growth.drawn, strict=True
     ):
         predicted = modelled if first else drawn
-        if measured is None or predicted is None or measured <= 0:
+        if not (measured > 0 and is_finite(predicted)):
             continue
         off = abs(predicted - measured) / measured
         if off > MISFIT:
@@ -102,7 +98,7 @@ def speed(report: Report, colours: Colours) -> str:
         kind = first.temperature, first.lossless
         same = [s for s in report.settings if (s.temperature, s.lossless) == kind]
         same.sort(key=lambda setting: setting.batch)
-        title = f"Speed-up, T = {first.temperature:g}" + ("" if first.lossless else ", LOSSY")
+        title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
         if len(same) == 1:
             figures.append(Figure(title, _one_batch(first, colours), "dotted: plain decoding"))
             continue
@@ -141,18 +137,11 @@ def _over_batches(
     lines = []
     for growth, offset in zip(growths, nudged(len(growths), 0.12), strict=True):
         name, colour = growth.name, colours[growth.name]
-        measured, intervals, predicted = [], [], []
-        for batch, level, interval, drawn in zip(
-            growth.batches, growth.measured, growth.intervals, growth.drawn, strict=True
-        ):
-            x = log2(batch) + offset
-            if level is not None:
-                measured.append((x, level))
-                intervals.append(interval)
-            if drawn is not None:
-                predicted.append((x, drawn))
-        lines.append(Series(f"{name}, predicted", predicted, colour, dashed=True, label=""))
-        lines.append(Series(name, measured, colour, intervals, joined=False))
+        xs = [log2(batch) + offset for batch in growth.batches]
+        measured = list(zip(xs, growth.measured, strict=True))
+        predicted = list(zip(xs, growth.drawn, strict=True))
+        lines.append(Series(f"{name}, predicted", predicted, colour, dashed=True, named=False))
+        lines.append(Series(name, measured, colour, growth.intervals, joined=False))
     sizes = [(log2(setting.batch), str(setting.batch)) for setting in settings]
     x, y = Axis("batch size (requests)", ticks=sizes), Axis("speed-up over plain decoding", low=0)
     return partial(line_chart, lines, x, y, 1.0)

@@ -49,7 +49,8 @@ class Table:
         Rows that `colours` names get a key in their colour, so that the table is the legend of the
         charts below it.
         """
-        more = [' class="more"' * self._left_out(column) for column in self.columns]
+        left_out = [bool(self.narrow) and column not in self.narrow for column in self.columns]
+        more = [' class="more"' * hidden for hidden in left_out]
         heads = ""
         for column, hidden in zip(self.columns, more, strict=True):
             heads += f'<th scope="col"{hidden}>{escape(column)}</th>'
@@ -62,27 +63,25 @@ class Table:
             best = ' class="best"' if number in self.best else ""
             head = f'<th scope="row">{key}<bdi>{escape(name)}</bdi></th>'
             body.append(f"<tr{best}>{head}{values}</tr>")
-        caption = f"<caption>{escape(self.title)}</caption>"
+        title = escape(self.title)
         places = " ".join(str(list(self.columns).index(column)) for column in self.switches)
         switches = f' data-switches="{places}"' if places else ""
-        table = (
-            f"<table{switches}>{caption}<thead><tr>{heads}</tr></thead>"
-            f"<tbody>{''.join(body)}</tbody></table>"
-        )
         hint = ""
-        if left_out := sum(map(self._left_out, self.columns)):
+        if any(left_out):
             hint = (
-                f'<p class="note phone">{left_out} more columns are shown where the window is '
+                f'<p class="note phone">{sum(left_out)} more columns are shown where the window is '
                 "wider: turn the phone, or open the page on a computer.</p>"
             )
         return (
-            '<div class="wide" tabindex="0" role="region" '
-            f'aria-label="{escape(self.title)}">{table}</div>{hint}'
+            f'<div class="wide" tabindex="0" role="region" aria-label="{title}">'
+            f"<table{switches}><caption>{title}</caption><thead><tr>{heads}</tr></thead>"
+            f"<tbody>{''.join(body)}</tbody></table></div>{hint}"
         )
 
-    def _left_out(self, column: str) -> bool:
-        """Return whether a phone does not show a column."""
-        return bool(self.narrow) and column not in self.narrow
+
+def by_column(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and cells of `rows`, each with its texts by the same columns; at least one."""
+    return list(rows[0]), [list(row.values()) for row in rows]
 
 
 def is_finite(value: object) -> TypeGuard[float]:
@@ -114,9 +113,7 @@ def finite_pair(pair: Sequence[float | None] | None) -> tuple[float, float] | No
     if pair is None or len(pair) != 2:
         return None
     low, high = pair
-    if low is None or high is None or not (is_finite(low) and is_finite(high)):
-        return None
-    return low, high
+    return (low, high) if is_finite(low) and is_finite(high) else None
 
 
 def size(count: int | None) -> str:
@@ -137,20 +134,17 @@ def firsts(report: Report) -> list[SettingFigures]:
     return list(smallest.values())
 
 
-def loop_shares(report: Report, every: bool = False) -> str:
+def loop_shares(report: Report) -> str:
     """Return a sentence with the share of plain decoding's replies that loop, by setting.
 
-    It names `every` setting, or the smallest batch of each temperature. It is empty where loops
-    were not counted; see docs/metrics.md#doubtful-figures.
+    It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
     """
     known = []
-    for setting in report.settings if every else firsts(report):
+    for setting in report.settings:
         if (share := setting.plain.loop_share) is not None:
             known.append(f"{share:.0%} ({caption(setting)})")
-    if not known:
-        return ""
-    listed = ", ".join(known)
-    return f"Loop share (replies that repeat an 8-gram): {listed}; loops flatter every drafter."
+    said = f"Loop share (replies that repeat an 8-gram): {', '.join(known)}"
+    return f"{said}; loops flatter every drafter." if known else ""
 
 
 def fastest(setting: SettingFigures) -> str | None:
@@ -160,26 +154,6 @@ def fastest(setting: SettingFigures) -> str | None:
         if figures.speedup is not None and figures.speedup > gain:
             name, gain = drafter, figures.speedup
     return name
-
-
-COLUMNS = (
-    "drafter",
-    "speed-up",
-    "temperature",
-    "batch size",
-    "tau",
-    "replies equal to plain decoding's",
-    "tau, 95% interval",
-    "speed-up, 95% interval",
-    "tokens a second",
-    "drafted tokens a round",
-    "share of them accepted",
-    "time to first token, median, ms",
-    "time per later token, median, ms",
-    "95th percentile of that, ms",
-    "size of the drafter",
-    "tau if no reply stopped inside a round",
-)
 
 
 def summary(report: Report) -> Table:
@@ -197,57 +171,43 @@ def summary(report: Report) -> Table:
     title = "Every setting"
     if any(not setting.lossless for setting in report.settings):
         title += ", LOSSY typical acceptance"
+    switches = ["temperature", "batch size"]
     # What is the same in all rows is above the charts already.
-    narrow = ["drafter", "speed-up", "tau", "replies equal to plain decoding's"]
-    for place in (2, 3):
-        if len({row[place] for row in rows}) > 1:
-            narrow.append(COLUMNS[place])
-    return Table(title, COLUMNS, rows, best, ("temperature", "batch size"), narrow)
+    differing = [column for column in switches if len({row[column] for row in rows}) > 1]
+    narrow = ["drafter", "speed-up", "tau", "replies equal to plain decoding's", *differing]
+    return Table(title, *by_column(rows), best, switches, narrow)
 
 
 def _summary_row(
     setting: SettingFigures, name: str, s: DrafterFigures, weights: int | None
-) -> list[str]:
+) -> dict[str, str]:
     """Return the row of one way of decoding; `weights` are the drafter's own, in bytes."""
     # Without drafts tau is 1 by definition, and there is nothing to accept.
     drafts = bool(s.mean_n_draft)
     ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
-    equal = s.equal_to_ar
-    return [
-        name,
-        factor(s.speedup),
-        f"{setting.temperature:g}",
-        str(setting.batch),
-        number(s.tau_incl_bonus),
-        NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
-        interval(s.tau_ci95) if drafts else NOTHING,
-        interval(s.speedup_ci95) if name != "plain" else NOTHING,
-        number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
-        number(s.mean_n_draft, ".1f") if drafts else NOTHING,
-        number(s.accept_rate) if drafts else NOTHING,
-        number(ttft.get("p50"), ".1f", 1000),
-        number(tpot.get("p50"), ".2f", 1000),
-        number(tpot.get("p95"), ".2f", 1000),
-        size(weights),
-        number(s.tau_untruncated),
-    ]
+    equal = None if name == "plain" else s.equal_to_ar
+    return {
+        "drafter": name,
+        "speed-up": factor(s.speedup),
+        "temperature": f"{setting.temperature:g}",
+        "batch size": str(setting.batch),
+        "tau": number(s.tau_incl_bonus),
+        "replies equal to plain decoding's": _share_of(equal, s.requests),
+        "tau, 95% interval": interval(s.tau_ci95 if drafts else None),
+        "speed-up, 95% interval": interval(s.speedup_ci95 if name != "plain" else None),
+        "tokens a second": number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
+        "drafted tokens a round": number(s.mean_n_draft if drafts else None, ".1f"),
+        "share of them accepted": number(s.accept_rate if drafts else None),
+        "time to first token, median, ms": number(ttft.get("p50"), ".1f", 1000),
+        "time per later token, median, ms": number(tpot.get("p50"), ".2f", 1000),
+        "95th percentile of that, ms": number(tpot.get("p95"), ".2f", 1000),
+        "size of the drafter": size(weights),
+        "tau if no reply stopped inside a round": number(s.tau_untruncated),
+    }
 
 
-SERVER_COLUMNS = (
-    "setting",
-    "tau",
-    "tau, steps without a draft counted",
-    "accepted 1 or more",
-    "2 or more",
-    "3 or more",
-    "share of drafted tokens accepted",
-    "tokens a second",
-    "time to first token, median, ms",
-    "95th percentile of that, ms",
-    "time per later token, median, ms",
-    "95th percentile of that one, ms",
-    "replies equal to plain decoding's",
-)
+def _share_of(count: int | None, whole: int | None) -> str:
+    return NOTHING if count is None else f"{count} of {whole}"
 
 
 def served(report: Report) -> Table | None:
@@ -256,29 +216,30 @@ def served(report: Report) -> Table | None:
     `None` is returned if no server was measured. Its figures are defined in
     docs/metrics.md#servers-counters.
     """
-    if (server := report.server) is None:
+    if (server := report.server) is None or not server.settings:
         return None
     rows = []
     for s in server.settings:
         ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
         # Three columns of survival, whatever depth the server drafts to.
-        survival = [*s.survival, None, None, None][:3]
-        equal = s.equal_to_plain
-        rows.append([
-            f"T = {s.temperature:g}, {s.concurrency} at once",
-            number(s.tau_incl_bonus),
-            number(s.tau_emitted),
-            *map(number, survival),
-            number(s.accept_rate),
-            number(s.tokens_s, ".0f"),
-            number(ttft.get("p50"), ".1f", 1000),
-            number(ttft.get("p95"), ".1f", 1000),
-            number(tpot.get("p50"), ".1f", 1000),
-            number(tpot.get("p95"), ".1f", 1000),
-            NOTHING if equal is None else f"{equal} of {s.compared}",
-        ])  # fmt: skip
+        first, second, third, *_ = [*s.survival, None, None, None]
+        rows.append({
+            "setting": f"T = {s.temperature:g}, {s.concurrency} at once",
+            "tau": number(s.tau_incl_bonus),
+            "tau, steps without a draft counted": number(s.tau_emitted),
+            "accepted 1 or more": number(first),
+            "2 or more": number(second),
+            "3 or more": number(third),
+            "share of drafted tokens accepted": number(s.accept_rate),
+            "tokens a second": number(s.tokens_s, ".0f"),
+            "time to first token, median, ms": number(ttft.get("p50"), ".1f", 1000),
+            "95th percentile of that, ms": number(ttft.get("p95"), ".1f", 1000),
+            "time per later token, median, ms": number(tpot.get("p50"), ".1f", 1000),
+            "95th percentile of that one, ms": number(tpot.get("p95"), ".1f", 1000),
+            "replies equal to plain decoding's": _share_of(s.equal_to_plain, s.compared),
+        })  # fmt: skip
     narrow = ("setting", "tau", "tokens a second", "replies equal to plain decoding's")
-    return Table(server.title, SERVER_COLUMNS, rows, narrow=narrow)
+    return Table(server.title, *by_column(rows), narrow=narrow)
 
 
 def categories(setting: SettingFigures) -> Table | None:
@@ -287,10 +248,7 @@ def categories(setting: SettingFigures) -> Table | None:
     `None` is returned where the prompts are of less than two categories.
     """
     by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
-    found: set[str] = set()
-    for by in by_drafter.values():
-        found.update(by)
-    names = sorted(found)
+    names = sorted({category for by in by_drafter.values() for category in by})
     if len(names) < 2:
         return None
     rows = []
@@ -304,7 +262,7 @@ def categories(setting: SettingFigures) -> Table | None:
     return Table(f"Tau by category, {caption(setting)}", ["category", *by_drafter], rows)
 
 
-def with_interval(value: float, pair: Sequence[float | None] | None) -> str:
+def with_interval(value: object, pair: Sequence[float | None] | None) -> str:
     """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
     text = interval(pair)
     return number(value) + (f" ({text})" if text != NOTHING else "")

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....heads.files import JsonObject
+from ..results import NAN
 from .axes import Axis
 from .charts import COLOURS, Series, line_chart
 from .page import Figure, side_by_side
-from .tables import NOTHING, Table, is_finite, number, with_interval
+from .tables import Table, by_column, is_finite, number, with_interval
+
+STEPS = Axis("step", low=0)
 
 
 @dataclass(frozen=True)
@@ -42,42 +45,22 @@ def trainings(runs: Sequence[Training]) -> Table | None:
     """
     rows = []
     for run in runs:
-        loss, measured = run.curve("loss"), run.curve("tau_measured")
-        estimated = dict(run.curve("tau_estimated"))
-        last_step = max(row["step"] for row in run.rows)
-        best = max(measured, key=lambda point: point[1], default=None)
-        if best is not None:
-            best_step = best[0]
-        else:
-            best_step = max(estimated, key=lambda step: estimated[step], default=None)
-        rows.append([
-            run.name,
-            f"{last_step:.0f}",
-            number(loss[-1][1] if loss else None, ".3f"),
-            _before(run),
-            NOTHING if best is None else with_interval(best[1], bounds(run, best[0])),
-            NOTHING if best_step is None else number(estimated.get(best_step)),
-            NOTHING if best_step is None else f"{best_step:.0f}",
-        ])  # fmt: skip
-    columns = [
-        "run",
-        "steps",
-        "last loss",
-        "tau before training",
-        "best tau, measured",
-        "tau, estimated there",
-        "at step",
-    ]
-    return Table("Training runs", columns, rows) if rows else None
-
-
-def _before(run: Training) -> str:
-    """Return tau at step 0 with its interval if it was measured; a dash without an evaluation."""
-    measured, estimated = run.curve("tau_measured"), run.curve("tau_estimated")
-    for points in (measured, estimated):
-        if points and points[0][0] == 0:
-            return with_interval(points[0][1], bounds(run, 0) if points is measured else None)
-    return NOTHING
+        loss = run.curve("loss")
+        measured, estimated = dict(run.curve("tau_measured")), dict(run.curve("tau_estimated"))
+        taus = measured or estimated
+        best = max(taus, key=lambda step: taus[step], default=NAN)
+        rows.append({
+            "run": run.name,
+            "steps": f"{max(row['step'] for row in run.rows):.0f}",
+            "last loss": number(loss[-1][1] if loss else None, ".3f"),
+            "tau before training": with_interval(measured[0], bounds(run, 0))
+            if 0 in measured
+            else number(estimated.get(0)),
+            "best tau, measured": with_interval(measured.get(best), bounds(run, best)),
+            "tau, estimated there": number(estimated.get(best)),
+            "at step": number(best, ".0f"),
+        })  # fmt: skip
+    return Table("Training runs", *by_column(rows)) if rows else None
 
 
 def bounds(run: Training, step: float) -> tuple[float, float] | None:
@@ -92,8 +75,8 @@ def curves(runs: Sequence[Training]) -> str:
 
 
 def _loss(run: Training) -> Figure:
-    line = Series("loss", run.curve("loss"), 1, label="")
-    draw = partial(line_chart, [line], Axis("step", low=0), Axis("loss"))
+    line = Series("loss", run.curve("loss"), 1, named=False)
+    draw = partial(line_chart, [line], STEPS, Axis("loss"))
     return Figure(f"{run.name}: training loss", draw)
 
 
@@ -109,13 +92,11 @@ def _tau(run: Training) -> Figure:
         "dashed: estimated by replay on known texts; points: measured by decoding, with 95% "
         "intervals"
     )
-    level = None
-    first = (measured or estimated)[:1]
-    if first and first[0][0] == 0:
-        level = first[0][1]
+    level = dict(measured or estimated).get(0)
+    if level is not None:
         note += "; dotted: before training"
     y = Axis("tau (tokens a round)", low=1)
-    draw = partial(line_chart, lines, Axis("step", low=0), y, level)
+    draw = partial(line_chart, lines, STEPS, y, level)
     return Figure(f"{run.name}: held-out tau", draw, note)
 
 
@@ -139,5 +120,5 @@ def _acceptance(run: Training) -> Figure:
         if lines:
             note = meaning
             break
-    draw = partial(line_chart, lines, Axis("step", low=0), Axis("share", 0, 1))
+    draw = partial(line_chart, lines, STEPS, Axis("share", 0, 1))
     return Figure(f"{run.name}: acceptance by position", draw, note)

@@ -88,12 +88,11 @@ def texts_that_fit(
     def fits(count: int, length: int) -> bool:
         first = to_choose_on(count)
         writing = length * step(first)
-        by_batch = []
+        measuring = 0.0
         for batch in batches:
             runs = LEAST_WAYS * math.ceil(first / batch)
             runs += AGAIN * math.ceil((count - first) / batch)
-            by_batch.append(runs * length * step(batch))
-        measuring = sum(by_batch)
+            measuring += runs * length * step(batch)
         return writing <= TEXTS * seconds and measuring <= MEASURING * seconds
 
     # Fewer prompts than the largest batch would time that batch half empty.
@@ -126,7 +125,7 @@ class Timings:
     rounds: int
     """Rounds of every way that count in each turn."""
     turns: int
-    """Turns of all ways; in each of them all prompts are read once for every way."""
+    """In each turn all prompts are read once for every way."""
     tokens: int | None
     """Tokens that the prompts are cut to; None where they are read whole."""
     seconds: float

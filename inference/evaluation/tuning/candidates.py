@@ -11,10 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from ....heads.errors import UserError
+from ....heads.files import JsonObject
 from ...drafters import load_proposer
 from ...proposer import Proposer
 from ...proposers.lookup import LookupProposer
@@ -22,6 +27,7 @@ from ...proposers.shapes import grow
 from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup
 from ...replay import RANKS
+from ...rounds.tree import DraftTree
 from ...settings import Sampling
 from ...tree_settings import MOST, Ranks, TreeSettings
 from .replay_roots import BEST, KnownPath, KnownTexts, nodes_needed, replay_roots
@@ -35,15 +41,14 @@ MIDDLING = (5, 16)  # levels and nodes of the tree that the score temperature is
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of a tree
 Counts = list[list[int]]
 """A number for each root of each text: `counts[text][root]`."""
-Pool = list[list[list[list[int]]]]
+Pool = Sequence[Sequence[Sequence[Sequence[int]]]]
 """Nodes that a tree needs for the path of the true tokens.
 
 `pool[text][root][levels - 1][depth - 1]` is the number of nodes with which a tree of so many levels
 holds that path to that depth."""
-
-
-Maker = Callable[..., Callable[[], Proposer]]
-"""Takes the settings of a `TreePlan`, and returns a function that makes a proposer draft by it."""
+RootRanks = Iterable[Iterable[Sequence[int]]]
+"""Ranks of the true tokens after each root of each text: `ranks[text][root][depth - 1]`."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -82,13 +87,15 @@ def candidates(
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return all candidates of the drafter `spec`, the default one first, and what was measured.
 
-    The default is what a user gets without a profile (`proposers.default_tree`). The measurements
-    are the acceptance of each depth and rank, the accepted drafts at each score temperature, and
-    the best score temperature; there are none for lookups. `tick` is called with a name before each
-    pass over the texts.
-
-    Raises `UserError` for drafters that cannot be replayed along a text.
+    The default is what a user gets without a profile (`proposers.default_tree`). What was measured
+    is the acceptance of each depth and rank, the accepted drafts at each score temperature, and the
+    best of these; nothing for lookups. `tick` is called with a name before each pass over the
+    texts. Raises `UserError` as `check_tunable` does.
     """
+
+    def silent(message):
+        pass  # it was shown when the drafter was first loaded
+
     proposer = load_proposer(spec, known.target, silent, choose=True, inform=silent)
     check_tunable(proposer, spec)
     if isinstance(proposer, Planned):
@@ -96,16 +103,8 @@ def candidates(
     return _lookups(known, spec, sampling, tick)
 
 
-def silent(message: str) -> None:
-    """Drop a notice that was shown when the drafter was first loaded."""
-
-
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raise `UserError` for a drafter that cannot be tuned.
-
-    These are drafters that cannot be replayed along a text, and chains with a threshold, which
-    choose their length themselves.
-    """
+    """Raise `UserError` for drafters that no text can be replayed with, and adaptive chains."""
     if isinstance(proposer, Planned):
         if proposer.plan.threshold:
             raise UserError("tune chooses a chain's length itself; leave out threshold")
@@ -125,40 +124,49 @@ def _planned(
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return `candidates` of a drafter that follows a `TreePlan`, such as EAGLE."""
     default_plan: TreePlan = proposer.plan
-
-    def make(**setting: Any) -> Callable[[], Proposer]:
-        # All candidates share one proposer and its weights: the plan is set when a turn begins.
-        def ready() -> Proposer:
-            proposer.replan(TreePlan(TreeSettings(**setting).or_else(length=1, width=1)))
-            return proposer
-
-        return ready
-
     tick("acceptance by depth and rank")
     wanted_lengths = {*LENGTHS}
     if default_plan.width == 1:
         wanted_lengths.add(default_plan.length)
     lengths = sorted({min(length, proposer.longest) for length in wanted_lengths})
     path = KnownPath(max(lengths[-1], default_plan.length))
-    ranks = _ranks(known, proposer, sampling, path)
+    proposer.replan(path)
+    ranks = _by_root(known, proposer, sampling, lambda tree, following: path.ranks.tolist())
     table = rank_table(ranks)
-    ways = _chains_and_shapes(ranks, table, lengths, make)
+    ways = _chains_and_shapes(proposer, ranks, table, lengths)
     if default_plan.fixed is not None and default_plan.width > 1:
-        ways.append(_fixed(ranks, default_plan.fixed, make))
+        ways.append(_fixed(proposer, ranks, default_plan.fixed))
     most_levels = max(LEVELS, default_plan.length if default_plan.width > 1 else 0)
     levels = min(most_levels, proposer.longest)
-    pools = _Pools(known, proposer, sampling, levels, tick)
 
-    def pool_at(score_temperature: float) -> Pool:
-        return pools.of(WIDTHS[1], score_temperature)
+    @cache
+    def pool_of(width: int, score_temperature: float) -> Pool:
+        """Return the pool of trees with up to `width` children a node and `levels` levels."""
+        tick(f"trees {width} wide, score temperature {score_temperature:g}")
+        nodes = min(width + (levels - 1) * width**2, MOST)
+        settings = TreeSettings(
+            length=levels, width=width, nodes=nodes, score_temperature=score_temperature
+        )
+        # All candidate nodes are given, so that `cut` can take any smaller tree from them.
+        proposer.replan(TreePlan(settings, give_all=True))
+        return _by_root(known, proposer, sampling, _needs)
 
-    score_temperature, accepted_at = fitted_score_temperature(pool_at)
-    ways += _dynamic(pools, default_plan, score_temperature, make)
+    score_temperature, accepted_at = fitted_score_temperature(partial(pool_of, WIDTHS[1]))
+    ways += _dynamic(proposer, pool_of, levels, default_plan, score_temperature)
     return first_of(ways, _setting_of(default_plan)), {
         "rank_acceptance": table,
         "accepted_by_score_temperature": accepted_at,
         "score_temperature": score_temperature,
     }
+
+
+def _follow(proposer: Any, setting: JsonObject) -> Proposer:
+    """Return `proposer`, which drafts by the plan of `setting` from the next batch on.
+
+    All candidates share it and its weights, so that it is set up when the turn of one begins.
+    """
+    proposer.replan(TreePlan(TreeSettings(**setting).or_else(length=1, width=1)))
+    return proposer
 
 
 def _setting_of(plan: TreePlan) -> dict[str, Any]:
@@ -174,46 +182,54 @@ def _setting_of(plan: TreePlan) -> dict[str, Any]:
 
 
 def _chains_and_shapes(
-    ranks: list[list[list[int]]], table: list[list[float]], lengths: list[int], make: Maker
+    proposer: Any, ranks: RootRanks, table: list[list[float]], lengths: list[int]
 ) -> list[Candidate]:
     """Return the chains of these `lengths`, and the best fixed shape of each size.
 
-    `ranks`: the true tokens' ranks, for each text and root. `table`: their `rank_table`.
+    `table` is the `rank_table` of `ranks`.
     """
     ways = []
     for length in lengths:
         setting = {"length": length, "width": 1}
-        accepted = runs(ranks, length)
-        ways.append(
-            # one node is continued on each level after the first
-            Candidate("chain", setting, make(length=length), accepted, length, (1,) * (length - 1))
-        )
+        # one node is continued on each level after the first
+        continued = (1,) * (length - 1)
+        make, accepted = partial(_follow, proposer, setting), runs(ranks, length)
+        ways.append(Candidate("chain", setting, make, accepted, length, continued))
     for count in BUDGETS:
         shape = grow(table[:LEVELS], count)
         # `grow` leaves out nodes that were never right, so a shape may be smaller than asked for;
         # a shape of best tokens only is a chain, and those are candidates already.
         if len(shape) == count and max(node[-1] for node in shape):
-            ways.append(_fixed(ranks, shape, make))
+            ways.append(_fixed(proposer, ranks, shape))
     return ways
 
 
-def _fixed(ranks: list[list[list[int]]], shape: Sequence[Ranks], make: Maker) -> Candidate:
-    """Return the fixed tree `shape` as a candidate; `ranks` as in `_chains_and_shapes`."""
-    accepted, inner = along(ranks, shape), tuple(_inner(shape))
+def _fixed(proposer: Any, ranks: RootRanks, shape: Sequence[Ranks]) -> Candidate:
+    """Return the fixed tree `shape` as a candidate."""
     setting = {"shape": list(shape)}
-    return Candidate("fixed", setting, make(**setting), accepted, len(shape), inner)
+    make, accepted = partial(_follow, proposer, setting), along(ranks, shape)
+    return Candidate("fixed", setting, make, accepted, len(shape), tuple(_inner(shape)))
 
 
-def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) -> list[Candidate]:
-    """Return the dynamic trees of all sizes, at each width and the score temperature `fitted`."""
+def _dynamic(
+    proposer: Any,
+    pool_of: Callable[[int, float], Pool],
+    most_levels: int,
+    default_plan: TreePlan,
+    fitted: float,
+) -> list[Candidate]:
+    """Return the dynamic trees of all sizes, at each width and the score temperature `fitted`.
+
+    `pool_of` gives the pool of a width and a score temperature.
+    """
     # And at those of the default tree, which has to be one of the candidates.
     kinds = {(width, fitted) for width in WIDTHS}
     if default_plan.width > 1:
         kinds.add((default_plan.width, default_plan.score_temperature))
     ways = []
     for width, score_temperature in sorted(kinds):
-        pool = pools.of(width, score_temperature)
-        for levels in range(1, pools.levels + 1):
+        pool = pool_of(width, score_temperature)
+        for levels in range(1, most_levels + 1):
             # The first level offers `width` nodes; every further one offers `width` children of
             # each of the `width` nodes that are continued.
             # Width 4 and 3 levels: 4 + 2 * 16 = 36 nodes.
@@ -224,11 +240,9 @@ def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) 
                 setting: dict[str, Any] = {"length": levels, "width": width, "nodes": nodes}
                 if score_temperature != 1:
                     setting["score_temperature"] = score_temperature
-                accepted = cut(pool, levels, nodes)
+                make, accepted = partial(_follow, proposer, setting), cut(pool, levels, nodes)
                 continued = (width,) * (levels - 1)
-                ways.append(
-                    Candidate("dynamic", setting, make(**setting), accepted, nodes, continued)
-                )
+                ways.append(Candidate("dynamic", setting, make, accepted, nodes, continued))
     return ways
 
 
@@ -250,37 +264,6 @@ def fitted_score_temperature(pool_at: Callable[[float], Pool]) -> tuple[float, d
     return best, {str(score_temperature): count for score_temperature, count in accepted.items()}
 
 
-class _Pools:
-    """Pools of trees of each width and score temperature, replayed when first asked for."""
-
-    def __init__(
-        self,
-        known: KnownTexts,
-        proposer: Any,
-        sampling: Sampling,
-        levels: int,
-        tick: Callable[[str], None],
-    ) -> None:
-        self.levels = levels
-        self._about = known, proposer, sampling
-        self._tick = tick
-        self._found: dict[tuple[int, float], Pool] = {}
-
-    def of(self, width: int, score_temperature: float) -> Pool:
-        """Return the pool of trees with up to `width` children a node and `levels` levels."""
-        if (width, score_temperature) not in self._found:
-            self._tick(f"trees {width} wide, score temperature {score_temperature:g}")
-            known, proposer, sampling = self._about
-            nodes = min(width + (self.levels - 1) * width**2, MOST)
-            settings = TreeSettings(
-                length=self.levels, width=width, nodes=nodes, score_temperature=score_temperature
-            )
-            # All candidate nodes are given, so that `cut` can take any smaller tree from them.
-            proposer.replan(TreePlan(settings, give_all=True))
-            self._found[width, score_temperature] = _needs(known, proposer, sampling)
-        return self._found[width, score_temperature]
-
-
 def _lookups(
     known: KnownTexts, spec: str, sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -290,28 +273,24 @@ def _lookups(
     default: Any = load_proposer(spec, target, print)
     lengths = sorted({*LENGTHS, default.max_drafted})
     longest = load_proposer(spec, target, print, {"length": lengths[-1]})
-    # A lookup has one token a position, so a right draft has rank 0; a wrong or missing one is
-    # noted as 1, which is all that `runs` has to know.
-    ranks: list[list[list[int]]] = [[] for _ in known.texts]
-    found_counts: list[list[int]] = [[] for _ in known.texts]
-    for rows, tree, true_tokens in replay_roots(known, longest, sampling):
+
+    # A lookup has one token a position: a right draft has rank 0, and a wrong one is noted as 1.
+    missing = 2
+
+    def ranks_at(tree: DraftTree, following: Tensor) -> list[list[int]]:
         drafts = tree.tokens[:, 1:]
-        wrong = (drafts != true_tokens).long()
-        for row, values, tokens in zip(rows, wrong.tolist(), drafts.tolist(), strict=True):
-            ranks[row].append(values)
-            # Missing drafts are `NO_NODE`, which is negative.
-            found_counts[row].append(sum(token >= 0 for token in tokens))
+        # Missing drafts are `NO_NODE`, which is negative.
+        return torch.where(drafts < 0, missing, (drafts != following).long()).tolist()
+
+    ranks = _by_root(known, longest, sampling, ranks_at)
     ways = []
     for length in lengths:
-        # A default value is taken now; in the body `length` would be the last one of the loop.
-        def make(length=length):
-            return load_proposer(spec, target, print, {"length": length})
-
-        accepted = runs(ranks, length)
+        setting = {"length": length}
         drafted = []
-        for counts in found_counts:
-            drafted.append([min(count, length) for count in counts])
-        ways.append(Candidate("chain", {"length": length}, make, accepted, length, (), drafted))
+        for text in ranks:
+            drafted.append([sum(rank < missing for rank in root[:length]) for root in text])
+        make, accepted = partial(load_proposer, spec, target, print, setting), runs(ranks, length)
+        ways.append(Candidate("chain", setting, make, accepted, length, (), drafted))
     return first_of(ways, {"length": default.max_drafted}), {}
 
 
@@ -324,34 +303,34 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
     return sorted(found, key=lambda candidate: candidate.setting != setting)
 
 
-def _ranks(
-    known: KnownTexts, proposer: Any, sampling: Sampling, path: KnownPath
-) -> list[list[list[int]]]:
-    """Return the ranks of the true next tokens, given those before them, for each text and root."""
-    proposer.replan(path)
-    ranks_of_texts: list[list[list[int]]] = [[] for _ in known.texts]
-    for rows, _, _ in replay_roots(known, proposer, sampling):
-        for row, ranks in zip(rows, path.ranks.tolist(), strict=True):
-            ranks_of_texts[row].append(ranks)
-    return ranks_of_texts
+def _by_root(
+    known: KnownTexts,
+    proposer: Proposer,
+    sampling: Sampling,
+    at_roots: Callable[[DraftTree, Tensor], Iterable[T]],
+) -> list[list[T]]:
+    """Return what `at_roots` gives for each text and root.
+
+    It is called with the trees drafted at a root of several texts, and the tokens that follow.
+    """
+    found: list[list[T]] = [[] for _ in known.texts]
+    for rows, tree, following in replay_roots(known, proposer, sampling):
+        for row, value in zip(rows, at_roots(tree, following), strict=True):
+            found[row].append(value)
+    return found
 
 
-def _needs(known: KnownTexts, proposer: Proposer, sampling: Sampling) -> Pool:
-    """Return the pool of what `proposer` drafts: `nodes_needed` at each root."""
-    pool: Pool = [[] for _ in known.texts]
-    for rows, tree, true_tokens in replay_roots(known, proposer, sampling):
-        # One [rows][depths] table for each number of levels.
-        tables = [table.tolist() for table in nodes_needed(tree, true_tokens)]
-        for index, row in enumerate(rows):
-            pool[row].append([table[index] for table in tables])
-    return pool
+def _needs(tree: DraftTree, following: Tensor) -> Iterable[tuple[list[int], ...]]:
+    """Return `nodes_needed` of each row, a list for each number of levels."""
+    # There is one [rows][depths] table for each number of levels.
+    return zip(*(table.tolist() for table in nodes_needed(tree, following)), strict=True)
 
 
 def cut(pool: Pool, levels: int, nodes: int) -> Counts:
     """Return the accepted drafts of trees of the best `nodes` nodes in at most `levels` levels."""
 
-    def accepted_at(needed_by_levels: list[list[int]]) -> int:
-        # The last table is of all levels that there are, and stands for any larger number of them.
+    def accepted_at(needed_by_levels: Sequence[Sequence[int]]) -> int:
+        # The last table is of all levels that there are.
         needed = needed_by_levels[min(levels, len(needed_by_levels)) - 1]
         # The needed number rises with depth, so the depths that fit are the first ones.
         return sum(need <= nodes for need in needed)
@@ -359,19 +338,12 @@ def cut(pool: Pool, levels: int, nodes: int) -> Counts:
     return [list(map(accepted_at, text)) for text in pool]
 
 
-def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
+def runs(ranks: RootRanks, length: int) -> Counts:
     """Return the accepted drafts of chains: each root's leading zero ranks, `length` at most."""
-
-    def leading_zeros(root: Sequence[int]) -> int:
-        most, count = min(len(root), length), 0
-        while count < most and root[count] == 0:
-            count += 1
-        return count
-
-    return [list(map(leading_zeros, text)) for text in ranks]
+    return along(ranks, [(0,) * depth for depth in range(1, length + 1)])
 
 
-def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
+def along(ranks: RootRanks, shape: Sequence[Ranks]) -> Counts:
     """Return the accepted drafts of a fixed shape.
 
     They are as many as the longest beginning of a root's ranks that is a node of the shape.
@@ -387,27 +359,20 @@ def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> C
     return [list(map(depth, text)) for text in ranks]
 
 
-def rank_table(
-    ranks: Iterable[Iterable[Sequence[int]]],
-) -> list[list[float]]:
+def rank_table(ranks: RootRanks) -> list[list[float]]:
     """Return the share of roots at which the draft of each depth and rank is right, `[D][RANKS]`.
 
-    A depth counts only the roots at which all tokens before it were among the
-    `BEST` ranks. The shares of a depth never rise with the rank, because a tree offers better
-    siblings first.
+    A depth counts only the roots at which all tokens before it were among the `BEST` ranks. The
+    shares of a depth never rise with the rank, because a tree offers better siblings first.
     """
-    roots = list(chain.from_iterable(ranks))
-    reached = roots
+    reached = list(chain.from_iterable(ranks))
     table = []
-    for depth in range(len(roots[0]) if roots else 0):
-        if depth:
-            # The roots that reached the depth above, less those whose token there was not among
-            # the `BEST`.
-            reached = [root for root in reached if root[depth - 1] < BEST]
+    for depth in range(len(reached[0]) if reached else 0):
         counts = Counter(root[depth] for root in reached)
         shares = [counts[rank] / max(len(reached), 1) for rank in range(RANKS)]
         # A rank that was right more often than a better one, by chance, raises the better one.
         table.append([max(shares[rank:]) for rank in range(RANKS)])
+        reached = [root for root in reached if root[depth] < BEST]
     return table
 
 

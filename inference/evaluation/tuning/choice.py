@@ -106,12 +106,13 @@ class Choice:
     def to_json(self) -> JsonObject:
         """Return the keys of a profile's row that are about the choice."""
         again = self.again
+        reported = again if self.taken else None
         return {
             "taken": self.taken,
             "reason": self.reason,
-            # of the default over itself
-            "gain_over_default": again.ratio if self.taken and again is not None else 1.0,
-            "gain_ci95": again.interval if self.taken and again is not None else None,
+            # 1 is that of the default over itself
+            "gain_over_default": 1.0 if reported is None else reported.ratio,
+            "gain_ci95": None if reported is None else reported.interval,
             "best": {
                 "label": self.best,
                 "gain": self.gain.ratio,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ from ....heads.files import JsonObject
 from ...decode import Request, Round, decode
 from ...proposer import Prompts, Proposer
 from ...proposers.plain import PlainDecoding
+from ...replay import replay
 from ...rounds.sampling import Draws
 from ...rounds.tree import NO_NODE, DraftTree, TreeShape
 from ...settings import GREEDY, Sampling
 from ...targets.target import Target
 from .budget import FEWEST_ROUNDS, Timings
 from .candidates import Candidate
-from .options import SAMPLES
 from .replay_roots import KnownText
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of which verification is timed
@@ -41,22 +42,18 @@ SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefi
 class Filler(Proposer):
     """Proposer whose drafts are never right and cost nothing to make.
 
-    Each round has a tree of another size. The rounds show what verification takes, and each of them
-    emits exactly one token.
+    Each round has a tree of another size, and emits exactly one token.
     """
 
     name = "filler"
+    taps: tuple[int, ...] = ()
 
-    weight_bytes = 0
-
-    def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
-        self.taps, self.max_drafted = taps, max(sizes)
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.max_drafted = max(sizes)
         # Every node has three children: a tree of ordinary width and depth.
-        self._shapes = []
-        for size in sizes:
-            # Draft i is node i + 1: the drafts 0, 1, 2 are children of node 0, 3, 4, 5 of node 1.
-            parents = [draft // 3 for draft in range(size)]
-            self._shapes.append(TreeShape((NO_NODE, *parents)))
+        # Draft i is node i + 1: the drafts 0, 1, 2 are children of node 0, 3, 4, 5 of node 1.
+        parents = [draft // 3 for draft in range(max(sizes))]
+        self._shapes = [TreeShape((NO_NODE, *parents[:size])) for size in sizes]
         self._round = 0
 
     def prefill(self, prompts: Prompts) -> None:
@@ -70,14 +67,16 @@ class Filler(Proposer):
         return DraftTree(tokens, shape)
 
 
+Table = dict[int, dict[float, dict[int, float]]]
+"""Median seconds of a verification, `table[batch][context][nodes]`, of drafted nodes without the
+root."""
+
+
 @dataclass
 class VerifyCosts:
-    """Median seconds of a verification, `table[batch][context][nodes]`.
+    """Seconds of a verification at any number of nodes and context."""
 
-    `nodes` are drafted nodes, without the root.
-    """
-
-    table: dict[int, dict[float, dict[int, float]]]
+    table: Table
 
     def seconds(self, batch: int, nodes: int, context: float) -> float:
         """Return the seconds of a verification of `nodes` drafts in each of `batch` rows.
@@ -85,28 +84,18 @@ class VerifyCosts:
         They are interpolated linearly in nodes and in context, and constant outside of what was
         measured. `batch` must have been measured.
         """
-        by_context = {}
-        for measured, sizes in self.table[batch].items():
-            by_context[measured] = between(sizes, nodes)
-        return between(by_context, context)
+        contexts = self.table[batch].items()
+        return between({at: between(sizes, nodes) for at, sizes in contexts}, context)
 
 
 def stored_costs(table: JsonObject | None) -> VerifyCosts:
-    """Return `VerifyCosts` from their table as a journal gives it back; empty ones for None.
-
-    JSON has texts for the keys, which are numbers.
-    """
-    by_batch: dict[int, dict[float, dict[int, float]]] = {}
-    for batch, contexts in (table or {}).items():
-        by_context = by_batch[int(batch)] = {}
-        for context, sizes in contexts.items():
-            by_context[float(context)] = {int(nodes): times for nodes, times in sizes.items()}
-    return VerifyCosts(by_batch)
+    """Return `VerifyCosts` from their table as a journal gives it back; empty ones for None."""
+    # Not strict, since JSON has texts for the keys.
+    return VerifyCosts(msgspec.convert(table or {}, Table, strict=False))
 
 
 def between(points: dict[Any, float], at: float) -> float:
-    """Return the linear interpolation through `points` at `at`; outside of them, the nearest
-    one."""
+    """Return the linear interpolation through `points` at `at`; the nearest one outside of them."""
     known = sorted(points)
     return float(numpy.interp(at, known, [points[size] for size in known]))
 
@@ -117,8 +106,8 @@ def verification(
     contexts: Sequence[int],
     text: Sequence[int],
     tick: Callable[[str], None],
-    samples: int = SAMPLES,
-    seconds: float = math.inf,
+    samples: int,
+    seconds: float,
 ) -> VerifyCosts:
     """Return the times of verifying trees of all sizes at each batch size and context.
 
@@ -144,7 +133,7 @@ def verification(
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
     # The uncounted rounds, the uncounted sweep, and `FEWEST_ROUNDS` sweeps for the medians.
     fewest = SETTLE + len(NODES) * (1 + FEWEST_ROUNDS)
-    table: dict[int, dict[float, dict[int, float]]] = {}
+    table: Table = {}
     # A run adds one token a round. Its prompt is shorter by half of them, so that the context asked
     # for is the mean one.
     lengths = sorted({max(1, min(context - rounds // 2, room)) for context in contexts})
@@ -179,13 +168,12 @@ def _median_by_size(records: Sequence[Round]) -> dict[int, float]:
     return {size: statistics.median(times) for size, times in sizes.items()}
 
 
-def _token_seconds(table: dict[int, dict[float, dict[int, float]]]) -> float:
+def _token_seconds(table: Table) -> float:
     """Return a rough estimate of the seconds that one token of a prompt takes.
 
     It is the time of one node of the largest tree, at the first batch size and context timed.
     """
-    first_batch = next(iter(table.values()))
-    sizes = next(iter(first_batch.values()))
+    sizes = next(iter(next(iter(table.values())).values()))
     return sizes[max(NODES)] / (max(NODES) + 1)
 
 
@@ -322,11 +310,9 @@ def drafting(
         slowdowns = []  # of each verification, relative to the table
         for records in records_of:
             rest.append(statistics.median(r.t_round_s - r.t_verify_s for r in records))
-            ratios = []
-            for record in records:
-                expected = verify.seconds(batch, record.drafted or 0, context)
-                ratios.append(record.t_verify_s / expected)
-            slowdowns.append(ratios)
+            slowdowns.append([
+                r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in records
+            ])  # fmt: skip
         # Plain decoding has no drafts, so the constant is all that its rounds cost.
         plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
         plain.verify_ratio[batch] = statistics.median(slowdowns[0])
@@ -408,8 +394,7 @@ def predicted(
 ) -> dict[str, float]:
     """Return tau and tokens per second of decoding `texts` in batches of `batch`.
 
-    The rounds are replayed, and each is priced with the rows that are still running. Both are NaN
-    where there is no round.
+    Each round is priced with the rows that are still running. Both are NaN where there is no round.
     """
     rounds = [_rounds(candidate, text, index) for index, text in enumerate(texts)]
     seconds, prices = 0.0, {}
@@ -436,19 +421,14 @@ def predicted(
 def _rounds(candidate: Candidate, text: KnownText, place: int) -> list[tuple[int, int, int]]:
     """Return emitted tokens, drafted nodes and position of the root of each round over `text`.
 
-    `place` is the index of the text in the candidate's counts. Rounds follow each other as in
-    `replay.replay`.
+    `place` is the index of the text in the candidate's counts.
     """
-    rounds, root, end = [], text.start, len(text.ids)
-    while root < end - 1:
-        index = root - text.start
-        accepted = candidate.accepted[place][index]
-        drafted = candidate.nodes
-        if candidate.drafted is not None:
-            drafted = candidate.drafted[place][index]
-        # The last round is cut where the text ends.
-        rounds.append((min(accepted + 1, end - 1 - root), drafted, root))
-        root += accepted + 1
+    accepted, drafted = candidate.accepted[place], candidate.drafted
+    rounds, root = [], text.start
+    for emitted in replay([0] * text.start + accepted, text.start, len(text.ids)):
+        nodes = candidate.nodes if drafted is None else drafted[place][root - text.start]
+        rounds.append((emitted, nodes, root))
+        root += emitted
     return rounds
 
 
@@ -466,7 +446,7 @@ def _round_seconds(
     """
     context = 32 * bucket + 16
     by_batch = {}
-    for batch in costs.weights:
-        verifying = costs.verify_ratio[batch] * verify.seconds(batch, nodes, context)
+    for batch, ratio in costs.verify_ratio.items():
+        verifying = ratio * verify.seconds(batch, nodes, context)
         by_batch[batch] = costs.overhead(batch, candidate) + verifying
     return between(by_batch, rows)

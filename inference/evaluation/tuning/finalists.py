@@ -10,7 +10,7 @@ from ...conversations.prompts import Prompt
 from ...decode import Generation, Request, generate
 from ...settings import Sampling
 from ...targets.target import Target
-from ..figures import Gain, figures_of_drafter, gain
+from ..figures import figures_of_drafter, gain
 from ..measure import Setting, Turn, decode_in_turns
 from ..results import NAN
 from .budget import finalists_that_fit
@@ -46,14 +46,10 @@ class Search:
         costs = self.plain_costs if way is self.plain else self.costs
         return predicted(way, self.texts, batch, self.verify, costs)
 
-    @property
-    def default(self) -> Candidate:
-        return self.ways[0]
-
     def ranked(self, batch: int) -> list[Candidate]:
         """Return all but the default, those of most predicted tokens per second first."""
         # a default of fixed shape may be among the others a second time
-        others = [way for way in self.ways if way.setting != self.default.setting]
+        others = [way for way in self.ways if way.setting != self.ways[0].setting]
         return sorted(others, key=lambda way: -self.predict(way, batch)["tokens_s"])
 
 
@@ -75,7 +71,7 @@ def measured_row(
     if not enough(others, batch):
         # They are measured together to be shown, since nothing can be chosen on either half.
         prompts, others = [*prompts, *others], []
-    promising = [search.plain, search.default, *search.ranked(batch)[: options.finalists]]
+    promising = [search.plain, search.ways[0], *search.ranked(batch)[: options.finalists]]
     speeds = [search.predict(way, batch)["tokens_s"] for way in promising]
     runs = [len(prompts) * search.tokens / speed for speed in speeds]
     again = len(others) / len(prompts)
@@ -88,6 +84,10 @@ def measured_row(
     finals, pace = _finals(search, ways, results, batch)
     level = level_of(len(ways) - 2)
     gains = [gain(turns, replies(results[1]), batch, level) for turns in results[2:]]
+    measured = [
+        {**final, "gain": own.ratio, "gain_interval": own.interval}
+        for final, own in zip(finals[2:], gains, strict=True)
+    ]
     best = max(range(len(gains)), key=lambda place: gains[place].ratio)
     choice = Choice(ways[1].label, ways[2 + best].label, gains[best], level, batch, len(others))
     if choice.promising:
@@ -101,7 +101,7 @@ def measured_row(
         **choice.to_json(),
         "plain": finals[0],
         "default": finals[1],
-        "finalists": [finals[1], *map(_with_gain, finals[2:], gains)],
+        "finalists": [finals[1], *measured],
         "candidates": len(search.ways),
         "cost_fit_error": search.costs.error,
         "pace": pace,
@@ -143,10 +143,6 @@ def replies(turns: Sequence[Turn]) -> list[Generation]:
     return [turn.generation for turn in turns]
 
 
-def _with_gain(final: JsonObject, found: Gain) -> JsonObject:
-    return {**final, "gain": found.ratio, "gain_interval": found.interval}
-
-
 def decoded(
     target: Target, ways: Sequence[Candidate], prompts: Sequence[Prompt], setting: Setting
 ) -> list[list[Turn]]:
@@ -156,11 +152,7 @@ def decoded(
 
 
 class _Ready:
-    """Candidate as a way to decode (a `measure.Loop`).
-
-    Candidates of one drafter share its weights and its proposer, so each is set up when its turn
-    comes.
-    """
+    """Candidate as a way to decode (a `measure.Loop`), which is set up when its turn comes."""
 
     def __init__(self, target: Target, candidate: Candidate) -> None:
         self.name, self._target, self._candidate = candidate.label, target, candidate

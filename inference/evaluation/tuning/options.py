@@ -8,7 +8,6 @@ from typing import ClassVar
 from ....heads.errors import UserError
 from ...settings import BadRows, Sampling, TargetConfig
 
-SAMPLES = 24  # rounds of which every median is taken
 SWEEPS = 4  # turns over which the rounds of a median are spread
 
 
@@ -67,7 +66,7 @@ class TuneOptions:
     """Number of the best predictions that are measured, besides the tree without a profile."""
     repeats: int = 3
     """Timed runs of every request."""
-    samples: int = SAMPLES
+    samples: int = 24
     """Rounds of every timing; fewer are quicker and less exact."""
     sampling: Sampling = field(default_factory=Sampling)
     """Other sampling settings."""

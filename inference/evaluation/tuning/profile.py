@@ -152,10 +152,7 @@ class TuningProfile:
 
         def distance(row):
             # Batch sizes are compared by their ratio: 8 is as far from 4 as from 16.
-            return (
-                abs(row["temperature"] - temperature),
-                abs(math.log(row["batch"] / batch)),
-            )
+            return abs(row["temperature"] - temperature), abs(math.log(row["batch"] / batch))
 
         return min(rows, key=distance)["setting"]
 
@@ -195,8 +192,7 @@ def untuned(ways: Sequence[object]) -> dict[str, tuple[str, bool]]:
     by_given = {getattr(way, "given", None): name for name, way in named.items()}
     found = {}
     for name, way in named.items():
-        default = by_given.get(Given(way.spec)) if isinstance(way, Tuned) else None
-        if isinstance(way, Tuned) and default is not None:
+        if isinstance(way, Tuned) and (default := by_given.get(Given(way.spec))) is not None:
             found[name] = default, _tree_of(way.proposer) == _tree_of(named[default])
     return found
 

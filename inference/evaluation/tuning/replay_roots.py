@@ -1,9 +1,9 @@
 """Replay at every root of known texts: acceptance for all trees at once, without verifying any.
 
 The texts are the target's own, so the next tokens are known; the features of a whole text come from
-one forward pass. Drafts at a root depend on the text before it only, never on where rounds began.
-So one pass over all roots shows what any number of tree sizes would accept, and `replay` picks the
-roots that decoding with each of them visits.
+one forward pass. Drafts at a root depend on the text before it only, so that one pass over all
+roots shows what any number of tree sizes would accept, and `replay` picks the roots that decoding
+with each of them visits.
 
 Shapes: B rows of a batch, which are texts replayed together; S positions of the longest of them; N
 tree nodes with the root; D levels; H hidden size.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +70,11 @@ class KnownTexts:
 
     def __init__(self, target: Target, texts: Sequence[KnownText]) -> None:
         self.target, self.texts = target, list(texts)
-        self._shared = _States(target, self.texts)
+        longest = max((len(text.ids) for text in texts), default=0)
+        padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
+        self.ids = torch.tensor(padded, device=target.device)
+        """The whole texts `[texts, S]`. Padding comes after each, so that no token sees it."""
+        self._states: dict[tuple[int, ...], Hidden] = {}  # of the last taps; shared with `begin`
 
     def begin(self, roots: int) -> KnownTexts:
         """Return the texts up to their first `roots` roots; they share the states."""
@@ -79,42 +82,20 @@ class KnownTexts:
         begun.texts = [text.begin(roots) for text in self.texts]
         return begun
 
-    @property
-    def ids(self) -> Tensor:
-        """The whole texts `[texts, S]`. Padding comes after each, so that no token sees it."""
-        return self._shared.ids
-
     def states(self, taps: tuple[int, ...]) -> Hidden:
-        """Return the target's states at all positions of `ids`, those of the layers `taps` too.
+        """Return the states at all positions of `ids`, those of the layers `taps` too.
 
         Those of the last `taps` are kept until `forget`.
         """
-        return self._shared.of(taps)
+        if taps not in self._states:
+            self.forget()  # before the new ones need their memory
+            with torch.inference_mode():
+                self._states[taps] = self.target.forward(self.ids, taps=taps)
+        return self._states[taps]
 
     def forget(self) -> None:
         """Free the states."""
-        self._shared.kept = None
-
-
-class _States:
-    """States of a target at all positions of whole texts, those of the last taps asked for."""
-
-    def __init__(self, target: Target, texts: Sequence[KnownText]) -> None:
-        self._target, self._texts = target, texts
-        self.kept: tuple[tuple[int, ...], Hidden] | None = None
-
-    @cached_property
-    def ids(self) -> Tensor:
-        longest = max(len(text.ids) for text in self._texts)
-        padded = [text.ids + [0] * (longest - len(text.ids)) for text in self._texts]
-        return torch.tensor(padded, device=self._target.device)
-
-    def of(self, taps: tuple[int, ...]) -> Hidden:
-        if self.kept is None or self.kept[0] != taps:
-            self.kept = None  # before the new ones need their memory
-            with torch.inference_mode():
-                self.kept = taps, self._target.forward(self.ids, taps=taps)
-        return self.kept[1]
+        self._states.clear()
 
 
 @torch.inference_mode()
@@ -153,10 +134,7 @@ def replay_roots(
             draws.reserve(longest)
             # The root is now a part of the text before the next root.
             draws.extend(root_ids[:, None], torch.ones_like(roots))
-            going = []
-            for number, row in enumerate(rows):
-                if int(roots[number]) in texts[row].roots:
-                    going.append(number)
+            going = [n for n, row in enumerate(rows) if int(roots[n]) in texts[row].roots]
             if len(going) < len(rows):
                 rows = [rows[number] for number in going]
                 if going:
@@ -173,15 +151,11 @@ def _prompts(
 ) -> Prompts:
     """Return the texts before their first roots, as the proposer gets prompts."""
     longest = int(roots.max())
-
-    def before(states: Tensor) -> Tensor:
-        return states[rows, :longest]
-
     return Prompts(
         tokens=[texts[row].ids[: texts[row].start + 1] for row in rows],
-        ids=before(ids),
+        ids=ids[rows, :longest],
         lengths=roots,
-        hidden=Hidden(before(hidden.last), tuple(map(before, hidden.taps))),
+        hidden=hidden.map(lambda states: states[rows, :longest]),
         # empty: drafters that work in the target's cache are not replayed
         cache=TreeCache(0, 0),
     )
@@ -216,11 +190,6 @@ def _commit_root(
     index: Tensor,
 ) -> None:
     """Commit a round in which nothing was accepted and the bonus token is the text's own."""
-    roots = next_roots - 1
-
-    def at_root(states: Tensor) -> Tensor:
-        return states[index, roots][:, None]
-
     bonus = [[texts[row].ids[at]] for row, at in zip(rows, next_roots.tolist(), strict=True)]
     proposer.commit(
         Accepted(
@@ -229,7 +198,7 @@ def _commit_root(
             path=torch.zeros(len(rows), 1, dtype=torch.long, device=root_ids.device),
             ids=root_ids[:, None],
             counts=torch.ones_like(next_roots),
-            hidden=Hidden(at_root(hidden.last), tuple(map(at_root, hidden.taps))),
+            hidden=hidden.map(lambda states: states[index, next_roots - 1][:, None]),
         )
     )
 

@@ -99,6 +99,11 @@ def run(options: Options) -> None:
     budget = Budget.of_minutes(options.budget)
     pairs = list(product(samplings, options.drafter))
     announce(options, pairs, batches)
+
+    def write(partial: JsonObject) -> None:
+        with whole_file(options.out) as aside:
+            write_json(aside, {**profile, **partial})
+
     with Progress(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
@@ -121,9 +126,8 @@ def run(options: Options) -> None:
                     warn(line)
             drafters[key_of(spec)] += rows
             if number + 1 < len(pairs):
-                partial = f"{number + 1} of {len(pairs)} drafters and temperatures"
-                write({**profile, "partial": partial}, options)
-    write(profile, options)
+                write({"partial": f"{number + 1} of {len(pairs)} drafters and temperatures"})
+    write({})
     journal.finish()
     show(profile, Console())
     if options.budget:
@@ -145,26 +149,18 @@ def announce(options: Options, parts: Sequence[object], batches: Sequence[int]) 
         log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", scope)
 
 
-def write(profile: JsonObject, options: Options) -> None:
-    """Write the profile whole or not at all."""
-    with whole_file(options.out) as aside:
-        write_json(aside, profile)
-
-
 def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:
     """Return everything that the figures depend on, as JSON.
 
     A stopped tuning is continued only where all of it is the same.
     """
-    texts = hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
-    settings = {key: value for key, value in asdict(options).items() if key != "out"}
-    weights = [to_builtins(origin(spec)) for spec in options.drafter]
+    texts = repr([prompt.token_ids for prompt in prompts])
     facts = {
         "target": profile["target"],
         "machine": profile["machine"],
-        "prompts": texts,
-        "options": settings,
-        "drafters": weights,
+        "prompts": hashlib.sha256(texts.encode()).hexdigest(),
+        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "drafters": [to_builtins(origin(spec)) for spec in options.drafter],
     }
     # Through JSON and back, since it is compared with what a journal holds.
     return json.loads(json.dumps(facts, default=str))
@@ -213,9 +209,7 @@ class Bench:
         self.target, self.prompts, self.options = target, prompts, options
         self.batches, self.tick = batches, tick
         self._replies: tuple[tuple[int, int, Sampling], KnownTexts] | None = None
-        ids: list[int] = []
-        for prompt in prompts:
-            ids += prompt.token_ids
+        ids = [token for prompt in prompts for token in prompt.token_ids]
         self.verify = stored_costs(journal.get("verification"))
         if not self.verify.table:
             share = VERIFICATION * seconds

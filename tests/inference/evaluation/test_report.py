@@ -395,7 +395,7 @@ def test_loop_share_and_categories_are_shown_for_every_setting(tmp_path: Path) -
     settings = ["T = 0, batch 1", "T = 0, batch 4", "T = 1, batch 1", "T = 1, batch 4"]
     percent = ("50%", "25%", "0%", "12%")
     shares = [f"{share} ({where})" for share, where in zip(percent, settings, strict=True)]
-    assert ", ".join(shares) in loop_shares(typed(report), every=True)
+    assert ", ".join(shares) in loop_shares(typed(report))
     text = page_of(report, tmp_path)
     shown = markdown(gather([str(tmp_path / "made.json")]))
     for share, where in zip(shares, settings, strict=True):

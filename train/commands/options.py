@@ -273,8 +273,8 @@ class ImportOptions:
     loaded."""
     out: str
     """Folder of the drafter to write."""
-    taps: str | None = None
-    """Hidden states that the drafter fuses, such as [2,16,29], where the checkpoint leaves them
+    taps: list[int] | None = None
+    """Hidden states that the drafter fuses, such as 2,16,29, where the checkpoint leaves them
     open."""
     norm_output: bool | None = None
     """Recycle the normed state (EAGLE-3.1) or not, where the checkpoint leaves it open."""
@@ -282,6 +282,10 @@ class ImportOptions:
     """Add the layer's output to the normed state or not, where the checkpoint leaves it open."""
     target_embedding: bool = False
     """Use the target's embedding although the checkpoint's differs."""
+
+    def __post_init__(self) -> None:
+        if self.taps == []:
+            raise UserError("--taps names no hidden state; write numbers such as 2,16,29")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
 from tests.blocks import random_block
@@ -443,6 +444,15 @@ def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture)
     with pytest.raises(SystemExit):
         main(["import", "--help"])
     assert "--from FOLDER" in capsys.readouterr().out
+
+
+def test_taps_are_given_as_the_help_says(capsys: pytest.CaptureFixture) -> None:
+    words = ["--from", "f", "--target", "t", "--out", "o", "--taps"]
+    for taps in ("2,16,29", "[2,16,29]"):
+        assert parse(importing.Options, [*words, taps], "import").taps == [2, 16, 29]
+    refused(["import", *words, "x"], "--taps takes whole numbers with commas between them", capsys)
+    refused(["import", *words, "[true]"], "--taps takes whole numbers", capsys)
+    refused(["import", *words, "[]"], "--taps names no hidden state", capsys)
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import TextIO
 
@@ -33,9 +33,32 @@ def in_color(options: Options) -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def legend(color: bool) -> str:
-    """Return what the colour means; empty without one."""
-    return f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote" if color else ""
+def print_legend(options: Options) -> None:
+    """Print what the colour means, if there is one, on stderr."""
+    if in_color(options):
+        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
+
+
+def answer(
+    decoder: Decoder,
+    request: Request,
+    options: Options,
+    interrupts: AbstractContextManager[Callable[[], bool]] | None = None,
+) -> Reply:
+    """Stream the reply to a request, print a line about it on stderr, and return it.
+
+    With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
+    whether the text is the same. The reply ends early once what `interrupts` gives returns True.
+    """
+    common = request, options.max_new_tokens
+    how = options.sampling, options.stop
+    with interrupts or nullcontext(lambda: False) as ended:
+        reply = stream(decoder, *common, in_color(options), *how, ended=ended)
+    say(reply, options)
+    if options.compare:
+        plainly = Decoder(decoder.target, PlainDecoding())
+        compare(stream(plainly, *common, False, *how, io.StringIO()), reply)
+    return reply
 
 
 def say(reply: Generation, options: Options) -> None:
@@ -59,18 +82,8 @@ def say(reply: Generation, options: Options) -> None:
     )
 
 
-def compare(decoder: Decoder, request: Request, options: Options, drafted: Generation) -> None:
-    """Decode the same prompt plainly, and print its speed and whether the text is the same."""
-    plainly = Decoder(decoder.target, PlainDecoding())
-    plain = stream(
-        plainly,
-        request,
-        options.max_new_tokens,
-        False,
-        options.sampling,
-        options.stop,
-        io.StringIO(),
-    )
+def compare(plain: Generation, drafted: Generation) -> None:
+    """Print the speed of plain decoding, and whether its text is that of `drafted`."""
     seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
     gain = f", {seconds / drafted_seconds:.2f}x with drafts" if seconds and drafted_seconds else ""
     speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"

@@ -25,7 +25,6 @@ from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.commands import chat as chatting
 from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.options import GenerateOptions
@@ -258,7 +257,6 @@ def test_the_chat_command_reads_lines_of_a_pipe(
     decoder = Decoder(quickstart, PlainDecoding())
     encode = decoder.encode
     monkeypatch.setattr(decoder, "encode", lambda given: asked.append([*given]) or encode(given))
-    monkeypatch.setattr(chatting, "say", lambda *given: None)
     typed(monkeypatch, "a\nb\n")
     chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
     assert [len(messages) for messages in asked] == [1, 3]

@@ -118,11 +118,10 @@ def answer_turns(
     Returns whether a draft was accepted.
     """
     target = decoder.target
-    conversation = given if isinstance(given, Conversation) else Conversation(text=given)
     if isinstance(given, str):
-        ids = decoder.encode(given, options.raw)
+        conversation, ids = Conversation(text=given), decoder.encode(given, options.raw)
     else:
-        ids = ids_of(name, given, target.tokenizer, target.name)
+        conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
     turn, accepted = 0, False
@@ -140,10 +139,7 @@ def answer_turns(
 
 def heading(conversation: Conversation | None) -> str:
     """Return the beginning of the last words of a conversation, as one line."""
-    words = ""
-    if conversation is not None and conversation.messages:
-        words = str(conversation.messages[-1].get("content") or "")
-    elif conversation is not None:
-        words = conversation.text or ""
-    line = " ".join(words.split())
+    assert conversation is not None, "`answer_turns` gives every prompt one"
+    last = conversation.messages[-1].get("content") if conversation.messages else conversation.text
+    line = " ".join(str(last or "").split())
     return line if len(line) <= HEADING else line[: HEADING - 3] + "..."

@@ -301,7 +301,12 @@ row of `token_ids` may have `messages` too."""
 
 
 def conversation_of(row: Any) -> Conversation:
-    """Return the conversation of a row in any of the formats. Raises `RowError`."""
+    """Return the conversation of a row in any of the formats.
+
+    Raises `RowError`, also for a line that is not JSON, of which the row is the error itself.
+    """
+    if isinstance(row, RowError):
+        raise row
     if not isinstance(row, dict):
         raise RowError(f"a row must be an object, not {type(row).__name__}")
     for key, kind in FORMATS.items():

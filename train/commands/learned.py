@@ -14,7 +14,7 @@ from rich.text import Text
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import tokenizer_hash
-from ...inference.conversations.formats import RowError, conversation_of
+from ...inference.conversations.formats import conversation_of
 from ...inference.conversations.sources import rows_of
 from ...inference.targets.target import Target
 from ..data.tables import check_tokens
@@ -92,9 +92,6 @@ def sequences_of(row: Any, target: Target, template_kwargs: JsonObject) -> list[
     `template_kwargs` are arguments of the chat template for all rows. Raises `RowError` for a row
     that is malformed or that the template cannot render, `UserError` for a target without one.
     """
-    # A line that is not JSON is itself an error.
-    if isinstance(row, RowError):
-        raise row
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)
     encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, template_kwargs)

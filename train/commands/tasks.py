@@ -41,23 +41,15 @@ class Task:
         Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
         without anything to answer.
         """
-        if isinstance(row, RowError):
-            raise row
         conversation = conversation_of(row)
         # Arguments of the row win over those for all rows.
         conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
-        if conversation.messages is None and conversation.text is None:
+        messages = conversation.messages
+        if messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")
-        if conversation.messages is not None and not any(
-            m["role"] == "user" for m in conversation.messages
-        ):
+        if messages is not None and not any(message["role"] == "user" for message in messages):
             raise RowError("there is no user message to answer")
-        task = cls(
-            str(row.get("id", name)),
-            [],
-            deque(questions(conversation.messages or [])),
-            conversation,
-        )
+        task = cls(str(row.get("id", name)), [], deque(questions(messages or [])), conversation)
         task.advance()
         return task
 
@@ -142,46 +134,35 @@ class Sink:
 
     def put(self, task: Task) -> None:
         """Append a conversation with exact tokens, one line for each of its sequences."""
+        messages, text = task.said, None
+        if task.conversation.messages is None:
+            messages, text = None, (task.conversation.text or "") + task.said[-1]["content"]
+        rows = []
         for number, event in enumerate(task.events):
-            whole = number == len(task.events) - 1
-            row = {
-                "id": task.id,
-                "part": number,
-                # By this `mend` knows a complete conversation.
-                "last_part": whole,
-                **event,
-                "regenerated": self._provenance,
-            }
-            row["messages"] = task.said if task.conversation.messages is not None else None
-            row["text"] = None
-            if not row["messages"]:
-                row["text"] = (task.conversation.text or "") + task.said[-1]["content"]
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            # By `last_part` `mend` knows a complete conversation.
+            last = number == len(task.events) - 1
+            row = {"id": task.id, "part": number, "last_part": last, **event}
+            more = {"regenerated": self._provenance, "messages": messages, "text": text}
+            rows.append(row | more)
             self.tokens += sum(end - start for start, end in event["response_spans"])
-            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
-        self._flush()
+        self._append(task, rows)
 
     def put_text(self, task: Task) -> None:
         """Append a conversation whose server gave no token ids, as one line with its messages."""
+        row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said}
         # Only the last reply may have been cut short: nothing is asked after such a one.
-        reason = task.events[-1]["finish_reasons"][-1]
-        row = {
-            "id": task.id,
-            "part": 0,
-            "last_part": True,
-            "messages": task.said,
-            "finish_reason": reason,
-            "regenerated": self._provenance,
-        }
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.cut += reason != "stop"
-        self._flush()
+        row["finish_reason"] = task.events[-1]["finish_reasons"][-1]
+        self._append(task, [row | {"regenerated": self._provenance}])
 
-    def _flush(self) -> None:
-        """Bring a finished conversation to the disk and count it."""
+    def _append(self, task: Task, rows: list[JsonObject]) -> None:
+        """Bring the lines of a finished conversation to the disk, and count it."""
+        for row in rows:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.rows += 1
+        for event in task.events:
+            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
         self._progress.update()
 
 
@@ -202,7 +183,7 @@ class Answered:
 def answered_in(path: Path) -> Answered:
     """Return which conversations `path` has.
 
-    Behind the last complete one a killed process, or one that still writes, may have left part of
+    After the last complete one a killed process, or one that still writes, may have left part of
     another. Raises `UserError` for a file of which a line was not written by this command.
     """
     foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Literal
 
 from rich.text import Text
 
@@ -53,10 +53,8 @@ class ShownSequence:
     @classmethod
     def of(cls, encoded: Encoded, tokenizer: Any) -> ShownSequence:
         """Return a sequence as text, special tokens included."""
-        runs = []
-        for learned, group in groupby(
-            zip(encoded.token_ids, encoded.mask, strict=True), key=lambda pair: pair[1]
-        ):
+        marked, runs = zip(encoded.token_ids, encoded.mask, strict=True), []
+        for learned, group in groupby(marked, key=lambda pair: pair[1]):
             runs.append(Run(tokenizer.decode([token for token, _ in group]), learned))
         return cls(len(encoded.token_ids), sum(encoded.mask), runs)
 
@@ -75,14 +73,14 @@ class ShownSequence:
         return text
 
 
-def first_rows(path: str | None) -> list[tuple[str, Any]]:
-    """Return names and values of the first rows of a source, or of the probe without one.
+def first_rows(source: str | Literal[True]) -> list[tuple[str, Any]]:
+    """Return names and values of the first rows of a source; true stands for the probe.
 
     Raises `UserError` for a source that cannot be read or has no rows.
     """
-    rows = [("probe", PROBE)] if path is None else [*islice(rows_of(path), MOST_ROWS)]
+    rows = [("probe", PROBE)] if source is True else [*islice(rows_of(source), MOST_ROWS)]
     if not rows:
-        raise UserError(f"{path} holds no rows; give at least one row")
+        raise UserError(f"{source} holds no rows; give at least one row")
     return rows
 
 

@@ -144,7 +144,7 @@ def show(
 
 def show_sending(step: Step, network: Network, gpus: int) -> None:
     """Print what GPUs send each other in a step, and what stops growing with their number."""
-    table = Table("a step sends", "GB a GPU", *(f"on {n} GPUs, s" for n in GPU_COUNTS))
+    table = Table("a step sends", "GB a GPU", *(f"on {number} GPUs, s" for number in GPU_COUNTS))
     times = [seconds(step, network, number) for number in GPU_COUNTS]
     for name, bytes_ in sent(step, GPU_COUNTS[-1]).items():
         cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]

@@ -58,16 +58,16 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     finished, last = mend(out, ours=options.share is not None)
+    refuse_other(out, last, facts)
     written = {out: last}
+    # Another worker may have another server of the same target.
+    shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
         theirs = answered_in(other)
+        refuse_other(other, theirs.written, shared)
         finished |= theirs.ids
         written[other] = theirs.written
-    for path, before in written.items():
-        # Another worker may have another server of the same target.
-        shared = facts if path == out else {k: v for k, v in facts.items() if k != "server"}
-        refuse_other(path, before, shared)
     tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
     if finished:
         of_share = f" for share {options.share}" if options.share else ""

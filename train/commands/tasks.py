@@ -6,7 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,12 +65,7 @@ class Task:
 
     def prompt(self, target: Target) -> list[int]:
         """Return the token ids that the target is given for the next reply. Raises `RowError`."""
-        so_far = Conversation(
-            messages=self.said or None,
-            text=self.conversation.text,
-            tools=self.conversation.tools,
-            template_kwargs=self.conversation.template_kwargs,
-        )
+        so_far = replace(self.conversation, messages=self.said or None, token_ids=None)
         return prompt_ids(so_far, target.tokenizer, target.name)
 
     def add_reply(

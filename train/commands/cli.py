@@ -31,10 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _main(argv: list[str]) -> None:
-    """Run one command, or print a usage text.
-
-    Exits with status 2 for an unknown command or option.
-    """
+    """Run one command, or print a usage text; status 2 for an unknown command or option."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return

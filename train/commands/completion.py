@@ -19,10 +19,7 @@ COMPLETED |= dict.fromkeys(("FILE", "[FILE]", "FILE,FILE,..."), shtab.FILE)
 
 
 def print_completion(argv: list[str]) -> None:
-    """Print the completion script of the shell that is named.
-
-    Exits with status 2 for another word than a shell.
-    """
+    """Print the completion script of the shell that is named; status 2 for another word."""
     shells = shtab.SUPPORTED_SHELLS
     if len(argv) != 1 or argv[0] not in shells:
         fail(

@@ -1,7 +1,4 @@
-"""`draftsmith doctor`: checks of this machine, a target and a training config.
-
-Every line of the report says what was found and, where it would not run, what to do.
-"""
+"""`draftsmith doctor`: checks of this machine, a target and a training config."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 @dataclass
 class Finding:
-    """One line of the report."""
+    """One line of the report: what was found and, where it would not run, what to do."""
 
     check: str
     status: Literal["ok", "warning", "error"]

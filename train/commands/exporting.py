@@ -1,7 +1,4 @@
-"""`draftsmith export`: writes a drafter in the layout that a serving engine loads.
-
-The export is checked before it is put in place.
-"""
+"""`draftsmith export`: writes a drafter in the layout of a serving engine, and checks it."""
 
 from __future__ import annotations
 

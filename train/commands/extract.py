@@ -104,10 +104,7 @@ def run(options: Options) -> None:
 
 
 def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> TargetSource:
-    """Load the run's target, or the part of it that is needed with a server.
-
-    Raises `UserError` for a ring of a target that all ranks run together.
-    """
+    """Load the run's target, or what is needed of it with a server. Raises `UserError`."""
     if config.features.server is not None:
         return served_target(config, accelerator)
     target = load_target(on_rank(config.target, accelerator))
@@ -234,10 +231,7 @@ class Extraction:
             write_json(aside, facts | more)
 
     def facts(self, identity: str) -> JsonObject:
-        """Return what the manifest holds about the run, by which another run's is recognised.
-
-        `identity` is that of the tables.
-        """
+        """Return what the manifest holds about a run whose tables have this `identity`."""
         config, taps = self.config, list(self.layout.taps)
         return {
             "schema": SCHEMA,
@@ -364,10 +358,7 @@ def refuse_another(store: Path, facts: JsonObject) -> None:
 
 
 def whole_beside_shards(store: Path) -> bool:
-    """Return whether all files that the manifest names are as they were written.
-
-    The first one that is not is logged.
-    """
+    """Return whether all files that the manifest names are whole; the first other is logged."""
     manifest = manifest_of(store)
     try:
         for name in manifest.files:

@@ -1,7 +1,4 @@
-"""`draftsmith import`: makes a drafter of a public checkpoint, or of an export of draftsmith.
-
-Public checkpoints are those of Medusa, EAGLE, DFlash and DSpark.
-"""
+"""`draftsmith import`: makes a drafter of a public checkpoint, or of an export of draftsmith."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 def run(options: Options) -> None:
     """Import the checkpoint, and print what was assumed where it leaves something open.
 
-    Raises `UserError` for a folder that is not a checkpoint of this target, or that needs no
-    import.
+    Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
     """
     check_output_folder(options.out, "--out", replaced=True)
     folder = fetched(options.from_, READ, "checkpoint")

@@ -1,7 +1,4 @@
-"""Rows as training sees them: rendered by the chat template, with what is learned marked.
-
-`draftsmith doctor --chat` shows them.
-"""
+"""Rows as training sees them, with what is learned marked, for `draftsmith doctor --chat`."""
 
 from __future__ import annotations
 

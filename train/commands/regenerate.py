@@ -1,11 +1,10 @@
 """`draftsmith data regenerate`: keep the prompts of a data set, let the target write the replies.
 
 Nothing else raises tau as much as training on replies that the target wrote
-(docs/data.md#target-written-replies). The token ids that the target was given and those that it
-wrote are stored as they were, so nothing is tokenised twice. Each finished conversation is appended
-as one line, or one for each of its sequences; a second call with the same output goes on after the
-last complete one. Several workers (`--share 3/64`) write files of their own into one folder, and
-none answers what any file there has.
+(docs/data.md#target-written-replies). The token ids that the target was given and wrote are stored,
+so nothing is tokenised twice. Each finished conversation is appended as one line, or one for each
+of its sequences; a second call goes on after the last complete one. Several workers
+(`--share 3/64`) write files of their own into one folder, and none answers what is there.
 """
 
 from __future__ import annotations

@@ -143,26 +143,20 @@ def _usage(of: str = "") -> str:
     from ..method import METHODS
 
     width = max(map(len, VERBS))
-    verbs = []
+    lines = ["usage: draftsmith COMMAND [--option VALUE ...]", ""]
+    if not of:
+        lines.append("the usual steps, in order:")
+        for number, (verb, what) in enumerate(ROAD.items(), 1):
+            lines.append(_folded(f"  {number}. {verb:<{width}}  ", what))
+        lines += ["", "all other commands (each has --help):"]
     for verb, (*_, what) in VERBS.items():
         if verb.startswith(of) and (of or verb not in ROAD):
-            verbs.append(_folded(f"  {verb:<{width}}  ", what))
-    usage = "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
-    if of:
-        return usage + "\n".join(verbs)
-    verbs.append(_folded(f"  {'completion':<{width}}  ", "completion of commands in bash or zsh"))
-    road = []
-    for number, (verb, what) in enumerate(ROAD.items(), 1):
-        road.append(_folded(f"  {number}. {verb:<{width}}  ", what))
-    lines = [
-        "the usual steps, in order:",
-        *road,
-        "",
-        "all other commands (each has --help):",
-        *verbs,
-    ]
-    methods = _folded("methods: ", f"{', '.join(METHODS)}; configs/README.md helps to choose")
-    return usage + "\n".join(lines) + f"\n\n{methods}"
+            lines.append(_folded(f"  {verb:<{width}}  ", what))
+    if not of:
+        what = "completion of commands in bash or zsh"
+        methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
+        lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
+    return "\n".join(lines)
 
 
 def _folded(head: str, text: str) -> str:

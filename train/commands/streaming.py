@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import TextIO
@@ -15,7 +15,6 @@ from ...inference.api import Decoder, Reply
 from ...inference.decode import Generation, Request, decode
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
-from ...inference.settings import GREEDY, Sampling
 from .options import GenerateOptions as Options
 
 # Green of the terminal's own palette, which themes choose to be readable on their background.
@@ -50,14 +49,12 @@ def answer(
     With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
     whether the text is the same. The reply ends early once what `interrupts` gives returns True.
     """
-    common = request, options.max_new_tokens
-    how = options.sampling, options.stop
     with interrupts or nullcontext(lambda: False) as ended:
-        reply = stream(decoder, *common, in_color(options), *how, ended=ended)
+        reply = stream(decoder, request, options, ended=ended)
     say(reply, options)
     if options.compare:
         plainly = Decoder(decoder.target, PlainDecoding())
-        compare(stream(plainly, *common, False, *how, io.StringIO()), reply)
+        compare(stream(plainly, request, options, io.StringIO()), reply)
     return reply
 
 
@@ -94,22 +91,18 @@ def compare(plain: Generation, drafted: Generation) -> None:
 def stream(
     decoder: Decoder,
     request: Request,
-    max_new_tokens: int,
-    color: bool,
-    sampling: Sampling = GREEDY,
-    stop: Sequence[str] = (),
+    options: Options,
     stdout: TextIO | None = None,
     ended: Callable[[], bool] = lambda: False,
 ) -> Reply:
     """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it.
 
-    With `color`, accepted drafts are green. `ended` is called after every round; the reply ends
-    there once it returns True.
+    `ended` is called after every round; the reply ends there once it returns True.
     """
-    transcript = decoder.transcript(request, stop)
-    out = stdout or sys.stdout
+    transcript = decoder.transcript(request, options.stop)
+    out, color, limit = stdout or sys.stdout, in_color(options), options.max_new_tokens
     rounds = decode(
-        decoder.target, decoder.proposer, [request], max_new_tokens, sampling, None, stop
+        decoder.target, decoder.proposer, [request], limit, options.sampling, stop=options.stop
     )
     for steps in rounds:
         _, step, reason = steps[0]

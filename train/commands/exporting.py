@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -151,19 +152,16 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
                 left_out.add(name, error)
                 continue
             for sequence in sequences:
-                marked = zip(sequence.token_ids, sequence.mask, strict=True)
-                counts.update(token for token, written in marked if written)
+                counts.update(compress(sequence.token_ids, sequence.mask))
     if not counts:
         raise UserError(
             f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"
         )
-    ids = torch.tensor(list(counts), dtype=torch.long)
-    if int(ids.max()) >= target.vocab_size:
+    if max(counts) >= target.vocab_size:
         raise UserError(
             f"{', '.join(sources)} were written with another tokenizer than the target's"
         )
-    values = torch.tensor(list(counts.values()))
-    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, values)
+    return torch.tensor([counts[token] for token in range(target.vocab_size)])
 
 
 def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]:

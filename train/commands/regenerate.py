@@ -63,10 +63,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        theirs = answered_in(other)
-        refuse_other(other, theirs.written, shared)
-        finished |= theirs.ids
-        written[other] = theirs.written
+        ids, written[other], _ = answered_in(other)
+        refuse_other(other, written[other], shared)
+        finished |= ids
     tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
     if finished:
         of_share = f" for share {options.share}" if options.share else ""

@@ -161,25 +161,13 @@ class Sink:
         self._progress.update()
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Conversations that a file of replies has."""
+def answered_in(path: Path) -> tuple[set[str], JsonObject | None, int]:
+    """Return which conversations `path` has, how they were written, and how many bytes they take.
 
-    ids: set[str]
-    """Ids of the complete ones."""
-    written: JsonObject | None
-    """How the last one was written: its provenance. None if there is no line."""
-    complete_to: int
-    """Bytes up to the end of the last complete one."""
-    size: int
-    """Bytes that were read."""
-
-
-def answered_in(path: Path) -> Answered:
-    """Return which conversations `path` has.
-
-    After the last complete one a killed process, or one that still writes, may have left part of
-    another. Raises `UserError` for a file of which a line was not written by this command.
+    These are the ids of the complete ones, the provenance of the last line (None if there is no
+    line), and the bytes up to the end of the last complete one. After it a killed process, or one
+    that still writes, may have left part of another. Raises `UserError` for a file of which a line
+    was not written by this command.
     """
     foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")
     if not path.is_file():
@@ -202,26 +190,25 @@ def answered_in(path: Path) -> Answered:
             if known.last_part:
                 ids.add(known.id)
                 complete_to = end
-    return Answered(ids, written, complete_to, end)
+    return ids, written, complete_to
 
 
 def mend(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
-    """Return the ids of the complete conversations in `out`, and how they were written.
+    """Return the first two results of `answered_in`, and cut off what a killed process left.
 
-    The latter is the provenance of the last line, None if there is no line. Everything after the
-    last complete conversation, which a killed process left, is cut off; but only if every line
-    before it was written by this command. Raises `UserError` for any other file. One unfinished
-    line alone may be anybody's, and is cut off only if the file is `ours`.
+    That is everything after the last complete conversation; but only if every line before it was
+    written by this command. Raises `UserError` for any other file. One unfinished line alone may be
+    anybody's, and is cut off only if the file is `ours`.
     """
     if not out.exists():
         return set(), None
-    found = answered_in(out)
-    if found.size and found.written is None and not ours:
+    ids, written, complete_to = answered_in(out)
+    size = out.stat().st_size
+    if size and written is None and not ours:
         raise UserError(f"{out} is not a file that this command wrote; choose another --out")
-    if found.complete_to < found.size:
-        with out.open("rb+") as file:
-            file.truncate(found.complete_to)
-    return found.ids, found.written
+    if complete_to < size:
+        os.truncate(out, complete_to)
+    return ids, written
 
 
 def refuse_other(out: Path, written: JsonObject | None, facts: JsonObject) -> None:

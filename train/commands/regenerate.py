@@ -218,8 +218,4 @@ def answer(
     text = target.tokenizer.decode(reply[:-1] if ended else reply)
     message = {"role": "assistant", "content": text}
     task.add_reply(prompt, reply, message, "stop" if ended else "length")
-    # A reply that was cut short is not what the next message answers.
-    if task.done or not ended:
-        return None
-    task.advance()
-    return task.prompt(target)
+    return task.prompt(target) if task.go_on() else None

@@ -50,18 +50,17 @@ class Task:
         if messages is not None and not any(message["role"] == "user" for message in messages):
             raise RowError("there is no user message to answer")
         task = cls(str(row.get("id", name)), [], deque(questions(messages or [])), conversation)
-        task.advance()
+        task.go_on()
         return task
 
-    def advance(self) -> None:
-        """Append the messages up to where the next reply belongs."""
-        if self.ahead:
-            self.said += self.ahead.popleft()
-
-    @property
-    def done(self) -> bool:
-        """True if no messages are left to append."""
-        return not self.ahead
+    def go_on(self) -> bool:
+        """Append the messages before the next reply; return False if none is to be written."""
+        # A reply that was cut short is not what the next message answers.
+        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] != "stop"
+        if cut or not self.ahead:
+            return False
+        self.said += self.ahead.popleft()
+        return True
 
     def prompt(self, target: Target) -> list[int]:
         """Return the token ids that the target is given for the next reply. Raises `RowError`."""

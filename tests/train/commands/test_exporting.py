@@ -596,7 +596,7 @@ def as_others_write_it(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("eagle3_plain", {"taps": "[2,4,7]"}),
+        ("eagle3_plain", {"taps": [2, 4, 7]}),
         *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
     ],
 )

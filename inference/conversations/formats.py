@@ -297,7 +297,7 @@ row of `token_ids` may have `messages` too."""
 def conversation_of(row: Any) -> Conversation:
     """Return the conversation of a row in any of the formats.
 
-    Raises `RowError`, and a row that is itself one: a line of a file that is not JSON.
+    Raises `RowError`, also for a line that is not JSON, of which the row is the error itself.
     """
     if isinstance(row, RowError):
         raise row

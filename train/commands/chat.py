@@ -13,7 +13,7 @@ from ...inference.evaluation.checks import tokenizer_of
 from ...inference.settings import TargetConfig
 from ..endings import Ended
 from .options import GenerateOptions as Options
-from .streaming import compare, in_color, legend, one_interrupt, say, stream
+from .streaming import answer, one_interrupt, print_legend
 
 
 def check_template(config: TargetConfig) -> None:
@@ -31,28 +31,19 @@ def chat(decoder: Decoder, options: Options) -> None:
     Every reply follows on the whole conversation. On a terminal Ctrl-C ends a reply, and between
     two replies the chat. Raises `UserError` where the conversation has outgrown the target.
     """
-    color, terminal = in_color(options), sys.stdin.isatty()
+    terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
             import readline  # noqa: F401
         print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
-    if text := legend(color):
-        print(text, file=sys.stderr)
+    print_legend(options)
     messages: list[JsonObject] = []
     words: str | None = options.prompt or ""
     while (words := words or next_message()) is not None:
         messages.append({"role": "user", "content": words})
         request = Request(decoder.encode(messages), 0, len(messages) // 2)
-        common = request, options.max_new_tokens, color, options.sampling, options.stop
-        if terminal:
-            with one_interrupt() as ended:
-                reply = stream(decoder, *common, ended=ended)
-        else:
-            reply = stream(decoder, *common)
+        reply = answer(decoder, request, options, one_interrupt() if terminal else None)
         messages.append({"role": "assistant", "content": reply.text})
-        say(reply, options)
-        if options.compare:
-            compare(decoder, request, options, reply)
         words = ""
 
 

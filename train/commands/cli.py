@@ -31,10 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _main(argv: list[str]) -> None:
-    """Run one command, or print a usage text.
-
-    Exits with status 2 for an unknown command or option.
-    """
+    """Run one command, or print a usage text; status 2 for an unknown command or option."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return
@@ -90,17 +87,17 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     # The one command besides training that many processes share, so it is launched like training.
     if argv[:2] == ["data", "extract"]:
         return _main(argv)
-    if not argv or argv[0] not in METHODS:
-        if argv and argv[0] in ("-h", "--help"):
-            print(f"usage: {prog} METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
-            return
-        close = difflib.get_close_matches(argv[0], METHODS, n=1) if argv else []
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+    method, methods = argv[0] if argv else "", ", ".join(METHODS)
+    if method in ("-h", "--help"):
+        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}")
+        return
+    if method not in METHODS:
         # The one other command that is launched.
-        hint = hint or (" (or data extract)" if prog != "draftsmith train" else "")
-        fail(f"name a method to train: {', '.join(METHODS)}{hint}")
-    run = parse(run_class_named(argv[0]), argv[1:], f"{prog} {argv[0]}")
-
+        hint = " (or data extract)" if prog != "draftsmith train" else ""
+        if close := difflib.get_close_matches(method, METHODS, n=1):
+            hint = f"; did you mean {close[0]!r}?"
+        fail(f"name a method to train: {methods}{hint}")
+    run = parse(run_class_named(method), argv[1:], f"{prog} {method}")
     if prog == "draftsmith train":
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
@@ -110,7 +107,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         from ..loop import train
         from ..method import method_named
 
-        best = train(run, method_named(argv[0]))
+        best = train(run, method_named(method))
         if is_main_rank():
             say_what_came_out(best, run)
 
@@ -146,26 +143,20 @@ def _usage(of: str = "") -> str:
     from ..method import METHODS
 
     width = max(map(len, VERBS))
-    verbs = []
+    lines = ["usage: draftsmith COMMAND [--option VALUE ...]", ""]
+    if not of:
+        lines.append("the usual steps, in order:")
+        for number, (verb, what) in enumerate(ROAD.items(), 1):
+            lines.append(_folded(f"  {number}. {verb:<{width}}  ", what))
+        lines += ["", "all other commands (each has --help):"]
     for verb, (*_, what) in VERBS.items():
         if verb.startswith(of) and (of or verb not in ROAD):
-            verbs.append(_folded(f"  {verb:<{width}}  ", what))
-    usage = "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
-    if of:
-        return usage + "\n".join(verbs)
-    verbs.append(_folded(f"  {'completion':<{width}}  ", "completion of commands in bash or zsh"))
-    road = []
-    for number, (verb, what) in enumerate(ROAD.items(), 1):
-        road.append(_folded(f"  {number}. {verb:<{width}}  ", what))
-    lines = [
-        "the usual steps, in order:",
-        *road,
-        "",
-        "all other commands (each has --help):",
-        *verbs,
-    ]
-    methods = _folded("methods: ", f"{', '.join(METHODS)}; configs/README.md helps to choose")
-    return usage + "\n".join(lines) + f"\n\n{methods}"
+            lines.append(_folded(f"  {verb:<{width}}  ", what))
+    if not of:
+        what = "completion of commands in bash or zsh"
+        methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
+        lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
+    return "\n".join(lines)
 
 
 def _folded(head: str, text: str) -> str:

@@ -13,16 +13,13 @@ from ..endings import fail
 from ..method import METHODS, run_class_named
 from .verbs import VERBS, options_of_verb
 
-FILES = {"chat", "config", "prompts", "data", "report", "reports", "profile", "json", "path"}
-FILES |= {"runs"}
-FOLDERS = {"drafter", "out", "init_from", "store", "features", "from_", "target.path"}
+COMPLETED = {"FOLDER": shtab.DIRECTORY, "DRAFTER": shtab.DIRECTORY, "PATH": shtab.FILE}
+COMPLETED |= dict.fromkeys(("FILE", "[FILE]", "FILE,FILE,..."), shtab.FILE)
+"""What is completed for an option, by the form of its value in the help text."""
 
 
 def print_completion(argv: list[str]) -> None:
-    """Print the completion script of the shell that is named.
-
-    Exits with status 2 for another word than a shell.
-    """
+    """Print the completion script of the shell that is named; status 2 for another word."""
     shells = shtab.SUPPORTED_SHELLS
     if len(argv) != 1 or argv[0] not in shells:
         fail(
@@ -54,19 +51,17 @@ def whole_parser() -> argparse.ArgumentParser:
 def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
     """Add the options of a dataclass, with choices, files and folders to complete."""
     for option in options_of_class(config_class):
-        words, last = usage_of(option).split(" "), option.last
+        words = usage_of(option).split(" ")
         if len(words) == 1:
             parser.add_argument(words[0], action="store_true")
             continue
         if option.name == positional(config_class):
-            parser.add_argument(last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
+            parser.add_argument(option.last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
         literals = [one for one in alternatives(option.kind) if get_origin(one) is Literal]
         choices = [choice for one in literals for choice in get_args(one)]
         added = parser.add_argument(words[0], choices=choices or None)
-        if {option.name, last} & FOLDERS:
-            added.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        elif last in FILES:
-            added.complete = shtab.FILE  # type: ignore[attr-defined]
+        if words[1] in COMPLETED:
+            added.complete = COMPLETED[words[1]]  # type: ignore[attr-defined]
     for name in ("--help", "--help-all"):
         parser.add_argument(name, action="store_true")

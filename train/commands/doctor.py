@@ -1,7 +1,4 @@
-"""`draftsmith doctor`: checks of this machine, a target and a training config.
-
-Every line of the report says what was found and, where it would not run, what to do.
-"""
+"""`draftsmith doctor`: checks of this machine, a target and a training config."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 @dataclass
 class Finding:
-    """One line of the report."""
+    """One line of the report: what was found and, where it would not run, what to do."""
 
     check: str
     status: Literal["ok", "warning", "error"]
@@ -57,10 +54,8 @@ class RowFinding(Finding):
 def run(options: Options) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
     check_json(options.json)
-    rows: list[tuple[str, Any]] = []
-    if options.chat:
-        # Read before the target is loaded, which takes longer.
-        rows = first_rows(None if options.chat is True else options.chat)
+    # Read before the target is loaded, which takes longer.
+    rows = first_rows(options.chat) if options.chat else []
     findings = [*machine()]
     target = options.target
     template_kwargs: JsonObject = {}
@@ -72,8 +67,7 @@ def run(options: Options) -> None:
         template_kwargs = config.data.chat_template_kwargs
     if target.path:
         findings += check_target(target, rows, template_kwargs)
-    report = [asdict(finding) for finding in findings]
-    if not output_json(options.json, report):
+    if not output_json(options.json, [asdict(finding) for finding in findings]):
         show(findings)
     if any(finding.status == "error" for finding in findings):
         raise SystemExit(2)
@@ -102,39 +96,32 @@ def machine() -> Iterator[Finding]:
     """Yield the findings about versions, devices, memory and disk."""
     installed = versions()
     # deepspeed is installed on Linux only.
-    missing = []
-    for name, version in installed.items():
-        if version is None and name != "deepspeed":
-            missing.append(name)
+    missing = [name for name, found in installed.items() if not found and name != "deepspeed"]
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     if missing:
         text += f"; missing: {', '.join(missing)}"
     yield Finding("versions", "error" if missing else "ok", text)
-    yield Finding(
-        "processor", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    )
+    text = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    yield Finding("processor", "ok", text)
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            yield Finding(
-                f"cuda:{i}",
-                "ok",
-                f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free",
-            )
+            free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
+            text = f"{torch.cuda.get_device_name(i)}, {free:.1f} of {total:.1f} GiB free"
+            yield Finding(f"cuda:{i}", "ok", text)
     else:
         yield Finding("cuda", "ok", "none; everything runs on the CPU, only slower")
     memory = psutil.virtual_memory()
-    low = memory.available < 2 * GIB
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield Finding(
-        "memory", "warning" if low else "ok", text + ("; close other programs" if low else "")
-    )
-    disk = shutil.disk_usage(".")
-    low = disk.free < 2 * GIB
-    text = f"{disk.free / GIB:.1f} GiB free in the current folder"
-    yield Finding(
-        "disk", "warning" if low else "ok", text + ("; checkpoints need room" if low else "")
-    )
+    yield room("memory", memory.available, text, "close other programs")
+    disk = shutil.disk_usage(".").free
+    text = f"{disk / GIB:.1f} GiB free in the current folder"
+    yield room("disk", disk, text, "checkpoints need room")
+
+
+def room(check: str, free: int, text: str, advice: str) -> Finding:
+    """Return the finding about `free` bytes: a warning, with `advice`, for less than 2 GiB."""
+    low = free < 2 * GIB
+    return Finding(check, "warning" if low else "ok", f"{text}; {advice}" if low else text)
 
 
 def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunConfig]:
@@ -146,21 +133,19 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
     config = options_from(run_class_named(method), {}, path)
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
-        check = f"data {source.name or source.path}"
+        finding = Finding(f"data {source.name or source.path}", "ok", f"{source.path} can be read")
         try:
             if source_files(source.path) is None:
-                text = f"{source.path} is no local file; it will be asked of the hub"
-                findings.append(Finding(check, "ok", text))
-                continue
-            # One row is enough to see that the file can be read and has the form of its name.
-            next(rows_of(source.path, source.split))
-            findings.append(Finding(check, "ok", f"{source.path} can be read"))
+                finding.found = f"{source.path} is no local file; it will be asked of the hub"
+            else:
+                # One row is enough to see that the file can be read and has the form of its name.
+                next(rows_of(source.path, source.split))
         except StopIteration:
-            findings.append(
-                Finding(check, "error", f"{source.path} is empty; give it at least one row")
-            )
+            finding.status = "error"
+            finding.found = f"{source.path} is empty; give it at least one row"
         except UserError as error:
-            findings.append(Finding(check, "error", str(error)))
+            finding.status, finding.found = "error", str(error)
+        findings.append(finding)
     return findings, config
 
 
@@ -184,14 +169,12 @@ def check_target(
         yield Finding("target", "error", str(error))
         return
     parameters = sum(p.numel() for p in target.model.parameters())
-    yield Finding(
-        "target",
-        "ok",
+    text = (
         f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} "
-        "layers, hidden size "
-        f"{target.hidden_size}, vocabulary {target.vocab_size}, {target.max_positions} positions, "
-        f"{target.dtype} on {target.device}",
+        f"layers, hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{target.max_positions} positions, {target.dtype} on {target.device}"
     )
+    yield Finding("target", "ok", text)
     # `load_target` refuses a target where this does not hold.
     yield Finding("head", "ok", "head(last hidden state) gives the target's own logits")
     try:
@@ -200,9 +183,8 @@ def check_target(
     except UserError as error:
         yield Finding("packing", "error", str(error))
     if not target.eos_ids:
-        yield Finding(
-            "end token", "warning", "none; generation only ends at its limit; set eos_token_id"
-        )
+        text = "none; generation only ends at its limit; set eos_token_id"
+        yield Finding("end token", "warning", text)
     yield check_template(target)
     for name, row in rows:
         yield check_row(name, row, target, template_kwargs)
@@ -223,14 +205,12 @@ def check_memory(config: TargetConfig) -> Finding | None:
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     # `dtype` is a text, "auto", where each weight keeps the type that it is stored in.
     if isinstance(dtype, torch.dtype):
-        needed, name = stored.loaded_bytes(dtype), dtype_name(dtype)
+        needed, kind, name = stored.loaded_bytes(dtype), dtype, dtype_name(dtype)
     else:
-        needed, name = stored.stored_bytes, "the type it is stored in"
+        needed, kind, name = stored.stored_bytes, torch.bfloat16, "the type it is stored in"
     if needed > free:
-        kind = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        return Finding(
-            "target memory", "error", f"the weights need {too_large(stored, kind, needed, free)}"
-        )
+        text = f"the weights need {too_large(stored, kind, needed, free)}"
+        return Finding("target memory", "error", text)
     text = (
         f"{gigabytes(needed)} of weights in {name} ({gigabytes(stored.stored_bytes)} stored), "
         f"{gigabytes(free)} free"
@@ -253,11 +233,8 @@ def check_template(target: Target) -> Finding:
     learned = ["".join(run.text for run in one.runs if run.learned) for one in sequences]
     marks = "generation marks" if has_marks(target.tokenizer) else "no generation marks"
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
-    return Finding(
-        "chat template",
-        "ok" if good else "error",
-        f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}",
-    )
+    text = f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}"
+    return Finding("chat template", "ok" if good else "error", text)
 
 
 def check_row(name: str, row: Any, target: Target, template_kwargs: JsonObject) -> RowFinding:

@@ -1,12 +1,10 @@
-"""`draftsmith export`: writes a drafter in the layout that a serving engine loads.
-
-The export is checked before it is put in place.
-"""
+"""`draftsmith export`: writes a drafter in the layout of a serving engine, and checks it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec, trained_kind
-from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
+from ...inference.evaluation.results import NAN, read_measured
 from ...inference.settings import BadRows
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ...inference.targets.target import TargetSource
@@ -62,16 +60,17 @@ def write_export(options: Options) -> WrittenExport:
         target = embedding_and_head_in(options.target, cpu, "auto", StoredTarget)
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
-    dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
-    request = ExportRequest(
-        options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype
-    )
-    pruned = options.draft_vocab_size is not None
+    if options.dtype == "auto":
+        dtype = next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
+    else:
+        dtype = getattr(torch, options.dtype)
+    serve_as = options.serve_as or artifact.fingerprint.name
+    request = ExportRequest(options.to, options.out, serve_as, drafts, dtype)
     # The figures of a card are those of the very weights that are exported.
-    if pruned and options.report:
+    if options.draft_vocab_size is not None and options.report:
         raise UserError(
-            "the report measured the drafter with more tokens; evaluate the export and give its "
-            "report another time"
+            "the report measured the drafter with more tokens; evaluate the export and give the "
+            "report of that"
         )
     card_figures = []
     for path in options.report:
@@ -88,11 +87,6 @@ def drafts_for(artifact: Artifact, asked: int | None) -> int:
     if asked is not None and most is not None and asked > most:
         raise UserError(f"--drafts {asked} is more than the {most} drafts that the drafter has")
     return asked or most or DRAFTS
-
-
-def stored_dtype(artifact: Artifact) -> torch.dtype:
-    """Return the type in which the drafter's weights are stored."""
-    return next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
 
 
 def beside_target(artifact: Artifact, target: TargetSource, options: Options) -> Artifact:
@@ -151,8 +145,6 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
         left_out = LeftOut(source, bad_rows)
         for name, row in rows_of(source):
             try:
-                if isinstance(row, RowError):
-                    raise row
                 sequences = encode(
                     conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}
                 )
@@ -160,19 +152,16 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
                 left_out.add(name, error)
                 continue
             for sequence in sequences:
-                marked = zip(sequence.token_ids, sequence.mask, strict=True)
-                counts.update(token for token, written in marked if written)
+                counts.update(compress(sequence.token_ids, sequence.mask))
     if not counts:
         raise UserError(
             f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"
         )
-    ids = torch.tensor(list(counts), dtype=torch.long)
-    if int(ids.max()) >= target.vocab_size:
+    if max(counts) >= target.vocab_size:
         raise UserError(
             f"{', '.join(sources)} were written with another tokenizer than the target's"
         )
-    values = torch.tensor(list(counts.values()))
-    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, values)
+    return torch.tensor([counts[token] for token in range(target.vocab_size)])
 
 
 def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]:
@@ -198,49 +187,34 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
         )
     specs = {origin.spec for name, origin in listed.items() if name in names}
     source = f"{Path(path).name}, {report.scope}, SHA-256 {report.prompt_set.sha256[:16]}"
+    method_kind = trained_kind(method)
+    default = {"width": 1 if method_kind is not None and method_kind.chains else None}
     rows = []
     for setting in report.settings:
-        for name, drafter_figures in setting.drafters.items():
-            # A lookup with the drafter is no part of the export.
-            if "lookup=" in (drafter_figures.kind or name):
+        for name, found in setting.drafters.items():
+            kind = found.kind or name
+            # By its name as it is; by its spec where it was tuned, or drafted as an engine does. A
+            # lookup with the drafter is no part of the export.
+            if not (name in names or found.spec in specs) or "lookup=" in kind:
                 continue
-            # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
-            if name in names or drafter_figures.spec in specs:
-                rows.append(_figure(name, method, drafter_figures, setting, source, dtype))
+            low, high = known(found.tau_ci95 or (None, None))
+            # Later settings win: the method's default, the spec's, and those of a profile.
+            named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
+            chosen = default | named | (found.setting or {})
+            row = CardFigures(
+                drafts=kind,
+                chain=chosen["width"] == 1,
+                temperature=setting.temperature,
+                batch=setting.batch,
+                tau=known([found.tau_incl_bonus])[0],
+                interval=(low, high),
+                survival=known(found.survival[:8]),
+                prompts=found.requests,
+                dtype=named.get("dtype", dtype),
+                source=source,
+            )
+            rows.append(row)
     return rows
-
-
-def _figure(
-    name: str,
-    method: str,
-    found: DrafterFigures,
-    setting: SettingFigures,
-    source: str,
-    dtype: str,
-) -> CardFigures:
-    """Return the line of the card for one drafter in one setting of a report.
-
-    `dtype` is the target's; a drafter whose spec names none has it too.
-    """
-    low, high = known(found.tau_ci95 or (None, None))
-    kind = found.kind or name
-    # Later settings win: the method's default, the spec's, and those of a profile.
-    of_method = trained_kind(method)
-    default = {"width": 1 if of_method is not None and of_method.chains else None}
-    named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
-    chosen = default | named | (found.setting or {})
-    return CardFigures(
-        drafts=kind,
-        chain=chosen["width"] == 1,
-        temperature=setting.temperature,
-        batch=setting.batch,
-        tau=known([found.tau_incl_bonus])[0],
-        interval=(low, high),
-        survival=known(found.survival[:8]),
-        prompts=found.requests,
-        dtype=named.get("dtype", dtype),
-        source=source,
-    )
 
 
 def known(values: Sequence[float | None]) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
 from ...inference.targets.target import load_for_decoding
 from .chat import chat, check_template
 from .options import GenerateOptions as Options
-from .streaming import compare, in_color, legend, say, stream
+from .streaming import answer, print_legend
 
 HEADING = 60  # characters of a prompt that are shown above its reply
 
@@ -60,12 +60,12 @@ def run(options: Options) -> None:
         return
     count, accepted = 0, False
     for number, (name, prompt) in enumerate(given):
-        accepted |= answer(decoder, options, number, name, prompt)
+        accepted |= answer_turns(decoder, options, number, name, prompt)
         count += 1
     if not count:
         raise UserError("standard input holds no prompts; give at least one line")
-    if accepted and (text := legend(in_color(options))):
-        print(text, file=sys.stderr)
+    if accepted:
+        print_legend(options)
 
 
 def one_prompt(text: str) -> str:
@@ -109,7 +109,7 @@ def load(options: Options) -> Decoder:
     return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
 
 
-def answer(
+def answer_turns(
     decoder: Decoder, options: Options, number: int, name: str, given: str | Conversation
 ) -> bool:
     """Stream the reply to a prompt, and those to the later turns of its conversation.
@@ -118,29 +118,17 @@ def answer(
     Returns whether a draft was accepted.
     """
     target = decoder.target
-    conversation = given if isinstance(given, Conversation) else Conversation(text=given)
     if isinstance(given, str):
-        ids = decoder.encode(given, options.raw)
+        conversation, ids = Conversation(text=given), decoder.encode(given, options.raw)
     else:
-        ids = ids_of(name, given, target.tokenizer, target.name)
+        conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
     turn, accepted = 0, False
     while (prompt := following) is not None:
         if options.prompts is not None:
             print(f"--- {name}: {heading(prompt.conversation)}", file=sys.stderr)
-        request = Request(prompt.token_ids, number, turn)
-        reply = stream(
-            decoder,
-            request,
-            options.max_new_tokens,
-            in_color(options),
-            options.sampling,
-            options.stop,
-        )
-        say(reply, options)
-        if options.compare:
-            compare(decoder, request, options, reply)
+        reply = answer(decoder, Request(prompt.token_ids, number, turn), options)
         accepted |= any(step.accepted for step in reply.rounds)
         following = next_turn(
             prompt, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
@@ -151,10 +139,7 @@ def answer(
 
 def heading(conversation: Conversation | None) -> str:
     """Return the beginning of the last words of a conversation, as one line."""
-    words = ""
-    if conversation is not None and conversation.messages:
-        words = str(conversation.messages[-1].get("content") or "")
-    elif conversation is not None:
-        words = conversation.text or ""
-    line = " ".join(words.split())
+    assert conversation is not None, "`answer_turns` gives every prompt one"
+    last = conversation.messages[-1].get("content") if conversation.messages else conversation.text
+    line = " ".join(str(last or "").split())
     return line if len(line) <= HEADING else line[: HEADING - 3] + "..."

@@ -1,13 +1,8 @@
-"""`draftsmith import`: makes a drafter of a public checkpoint, or of an export of draftsmith.
-
-Public checkpoints are those of Medusa, EAGLE, DFlash and DSpark.
-"""
+"""`draftsmith import`: makes a drafter of a public checkpoint, or of an export of draftsmith."""
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,28 +32,27 @@ READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 def run(options: Options) -> None:
     """Import the checkpoint, and print what was assumed where it leaves something open.
 
-    Raises `UserError` for a folder that is not a checkpoint of this target, or that needs no
-    import.
+    Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
     """
     check_output_folder(options.out, "--out", replaced=True)
     folder = fetched(options.from_, READ, "checkpoint")
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")
     answers = Answers(
-        taps_of(options.taps),
+        options.taps,
         options.norm_output,
         options.norm_before_residual,
         options.target_embedding,
     )
-    # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     own_file = None
+    # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():
         remedy = "copy or export the drafter again"
         own_file, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
-    if own_file is not None and own_file.export is None:
-        raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
-    if own_file is not None and drafter_class(own_file.method).whole_model:
-        raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
+        if own_file.export is None:
+            raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
+        if drafter_class(own_file.method).whole_model:
+            raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
@@ -72,23 +66,6 @@ def run(options: Options) -> None:
         f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts "
         "HELD_OUT.jsonl"
     )
-
-
-def taps_of(text: str | None) -> list[int] | None:
-    """Return the taps that the option names as a JSON list; None where none are given.
-
-    Raises `UserError` for anything but a list of whole numbers that is not empty.
-    """
-    taps: Any = None
-    try:
-        taps = json_module.loads(text) if text is not None else None
-    except ValueError:
-        taps = text
-    # `type`, not `isinstance`: true and false are integers to Python.
-    are_taps = isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)
-    if taps is not None and not are_taps:
-        raise UserError(f"--taps is a list of numbers such as [2,16,29], not {text}")
-    return taps
 
 
 def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Public, Artifact]:

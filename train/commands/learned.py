@@ -1,20 +1,17 @@
-"""Rows as training sees them: rendered by the chat template, with what is learned marked.
-
-`draftsmith doctor --chat` shows them.
-"""
+"""Rows as training sees them, with what is learned marked, for `draftsmith doctor --chat`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, Literal
 
 from rich.text import Text
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import tokenizer_hash
-from ...inference.conversations.formats import RowError, conversation_of
+from ...inference.conversations.formats import conversation_of
 from ...inference.conversations.sources import rows_of
 from ...inference.targets.target import Target
 from ..data.tables import check_tokens
@@ -53,10 +50,8 @@ class ShownSequence:
     @classmethod
     def of(cls, encoded: Encoded, tokenizer: Any) -> ShownSequence:
         """Return a sequence as text, special tokens included."""
-        runs = []
-        for learned, group in groupby(
-            zip(encoded.token_ids, encoded.mask, strict=True), key=lambda pair: pair[1]
-        ):
+        marked, runs = zip(encoded.token_ids, encoded.mask, strict=True), []
+        for learned, group in groupby(marked, key=lambda pair: pair[1]):
             runs.append(Run(tokenizer.decode([token for token, _ in group]), learned))
         return cls(len(encoded.token_ids), sum(encoded.mask), runs)
 
@@ -75,14 +70,14 @@ class ShownSequence:
         return text
 
 
-def first_rows(path: str | None) -> list[tuple[str, Any]]:
-    """Return names and values of the first rows of a source, or of the probe without one.
+def first_rows(source: str | Literal[True]) -> list[tuple[str, Any]]:
+    """Return names and values of the first rows of a source; true stands for the probe.
 
     Raises `UserError` for a source that cannot be read or has no rows.
     """
-    rows = [("probe", PROBE)] if path is None else [*islice(rows_of(path), MOST_ROWS)]
+    rows = [("probe", PROBE)] if source is True else [*islice(rows_of(source), MOST_ROWS)]
     if not rows:
-        raise UserError(f"{path} holds no rows; give at least one row")
+        raise UserError(f"{source} holds no rows; give at least one row")
     return rows
 
 
@@ -92,9 +87,6 @@ def sequences_of(row: Any, target: Target, template_kwargs: JsonObject) -> list[
     `template_kwargs` are arguments of the chat template for all rows. Raises `RowError` for a row
     that is malformed or that the template cannot render, `UserError` for a target without one.
     """
-    # A line that is not JSON is itself an error.
-    if isinstance(row, RowError):
-        raise row
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)
     encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, template_kwargs)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import EngineName
-from ...inference.settings import COLDEST, BadRows, Sampling, TargetConfig, check_url
+from ...inference.settings import BadRows, Sampling, TargetConfig, check_url
 from ..config import StoreType
 from ..method import MethodName
 
@@ -79,15 +79,19 @@ class ReplySampling:
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or 0 < self.temperature < COLDEST:
-            raise UserError(
-                f"sampling: temperature must be 0 (greedy) or at least {COLDEST:g}, not "
-                f"{self.temperature}"
-            )
-        if not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
-            raise UserError(
-                "sampling: top_k must be at least 0, top_p in (0, 1], max_new_tokens at least 1"
-            )
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        # Raises for a number out of its range; a server is given top_k and top_p at 0 too.
+        Sampling(self.temperature or 1.0, self.top_k, self.top_p)
+
+    def settings(self) -> Sampling:
+        """Return the settings of the decode loop."""
+        # The target's own config may carry a penalty, which is not recorded with the rows: none.
+        if self.temperature == 0:
+            return Sampling(repetition_penalty=1.0)
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, repetition_penalty=1.0, seed=self.seed
+        )
 
 
 @dataclass
@@ -273,8 +277,8 @@ class ImportOptions:
     loaded."""
     out: str
     """Folder of the drafter to write."""
-    taps: str | None = None
-    """Hidden states that the drafter fuses, such as [2,16,29], where the checkpoint leaves them
+    taps: list[int] | None = None
+    """Hidden states that the drafter fuses, such as 2,16,29, where the checkpoint leaves them
     open."""
     norm_output: bool | None = None
     """Recycle the normed state (EAGLE-3.1) or not, where the checkpoint leaves it open."""
@@ -282,6 +286,10 @@ class ImportOptions:
     """Add the layer's output to the normed state or not, where the checkpoint leaves it open."""
     target_embedding: bool = False
     """Use the target's embedding although the checkpoint's differs."""
+
+    def __post_init__(self) -> None:
+        if self.taps == []:
+            raise UserError("--taps names no hidden state; write numbers such as 2,16,29")
 
 
 @dataclass

@@ -51,13 +51,14 @@ def run(options: Options) -> None:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
     found = {"options": asdict(options), "verdict": figures, "shape": asdict(shape), "plan": plan}
-    if output_json(options.json, {**found, **as_json(memory, step, network_of(options))}):
+    network = Network(options.link, options.network)
+    if output_json(options.json, {**found, **as_json(memory, step, network)}):
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options)
     if note:
         Console().print(note)
-    show_sending(step, options)
+    show_sending(step, network, options.gpus)
 
 
 def written_note(share: float | None) -> str:
@@ -141,15 +142,10 @@ def show(
         )
 
 
-def network_of(options: Options) -> Network:
-    return Network(options.link, options.network)
-
-
-def show_sending(step: Step, options: Options) -> None:
+def show_sending(step: Step, network: Network, gpus: int) -> None:
     """Print what GPUs send each other in a step, and what stops growing with their number."""
-    network = network_of(options)
-    table = Table("a step sends", "GB a GPU", *(f"on {gpus} GPUs, s" for gpus in GPU_COUNTS))
-    times = [seconds(step, network, gpus) for gpus in GPU_COUNTS]
+    table = Table("a step sends", "GB a GPU", *(f"on {number} GPUs, s" for number in GPU_COUNTS))
+    times = [seconds(step, network, number) for number in GPU_COUNTS]
     for name, bytes_ in sent(step, GPU_COUNTS[-1]).items():
         cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]
         table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
@@ -159,7 +155,7 @@ def show_sending(step: Step, options: Options) -> None:
         f"A GPU computes {few(step.seconds)} s in a step of {step.accumulation} micro-batches. "
         "Beside it: the time to send, if nothing overlaps."
     )
-    for sentence in limits(step, network, options.gpus):
+    for sentence in limits(step, network, gpus):
         console.print(sentence)
 
 

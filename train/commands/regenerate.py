@@ -1,11 +1,10 @@
 """`draftsmith data regenerate`: keep the prompts of a data set, let the target write the replies.
 
 Nothing else raises tau as much as training on replies that the target wrote
-(docs/data.md#target-written-replies). The token ids that the target was given and those that it
-wrote are stored as they were, so nothing is tokenised twice. Each finished conversation is appended
-as one line, or one for each of its sequences; a second call with the same output goes on after the
-last complete one. Several workers (`--share 3/64`) write files of their own into one folder, and
-none answers what any file there has.
+(docs/data.md#target-written-replies). The token ids that the target was given and wrote are stored,
+so nothing is tokenised twice. Each finished conversation is appended as one line, or one for each
+of its sequences; a second call goes on after the last complete one. Several workers
+(`--share 3/64`) write files of their own into one folder, and none answers what is there.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from ...inference.conversations.rows import SHARES, LeftOut, warn_of_plain_text
 from ...inference.conversations.sources import rows_of
 from ...inference.decode import Request, decode
 from ...inference.proposers.plain import PlainDecoding
-from ...inference.settings import Sampling
 from ...inference.targets.target import Target, load_for_decoding
 from .options import RegenerateOptions as Options
-from .options import ReplySampling
 from .replies import regenerate_on_server
 from .tasks import Sink, Task, answered_in, mend, refuse_other
 
@@ -60,25 +57,20 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     finished, last = mend(out, ours=options.share is not None)
+    refuse_other(out, last, facts)
     written = {out: last}
+    # Another worker may have another server of the same target.
+    shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        theirs = answered_in(other)
-        finished |= theirs.ids
-        written[other] = theirs.written
-    for path, before in written.items():
-        # Another worker may have another server of the same target.
-        shared = facts if path == out else {k: v for k, v in facts.items() if k != "server"}
-        refuse_other(path, before, shared)
+        ids, written[other], _ = answered_in(other)
+        refuse_other(other, written[other], shared)
+        finished |= ids
     tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
     if finished:
-        log.info(
-            "%s already holds %d conversations; %d are left%s",
-            options.out,
-            len(finished),
-            len(tasks),
-            f" for share {options.share}" if options.share else "",
-        )
+        of_share = f" for share {options.share}" if options.share else ""
+        held = "%s already holds %d conversations; %d are left%s"
+        log.info(held, options.out, len(finished), len(tasks), of_share)
     if not tasks:
         return
     with (
@@ -90,13 +82,8 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
             regenerate_on_server(tasks, options, sink)
         else:
             regenerate_here(tasks, options, sink)
-    log.info(
-        "%s: %d conversations, %d tokens written by the target, %d without an end",
-        out,
-        sink.rows,
-        sink.tokens,
-        sink.cut,
-    )
+    done = "%s: %d conversations, %d tokens written by the target, %d without an end"
+    log.info(done, out, sink.rows, sink.tokens, sink.cut)
 
 
 @dataclass(frozen=True)
@@ -119,9 +106,8 @@ class Share:
 
     def others(self) -> list[Path]:
         """Return the files that other workers wrote, whatever number of shares they had."""
-        if self.file.parent.is_dir() and self.file.match(SHARES):
-            return sorted(path for path in self.file.parent.glob(SHARES) if path != self.file)
-        return []
+        named_so = self.file.parent.glob(SHARES) if self.file.match(SHARES) else ()
+        return sorted(path for path in named_so if path != self.file)
 
     def part_of(self, tasks: list[Task]) -> list[Task]:
         """Return the tasks of this share, in order."""
@@ -196,7 +182,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             waiting.append((prompt, task))
     if overlong:
         log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
-    sampling = sampling_of(options.sampling)
+    settings = options.sampling.settings()
     while waiting:
         waiting.sort(key=lambda item: len(item[0]))  # a prefill is padded to its longest prompt
         batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
@@ -207,7 +193,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         ]
         replies = [list[int]() for _ in batch]
         for steps in decode(
-            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
+            target, PlainDecoding(), requests, options.sampling.max_new_tokens, settings
         ):
             for index, step, reason in steps:
                 replies[index] += step.tokens
@@ -232,22 +218,4 @@ def answer(
     text = target.tokenizer.decode(reply[:-1] if ended else reply)
     message = {"role": "assistant", "content": text}
     task.add_reply(prompt, reply, message, "stop" if ended else "length")
-    # A reply that was cut short is not what the next message answers.
-    if task.done or not ended:
-        return None
-    task.advance()
-    return task.prompt(target)
-
-
-def sampling_of(sampling: ReplySampling) -> Sampling:
-    """Return the settings of the decode loop for `sampling`."""
-    # The target's own config may carry a penalty, which is not recorded with the rows: none.
-    if sampling.temperature == 0:
-        return Sampling(repetition_penalty=1.0)
-    return Sampling(
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        repetition_penalty=1.0,
-        seed=sampling.seed,
-    )
+    return task.prompt(target) if task.go_on() else None

@@ -95,9 +95,8 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
             message,
             choice.finish_reason or "length",
         )
-        if task.done or choice.finish_reason != "stop":
+        if not task.go_on():
             return exact
-        task.advance()
 
 
 def _request(task: Task, options: Options) -> JsonObject:

@@ -6,8 +6,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import TextIO
 
@@ -15,7 +15,6 @@ from ...inference.api import Decoder, Reply
 from ...inference.decode import Generation, Request, decode
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
-from ...inference.settings import GREEDY, Sampling
 from .options import GenerateOptions as Options
 
 # Green of the terminal's own palette, which themes choose to be readable on their background.
@@ -33,9 +32,30 @@ def in_color(options: Options) -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def legend(color: bool) -> str:
-    """Return what the colour means; empty without one."""
-    return f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote" if color else ""
+def print_legend(options: Options) -> None:
+    """Print what the colour means, if there is one, on stderr."""
+    if in_color(options):
+        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
+
+
+def answer(
+    decoder: Decoder,
+    request: Request,
+    options: Options,
+    interrupts: AbstractContextManager[Callable[[], bool]] | None = None,
+) -> Reply:
+    """Stream the reply to a request, print a line about it on stderr, and return it.
+
+    With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
+    whether the text is the same. The reply ends early once what `interrupts` gives returns True.
+    """
+    with interrupts or nullcontext(lambda: False) as ended:
+        reply = stream(decoder, request, options, ended=ended)
+    say(reply, options)
+    if options.compare:
+        plainly = Decoder(decoder.target, PlainDecoding())
+        compare(stream(plainly, request, options, io.StringIO()), reply)
+    return reply
 
 
 def say(reply: Generation, options: Options) -> None:
@@ -59,18 +79,8 @@ def say(reply: Generation, options: Options) -> None:
     )
 
 
-def compare(decoder: Decoder, request: Request, options: Options, drafted: Generation) -> None:
-    """Decode the same prompt plainly, and print its speed and whether the text is the same."""
-    plainly = Decoder(decoder.target, PlainDecoding())
-    plain = stream(
-        plainly,
-        request,
-        options.max_new_tokens,
-        False,
-        options.sampling,
-        options.stop,
-        io.StringIO(),
-    )
+def compare(plain: Generation, drafted: Generation) -> None:
+    """Print the speed of plain decoding, and whether its text is that of `drafted`."""
     seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
     gain = f", {seconds / drafted_seconds:.2f}x with drafts" if seconds and drafted_seconds else ""
     speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"
@@ -81,22 +91,18 @@ def compare(decoder: Decoder, request: Request, options: Options, drafted: Gener
 def stream(
     decoder: Decoder,
     request: Request,
-    max_new_tokens: int,
-    color: bool,
-    sampling: Sampling = GREEDY,
-    stop: Sequence[str] = (),
+    options: Options,
     stdout: TextIO | None = None,
     ended: Callable[[], bool] = lambda: False,
 ) -> Reply:
     """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it.
 
-    With `color`, accepted drafts are green. `ended` is called after every round; the reply ends
-    there once it returns True.
+    `ended` is called after every round; the reply ends there once it returns True.
     """
-    transcript = decoder.transcript(request, stop)
-    out = stdout or sys.stdout
+    transcript = decoder.transcript(request, options.stop)
+    out, color, limit = stdout or sys.stdout, in_color(options), options.max_new_tokens
     rounds = decode(
-        decoder.target, decoder.proposer, [request], max_new_tokens, sampling, None, stop
+        decoder.target, decoder.proposer, [request], limit, options.sampling, stop=options.stop
     )
     for steps in rounds:
         _, step, reason = steps[0]

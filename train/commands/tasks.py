@@ -6,7 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,44 +41,30 @@ class Task:
         Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
         without anything to answer.
         """
-        if isinstance(row, RowError):
-            raise row
         conversation = conversation_of(row)
         # Arguments of the row win over those for all rows.
         conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
-        if conversation.messages is None and conversation.text is None:
+        messages = conversation.messages
+        if messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")
-        if conversation.messages is not None and not any(
-            m["role"] == "user" for m in conversation.messages
-        ):
+        if messages is not None and not any(message["role"] == "user" for message in messages):
             raise RowError("there is no user message to answer")
-        task = cls(
-            str(row.get("id", name)),
-            [],
-            deque(questions(conversation.messages or [])),
-            conversation,
-        )
-        task.advance()
+        task = cls(str(row.get("id", name)), [], deque(questions(messages or [])), conversation)
+        task.go_on()
         return task
 
-    def advance(self) -> None:
-        """Append the messages up to where the next reply belongs."""
-        if self.ahead:
-            self.said += self.ahead.popleft()
-
-    @property
-    def done(self) -> bool:
-        """True if no messages are left to append."""
-        return not self.ahead
+    def go_on(self) -> bool:
+        """Append the messages before the next reply; return False if none is to be written."""
+        # A reply that was cut short is not what the next message answers.
+        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] != "stop"
+        if cut or not self.ahead:
+            return False
+        self.said += self.ahead.popleft()
+        return True
 
     def prompt(self, target: Target) -> list[int]:
         """Return the token ids that the target is given for the next reply. Raises `RowError`."""
-        so_far = Conversation(
-            messages=self.said or None,
-            text=self.conversation.text,
-            tools=self.conversation.tools,
-            template_kwargs=self.conversation.template_kwargs,
-        )
+        so_far = replace(self.conversation, messages=self.said or None, token_ids=None)
         return prompt_ids(so_far, target.tokenizer, target.name)
 
     def add_reply(
@@ -142,68 +128,45 @@ class Sink:
 
     def put(self, task: Task) -> None:
         """Append a conversation with exact tokens, one line for each of its sequences."""
+        messages, text = task.said, None
+        if task.conversation.messages is None:
+            messages, text = None, (task.conversation.text or "") + task.said[-1]["content"]
+        rows = []
         for number, event in enumerate(task.events):
-            whole = number == len(task.events) - 1
-            row = {
-                "id": task.id,
-                "part": number,
-                # By this `mend` knows a complete conversation.
-                "last_part": whole,
-                **event,
-                "regenerated": self._provenance,
-            }
-            row["messages"] = task.said if task.conversation.messages is not None else None
-            row["text"] = None
-            if not row["messages"]:
-                row["text"] = (task.conversation.text or "") + task.said[-1]["content"]
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            # By `last_part` `mend` knows a complete conversation.
+            last = number == len(task.events) - 1
+            row = {"id": task.id, "part": number, "last_part": last, **event}
+            more = {"regenerated": self._provenance, "messages": messages, "text": text}
+            rows.append(row | more)
             self.tokens += sum(end - start for start, end in event["response_spans"])
-            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
-        self._flush()
+        self._append(task, rows)
 
     def put_text(self, task: Task) -> None:
         """Append a conversation whose server gave no token ids, as one line with its messages."""
+        row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said}
         # Only the last reply may have been cut short: nothing is asked after such a one.
-        reason = task.events[-1]["finish_reasons"][-1]
-        row = {
-            "id": task.id,
-            "part": 0,
-            "last_part": True,
-            "messages": task.said,
-            "finish_reason": reason,
-            "regenerated": self._provenance,
-        }
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.cut += reason != "stop"
-        self._flush()
+        row["finish_reason"] = task.events[-1]["finish_reasons"][-1]
+        self._append(task, [row | {"regenerated": self._provenance}])
 
-    def _flush(self) -> None:
-        """Bring a finished conversation to the disk and count it."""
+    def _append(self, task: Task, rows: list[JsonObject]) -> None:
+        """Bring the lines of a finished conversation to the disk, and count it."""
+        for row in rows:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.rows += 1
+        for event in task.events:
+            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
         self._progress.update()
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Conversations that a file of replies has."""
+def answered_in(path: Path) -> tuple[set[str], JsonObject | None, int]:
+    """Return which conversations `path` has, how they were written, and how many bytes they take.
 
-    ids: set[str]
-    """Ids of the complete ones."""
-    written: JsonObject | None
-    """How the last one was written: its provenance. None if there is no line."""
-    complete_to: int
-    """Bytes up to the end of the last complete one."""
-    size: int
-    """Bytes that were read."""
-
-
-def answered_in(path: Path) -> Answered:
-    """Return which conversations `path` has.
-
-    Behind the last complete one a killed process, or one that still writes, may have left part of
-    another. Raises `UserError` for a file of which a line was not written by this command.
+    These are the ids of the complete ones, the provenance of the last line (None if there is no
+    line), and the bytes up to the end of the last complete one. After it a killed process, or one
+    that still writes, may have left part of another. Raises `UserError` for a file of which a line
+    was not written by this command.
     """
     foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")
     if not path.is_file():
@@ -226,26 +189,25 @@ def answered_in(path: Path) -> Answered:
             if known.last_part:
                 ids.add(known.id)
                 complete_to = end
-    return Answered(ids, written, complete_to, end)
+    return ids, written, complete_to
 
 
 def mend(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
-    """Return the ids of the complete conversations in `out`, and how they were written.
+    """Return the first two results of `answered_in`, and cut off what a killed process left.
 
-    The latter is the provenance of the last line, None if there is no line. Everything after the
-    last complete conversation, which a killed process left, is cut off; but only if every line
-    before it was written by this command. Raises `UserError` for any other file. One unfinished
-    line alone may be anybody's, and is cut off only if the file is `ours`.
+    That is everything after the last complete conversation; but only if every line before it was
+    written by this command. Raises `UserError` for any other file. One unfinished line alone may be
+    anybody's, and is cut off only if the file is `ours`.
     """
     if not out.exists():
         return set(), None
-    found = answered_in(out)
-    if found.size and found.written is None and not ours:
+    ids, written, complete_to = answered_in(out)
+    size = out.stat().st_size
+    if size and written is None and not ours:
         raise UserError(f"{out} is not a file that this command wrote; choose another --out")
-    if found.complete_to < found.size:
-        with out.open("rb+") as file:
-            file.truncate(found.complete_to)
-    return found.ids, found.written
+    if complete_to < size:
+        os.truncate(out, complete_to)
+    return ids, written
 
 
 def refuse_other(out: Path, written: JsonObject | None, facts: JsonObject) -> None:

@@ -26,6 +26,7 @@ from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
 from tests.blocks import random_block
@@ -445,6 +446,15 @@ def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "--from FOLDER" in capsys.readouterr().out
 
 
+def test_taps_are_given_as_the_help_says(capsys: pytest.CaptureFixture) -> None:
+    words = ["--from", "f", "--target", "t", "--out", "o", "--taps"]
+    for taps in ("2,16,29", "[2,16,29]"):
+        assert parse(importing.Options, [*words, taps], "import").taps == [2, 16, 29]
+    refused(["import", *words, "x"], "--taps takes whole numbers with commas between them", capsys)
+    refused(["import", *words, "[true]"], "--taps takes whole numbers", capsys)
+    refused(["import", *words, "[]"], "--taps names no hidden state", capsys)
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub as an upload of small files needs."""
 
@@ -586,7 +596,7 @@ def as_others_write_it(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("eagle3_plain", {"taps": "[2,4,7]"}),
+        ("eagle3_plain", {"taps": [2, 4, 7]}),
         *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
     ],
 )

@@ -25,7 +25,6 @@ from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.commands import chat as chatting
 from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.options import GenerateOptions
@@ -123,6 +122,10 @@ def test_a_chat_keeps_its_history(
     assert said.out == f"{first.text}\n{second.text}\n"
 
 
+def options(**more: Any) -> GenerateOptions:
+    return GenerateOptions(None, prompt="x", max_new_tokens=64, color=False, **more)  # type: ignore
+
+
 class Interrupting(io.StringIO):
     """Standard output whose third piece makes the user press Ctrl-C."""
 
@@ -139,9 +142,9 @@ def test_ctrl_c_ends_a_reply_and_the_next_one_is_whole(quickstart: Target) -> No
     decoder, out = Decoder(quickstart, NgramLookup()), Interrupting()
     request = Request(decoder.encode("def read_lines(path):"))
     with one_interrupt() as ended:
-        cut = stream(decoder, request, 64, False, stdout=out, ended=ended)
+        cut = stream(decoder, request, options(), out, ended)
     assert cut.finish_reason == "interrupted" and len(cut.token_ids) < 32
-    whole = stream(decoder, request, 64, False, stdout=io.StringIO())
+    whole = stream(decoder, request, options(), io.StringIO())
     assert whole.text.startswith(cut.text) and len(whole.token_ids) > len(cut.token_ids)
     with pytest.raises(KeyboardInterrupt), one_interrupt():
         os.kill(os.getpid(), signal.SIGINT)
@@ -247,7 +250,7 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
 def test_a_stopped_reply_shows_what_was_held_back(quickstart: Target) -> None:
     decoder, out = Decoder(quickstart, PlainDecoding()), io.StringIO()
     request = Request(decoder.encode("def add(a, b):"))
-    reply: Reply = stream(decoder, request, 64, False, stop=["zzz"], stdout=out, ended=lambda: True)
+    reply: Reply = stream(decoder, request, options(stop=["zzz"]), out, lambda: True)
     assert len(reply.token_ids) == 1 and out.getvalue() == reply.text + "\n"
 
 
@@ -258,7 +261,6 @@ def test_the_chat_command_reads_lines_of_a_pipe(
     decoder = Decoder(quickstart, PlainDecoding())
     encode = decoder.encode
     monkeypatch.setattr(decoder, "encode", lambda given: asked.append([*given]) or encode(given))
-    monkeypatch.setattr(chatting, "say", lambda *given: None)
     typed(monkeypatch, "a\nb\n")
     chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
     assert [len(messages) for messages in asked] == [1, 3]

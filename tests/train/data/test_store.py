@@ -34,7 +34,7 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands.extract import apart, refuse_another, wait_for_others
+from draftsmith.train.commands.extract import assigned_shards, refuse_another, wait_for_others
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target
 from tests.architectures import architecture
@@ -295,15 +295,19 @@ def test_what_a_lost_worker_left_is_divided_among_all(tmp_path: Path) -> None:
         shard_path(tmp_path, index).with_suffix(".json").touch()
     missing = missing_shards(tmp_path, 9)
     assert missing == [1, 4, 7]
-    assert [list(apart(missing, rank, 3)) for rank in range(3)] == [
+    assert [assigned_shards(missing, rank, 3, False) for rank in range(3)] == [
         [(1, True)],
         [(4, True)],
         [(7, True)],
     ]
-    assert [list(apart(missing, rank, 2)) for rank in range(2)] == [
+    assert [assigned_shards(missing, rank, 2, False) for rank in range(2)] == [
         [(1, True), (7, True)],
         [(4, True)],
     ]
+    # In step: the second goes through the last shard with the first, which writes it.
+    assert assigned_shards(missing, 0, 2, True) == [(1, True), (7, True)]
+    assert assigned_shards(missing, 1, 2, True) == [(4, True), (7, False)]
+    assert assigned_shards([], 1, 2, True) == []
 
 
 def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(

@@ -387,7 +387,7 @@ def _conversation(raw: Any) -> Conversation | RowError:
     """Return the conversation of a row, or the error of one that is malformed."""
     # A row that could not be read comes as its error, so that all losses are counted.
     try:
-        return raw if isinstance(raw, RowError) else conversation_of(raw)
+        return conversation_of(raw)
     except RowError as error:
         return error
 

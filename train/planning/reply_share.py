@@ -53,8 +53,6 @@ def counted(
     replies = tokens = 0
     for _, raw in islice(rows_of(source.path, source.split), ROWS):
         try:
-            if isinstance(raw, RowError):
-                raise raw
             sequences = encode(
                 conversation_of(raw), tokenizer, eos_ids, config.target.path,
                 config.data.chat_template_kwargs,

@@ -56,11 +56,11 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
     It is the cross-entropy of p and q minus the entropy of p, so its minimum is zero.
     """
-    p, negative_entropy = _taught(log_p)
+    p, negative_entropy = _probs_and_negative_entropy(log_p)
     return negative_entropy - _dot(log_q, p)
 
 
-def _taught(log_p: Tensor) -> tuple[Tensor, Tensor]:
+def _probs_and_negative_entropy(log_p: Tensor) -> tuple[Tensor, Tensor]:
     """Return p, renormalised, and its negative entropy `[R]`."""
     log_p = renormalised(log_p)
     p = log_p.exp()
@@ -201,7 +201,7 @@ class _OfLogits(torch.autograd.Function):
         if log_p is None:
             losses = log_sums - logits.gather(-1, labels[..., None])[..., 0]
         else:
-            p, negative_entropy = _taught(log_p)
+            p, negative_entropy = _probs_and_negative_entropy(log_p)
             losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
         # Saved so, and not as attributes, since `checkpoint` has to be able to drop them.
         ctx.save_for_backward(q, p, labels)

@@ -31,7 +31,7 @@ CHECKSUMS = "checksums.json"
 STANDARD_OUTPUT = "-"  # in place of the path of a file
 # torch.save reports a full disk as a RuntimeError with one of these texts, without an errno.
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
-# Errors of the operating system that the user can mend by choosing another place.
+# Errors of the operating system that the user can fix by choosing another place.
 DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -87,7 +87,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(path.parent)
         if old is not None:
             _remove(old)
-    # Ctrl-C too: nothing half-written may stay behind.
+    # Ctrl-C too: nothing half-written may remain.
     except BaseException as error:
         # After the exchange, what lies aside is the old directory.
         if not in_place:

@@ -35,7 +35,7 @@ from .targets.target import Target, load_for_decoding, target_of
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
-ELSEWHERE = {
+OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
     "n": "samples",
@@ -395,7 +395,7 @@ def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
     names = [f.name for f in fields(make)]  # type: ignore[arg-type]
     for name in settings:
         if name not in names:
-            near = [ELSEWHERE[name]] if name in ELSEWHERE else []
+            near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
             near += difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise UserError(f"unknown option {name!r}; {meant}")

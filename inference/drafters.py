@@ -243,9 +243,9 @@ def load_proposer(
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
-    drafter without settings drafts the tree that is expected to pay on the target's device, which
-    `inform` is told; otherwise as it was evaluated in training. `warn` gets notices for the user.
-    Raises `UserError`.
+    drafter without settings drafts the tree that is expected to pay on the target's device, and
+    `inform` gets a line about it; otherwise as it was evaluated in training. `warn` gets notices
+    for the user. Raises `UserError`.
     """
     spec = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(spec)
@@ -260,7 +260,9 @@ def load_proposer(
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
-        artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
+        artifact = Artifact.load(
+            name, target.fingerprint(), target.embedding_and_head_in(dtype), warn
+        )
         place(artifact.drafter, target.device, dtype)
         kind, given = kind_made_of(artifact), (artifact,)
         lookup = {

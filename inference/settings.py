@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from ..heads.errors import UserError
 
-COLDEST = 1e-5  # below this, logits divided by the temperature leave the range of float32
+LEAST_TEMPERATURE = 1e-5  # below this, logits divided by the temperature leave the range of float32
 LARGEST_PENALTY = 1e5  # the same for logits multiplied or divided by a repetition penalty
 Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
 
@@ -145,16 +145,17 @@ class Sampling:
                 object.__setattr__(self, name, convert(value))
             except OverflowError as error:  # a whole number beyond every float
                 raise UserError(what) from error
-        heat, least, most = self.temperature, 1 / LARGEST_PENALTY, LARGEST_PENALTY
+        temperature, least, most = self.temperature, 1 / LARGEST_PENALTY, LARGEST_PENALTY
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         # Truncation never removes the best token, which is all that greedy decoding takes.
         neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
         truncates = [name for name, off in neutral.items() if getattr(self, name) != off]
         for holds, what in (
-            (0 <= heat < float("inf"), f"temperature must be 0 or more, not {heat}"),
+            (0 <= temperature < float("inf"), f"temperature must be 0 or more, not {temperature}"),
             (
-                not 0 < heat < COLDEST,
-                f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {heat}",
+                not 0 < temperature < LEAST_TEMPERATURE,
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, not "
+                f"{temperature}",
             ),
             (self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}"),
             (0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}"),

@@ -106,7 +106,7 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
     _listen()
     try:
         command([argument for argument in argv if argument != "--debug"])
-        # A full disk or a closed pipe behind the output has to show here, not after `main`.
+        # A full disk or a closed pipe as the output has to show here, not after `main`.
         sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(say_stopped("nothing was written")) from None
@@ -201,7 +201,7 @@ def _interrupt(number: int, _frame: object) -> None:
     """Handle SIGINT and SIGTERM: note the signal, and raise `KeyboardInterrupt`.
 
     An import that is interrupted may raise an error of its own in its place, so `guarded` looks at
-    the note. A fork of this process ends at once when it is told to.
+    the note. A fork of this process ends at once when it is asked to.
     """
     if number == signal.SIGTERM and os.getpid() != _PROCESS:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

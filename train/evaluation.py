@@ -22,7 +22,7 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
 from ..inference.console import Progress
-from ..inference.conversations.choice import described, in_turns
+from ..inference.conversations.choice import alternately, described
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
 from ..inference.evaluation.intervals import tau_interval
@@ -219,7 +219,7 @@ class HeldOutEvaluation:
 def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPrompt]:
     """Return `count` held-out prompts of at most `longest` tokens, or all that there are.
 
-    They are drawn evenly over the sources and their categories (`choice.in_turns`), and logged. A
+    They are drawn evenly over the sources and their categories (`choice.alternately`), and logged. A
     prompt is everything before the first reply token, or the beginning of a plain text. Raises
     `UserError` if there is none.
     """
@@ -234,7 +234,7 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
             groups.append(tables.groups[table.groups[i]])
     if not prompts:
         raise UserError("no held-out row is long enough to decode from; hold out longer rows")
-    drawn = in_turns(groups, [prompt.unit for prompt in prompts])[:count]
+    drawn = alternately(groups, [prompt.unit for prompt in prompts])[:count]
     log.info("held-out prompts: %s", described([groups[i] for i in drawn]))
     return [prompts[i] for i in drawn]
 

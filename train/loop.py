@@ -28,7 +28,7 @@ from ..heads.errors import UserError, first_line
 from ..heads.files import JsonObject, check_output_folder, whole_file
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
-from ..inference.evaluation.training_log import METRICS_FILE, mend_metrics
+from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
@@ -117,7 +117,7 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     if accelerator.is_main_process:
         with whole_file(folder.path / "config.yaml") as aside:
             aside.write_text(run.as_yaml())
-        mend_metrics(folder.path / METRICS_FILE)
+        repair_metrics(folder.path / METRICS_FILE)
     if run.tracker != "none":
         accelerator.init_trackers(run.project, config={"config": run.as_yaml()})
     try:

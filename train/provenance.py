@@ -60,7 +60,7 @@ def git_commit() -> str | None:
 
     try:
         commit = git("rev-parse", "HEAD")
-        # Without locks: a `git status` that is killed, as on a full disk, would leave one behind.
+        # Without locks: a `git status` that is killed, as on a full disk, would leave one.
         dirty = git("--no-optional-locks", "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -30,7 +30,7 @@ LAYER_KEYS = (
 
 
 @dataclass
-class TargetSide:
+class TargetParts:
     """Sizes and matrices of the target that a checkpoint belongs to."""
 
     num_layers: int
@@ -58,7 +58,7 @@ class Answers:
 
 
 @dataclass
-class Public:
+class ImportedDrafter:
     """Drafter that was read from a checkpoint."""
 
     drafter: Any
@@ -78,7 +78,7 @@ class Checkpoint:
     config: JsonObject
     tensors: dict[str, Tensor]
     """Tensors that the drafter is filled with, by name."""
-    target: TargetSide
+    target: TargetParts
     answers: Answers
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Checkpoint:
         dtypes = (t.dtype for t in self.tensors.values() if t.is_floating_point())
         return reduce(torch.promote_types, dtypes)
 
-    def finished(self, drafter_type: Any, native: JsonObject, layout: str) -> Public:
+    def finished(self, drafter_type: Any, native: JsonObject, layout: str) -> ImportedDrafter:
         """Return the drafter of the native config `native`, filled with the tensors.
 
         `drafter_type` is its class, with the interface of `layout.EngineLayout`. Raises
@@ -116,7 +116,7 @@ class Checkpoint:
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
         drafter.eval().requires_grad_(False)
-        return Public(drafter, layout, dtype, self.notes)
+        return ImportedDrafter(drafter, layout, dtype, self.notes)
 
     def demand_parts(self, count: int, what: str) -> None:
         """Raise `UserError` for more parts, such as layers, than there are tensors.

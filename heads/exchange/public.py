@@ -26,8 +26,8 @@ from .foreign import (
     LAYER_KEYS,
     Answers,
     Checkpoint,
-    Public,
-    TargetSide,
+    ImportedDrafter,
+    TargetParts,
     drop_embedding,
     same_matrix,
     same_size,
@@ -47,7 +47,7 @@ PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
 
 
-def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
+def read_public(folder: Path, target: TargetParts, answers: Answers) -> ImportedDrafter:
     """Read the drafter in `folder`, whoever wrote it.
 
     Raises `UserError` that names what is missing, surplus, contradictory, not supported or open.
@@ -92,7 +92,7 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
 
 def recognise(
     config: JsonObject, names: Sequence[str], folder: Path
-) -> Callable[[Checkpoint], Public]:
+) -> Callable[[Checkpoint], ImportedDrafter]:
     """Return the reader of a checkpoint, recognised by keys and names that only its layout has.
 
     `names` are those of its tensors. Raises `UserError` if no reader fits.
@@ -132,7 +132,7 @@ def plain_name(name: str, stored: Container[str]) -> str:
     return TAP_NORMS.get(name, name)
 
 
-def medusa(found: Checkpoint) -> Public:
+def medusa(found: Checkpoint) -> ImportedDrafter:
     """Read heads under FasterDecoding's names, of v0.1 or v1.0.
 
     Version 0.1 holds the heads alone (`0.0.linear.weight`), 1.0 a whole model with them
@@ -215,7 +215,7 @@ def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> N
         found.notes.append("the blocks have no bias: zeros are taken")
 
 
-def eagle1(found: Checkpoint) -> Public:
+def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     config, tensors = found.config, found.tensors
     drop_embedding(found)
@@ -232,7 +232,7 @@ def eagle1(found: Checkpoint) -> Public:
     return found.finished(EagleDrafter, native, "eagle1")
 
 
-def eagle3(found: Checkpoint) -> Public:
+def eagle3(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 of SafeAILab or SpecForge, and exports in the native layout."""
     inner = found.config.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
@@ -282,7 +282,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     return declared
 
 
-def speculators(found: Checkpoint) -> Public:
+def speculators(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 in the speculators library's layout."""
     layer, config = found.config["transformer_layer_config"], found.config
     taps = found.answers.taps or config.get(EAGLE_TAPS)
@@ -317,7 +317,7 @@ def _open(answer: Any, otherwise: Any) -> Any:
 
 def _eagle3(
     found: Checkpoint, config: JsonObject, taps: list[int], flags: dict[str, bool], layout: str
-) -> Public:
+) -> ImportedDrafter:
     """Build the drafter that both layouts of EAGLE-3 describe, and fill it.
 
     `config` holds the layer's sizes at its top, `flags` is by the names of the native config, and

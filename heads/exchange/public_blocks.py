@@ -14,7 +14,7 @@ from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
 from ..files import JsonObject
-from .foreign import LAYER_KEYS, Checkpoint, Public, drop_embedding, same_matrix, same_size
+from .foreign import LAYER_KEYS, Checkpoint, ImportedDrafter, drop_embedding, same_matrix, same_size
 
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
 OTHER_KINDS = ("DFlash2DraftModel", "DominoDraftModel", "DFlashLinearDraftModel")
@@ -34,7 +34,7 @@ def is_block(config: JsonObject, names: Iterable[str]) -> bool:
     return _architecture(config).endswith(classes) or "hidden_norm.weight" in names
 
 
-def block_drafter(found: Checkpoint) -> Public:
+def block_drafter(found: Checkpoint) -> ImportedDrafter:
     """Read a layout whose keys are inside `dflash_config`, at the top, or in both places."""
     if _architecture(found.config) in OTHER_KINDS:
         raise UserError(
@@ -65,7 +65,7 @@ def block_drafter(found: Checkpoint) -> Public:
     return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash")
 
 
-def speculators_block(found: Checkpoint) -> Public:
+def speculators_block(found: Checkpoint) -> ImportedDrafter:
     """Read the speculators library's layout of both.
 
     Its taps are indices of hidden states. The anchor does not draft unless `sample_from_anchor` is
@@ -94,7 +94,7 @@ def _read(
     spark: bool,
     anchored: bool,
     layout: str,
-) -> Public:
+) -> ImportedDrafter:
     """Build the drafter that the keys of any layout describe, and fill it.
 
     `keys` are the config's, whatever part of it they were in. `spark` is true for DSpark,

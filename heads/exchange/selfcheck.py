@@ -31,7 +31,7 @@ from ..layout import place, stored_as
 from ..medusa import MedusaHeads
 from .engines import ENGINES
 from .engines.engine import FileLayout
-from .foreign import Answers, TargetSide
+from .foreign import Answers, TargetParts
 from .public import read_public
 
 # Attributes in which drafters keep functions of their target.
@@ -109,7 +109,7 @@ def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor
     return loaded.drafter
 
 
-def stand_in_for(target: Fingerprint) -> TargetSide:
+def stand_in_for(target: Fingerprint) -> TargetParts:
     """Return a target's sizes with a stand-in for its embedding and its head.
 
     They replace a target that is not loaded: any functions show if two drafters compute the same.
@@ -122,7 +122,7 @@ def stand_in_for(target: Fingerprint) -> TargetSide:
         # A sine of token times number: bounded, different for each pair, and made without a table.
         return torch.sin(ids[..., None] * torch.arange(1, hidden_size + 1) * 0.37)
 
-    return TargetSide(
+    return TargetParts(
         target.num_layers,
         hidden_size,
         target.vocab_size,

@@ -87,7 +87,7 @@ def number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
-def in_turns(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
+def alternately(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
     """Return the indices of all rows in the order in which they are drawn.
 
     Sources take turns, within a source its categories, and within a category its units, in the

@@ -66,4 +66,4 @@ def _conversation(where: str, row: Any) -> Conversation:
     try:
         return conversation_of(parsed(row) if isinstance(row, str) else row)
     except RowError as error:
-        raise UserError(f"{where}: {error}; mend or remove it") from error
+        raise UserError(f"{where}: {error}; fix or remove it") from error

@@ -11,7 +11,7 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..settings import BadRows
-from .choice import Units, described, in_turns
+from .choice import Units, alternately, described
 from .formats import Conversation, RowError, conversation_of
 from .rows import LeftOut, prompt_ids, warn_of_plain_text
 from .sources import rows_of
@@ -48,7 +48,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of any source that `sources.rows_of` reads, at most `limit`.
 
-    With a limit they are drawn evenly over the categories (`choice.in_turns`), and stay in the
+    With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
     order of the file. `target_name` is the target's name in messages. Raises `UserError` if there
     are no prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
@@ -65,7 +65,7 @@ def read_prompts(
     categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:
-        order = in_turns([(category,) for category in categories], of_units)
+        order = alternately([(category,) for category in categories], of_units)
     found: dict[int, Prompt] = {}
     for index in order:
         if limit is not None and len(found) == limit:

@@ -37,7 +37,7 @@ class LeftOut:
     def add(self, name: str, error: RowError) -> None:
         """Raise `UserError` for the row, or count it, as `bad_rows` says."""
         if self._bad_rows == "stop":
-            remedy = f"mend or remove it, or leave out such rows with {self._option} skip"
+            remedy = f"fix or remove it, or leave out such rows with {self._option} skip"
             raise UserError(f"{self._source}: row {name}: {error}; {remedy}")
         self.count += 1
         self.first = self.first or f"{name} ({error})"

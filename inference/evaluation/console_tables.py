@@ -28,7 +28,7 @@ from .server.report import show as show_server
 
 ACCEPTED = f"accepted 1-{SHOWN}"
 COLUMNS = ("tau", "95%", ACCEPTED, "tok/s", "speed-up", "identical", "loops")
-GIVE_WAY = (ACCEPTED, "tok/s", "95%", "loops")
+LEFT_OUT_FIRST = (ACCEPTED, "tok/s", "95%", "loops")
 """Columns that a narrow terminal leaves out, the first one first."""
 LONGEST_NAME = 30  # longer names of drafters are folded
 IN_A_FILE = 120  # columns of a table that goes to a file
@@ -60,7 +60,7 @@ def show(report: Report, console: Console | None = None) -> None:
 def show_settings(report: Report, console: Console) -> None:
     """Print the table of all settings, what its marks mean, and the warnings."""
     titles = list(COLUMNS)
-    for title in GIVE_WAY:
+    for title in LEFT_OUT_FIRST:
         if wide(settings_table(report, titles), console) <= console.width:
             break
         titles.remove(title)

@@ -85,7 +85,7 @@ def kind_drafted_by(proposer: Proposer) -> str:
     return kinds.get(type(proposer), "")
 
 
-class AsIn:
+class DraftsAsEngine:
     """A drafter as a way to decode: with an engine's shape and rule, in draftsmith's loop."""
 
     def __init__(self, engine: ImitatedEngine, spec: str, target: Target) -> None:

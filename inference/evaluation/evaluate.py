@@ -42,10 +42,10 @@ from . import replayed
 from .assisted import Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
-from .engines import AsIn, ImitatedEngine
+from .engines import DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
-from .measure import Results, Setting, Way, decode_in_turns
+from .measure import Results, Setting, Way, decode_alternately
 from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .results import (
@@ -188,7 +188,7 @@ def decode_settings(
             each = partial_writer(report, options.json, where, figures)
             decoding = decoded_ways(ways)
             results.append(
-                decode_in_turns(target, decoding, prompts, setting, progress, journal, each)
+                decode_alternately(target, decoding, prompts, setting, progress, journal, each)
             )
             report.settings.append(configured_figures(target, results[-1], setting, ways))
             if number + 1 < len(settings):
@@ -222,7 +222,7 @@ def configured_figures(
     for name, figures in entry.drafters.items():
         way = named[name]
         figures.kind = way.name
-        if isinstance(way, Tuned | AsIn):
+        if isinstance(way, Tuned | DraftsAsEngine):
             figures.setting, figures.spec = way.setting, way.spec
     for name, (default, _) in without.items():
         beside = [turn.generation for turn in results[default]]
@@ -315,7 +315,7 @@ def tuned_and_served(
     for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
-                engines.append(AsIn(engine, spec, target))
+                engines.append(DraftsAsEngine(engine, spec, target))
             except UserError as error:
                 left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
 

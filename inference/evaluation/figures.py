@@ -1,6 +1,6 @@
 """Figures of drafters from their replies: docs/metrics.md defines each of them.
 
-The functions turn the replies of `measure.decode_in_turns` into the types of `results.py`.
+The functions turn the replies of `measure.decode_alternately` into the types of `results.py`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def journal_path(report: str) -> Path:
 
 
 def kept(report: str, what: str) -> str:
-    """Return what a user who stopped is told: what is kept of what was, say, `measured`."""
+    """Return the message for a user who stopped: what is kept of what was, say, `measured`."""
     journal, written = journal_path(report), Path(report)
     if not journal.is_file():
         # The journal goes when the report is whole, before it is shown.

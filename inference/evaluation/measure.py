@@ -57,7 +57,7 @@ WARM_UP = 8  # tokens of a first run that is not counted
 
 
 @runtime_checkable
-class Loop(Protocol):
+class OwnLoop(Protocol):
     """Way to decode with its own `generate`: another library's loop, or settings of its own."""
 
     name: str
@@ -69,10 +69,10 @@ class Loop(Protocol):
         ...
 
 
-Way = Proposer | Loop
+Way = Proposer | OwnLoop
 
 
-def decode_in_turns(
+def decode_alternately(
     target: Target,
     ways: Sequence[Way],
     prompts: Sequence[Prompt],
@@ -93,7 +93,7 @@ def decode_in_turns(
     waiting, number = list(prompts), 0
     room = target.max_positions - setting.max_new_tokens
     while waiting:
-        found = _in_turns(target, by_name, waiting, number, setting, journal)
+        found = _alternately(target, by_name, waiting, number, setting, journal)
         for batch, replies, decoded in found:
             for name, generations in replies.items():
                 pairs = zip(batch, generations, strict=True)
@@ -114,7 +114,7 @@ def decode_in_turns(
     return results
 
 
-def _in_turns(
+def _alternately(
     target: Target,
     ways: dict[str, Way],
     prompts: Sequence[Prompt],
@@ -165,7 +165,7 @@ def _decode(
     target: Target, way: Way, requests: list[Request], max_new_tokens: int, sampling: Sampling
 ) -> list[Generation]:
     # transformers' loop does not fill in the target's own penalty, as `decode` does
-    if isinstance(way, Loop):
+    if isinstance(way, OwnLoop):
         return way.generate(requests, max_new_tokens, sampling.resolved(target.repetition_penalty))
     return generate(target, way, requests, max_new_tokens, sampling)
 

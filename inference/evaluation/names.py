@@ -58,8 +58,8 @@ def longer_names(folder: str) -> Iterator[str]:
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
     """Return the name of each spec among the others.
 
-    Drafters of equal names are told apart by more of their paths, and by the settings in which they
-    differ. Only those that a user called alike, or that are alike, keep one name.
+    Drafters of equal names are distinguished by more of their paths, and by the settings in which
+    they differ. Only those that a user called alike, or that are alike, keep one name.
     """
     labels = {spec: short_name(spec) for spec in specs}
     counts = Counter(labels.values())

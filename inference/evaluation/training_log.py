@@ -37,7 +37,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(
-                    f"{path} is no log of a training run: line {number} holds no step; mend or "
+                    f"{path} is no log of a training run: line {number} holds no step; fix or "
                     "remove it"
                 ) from error
             log.warning("%s: its last line is not whole and is left out", path)
@@ -46,7 +46,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
     return rows
 
 
-def mend_metrics(path: Path) -> None:
+def repair_metrics(path: Path) -> None:
     """End the log `path` with a whole line, so that the next one does not follow on half a line.
 
     What a killed run, or one on a full disk, has left half-written is cut off, with a warning. A

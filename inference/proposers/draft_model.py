@@ -179,7 +179,7 @@ def make_proposer(
         threshold, longest = best_adaptive(artifact.calibration, cost)
         settings = replace(settings, threshold=threshold).or_else(length=longest)
     proposer = on_model(artifact.drafter, settings)
-    proposer.name = "distilled-lm"
+    proposer.name = "draft-model"
     return proposer
 
 

@@ -20,7 +20,7 @@ class SuffixAutomaton:
     after the substring. `_next[s]` are the transitions from s by token. `_link[s]` is the state of
     the longest end of these substrings that has further end positions. State 0 is the empty one.
 
-    Beside the text's own state `_last`, the automaton tracks the state of the longest end of the
+    Besides the text's own state `_last`, the automaton tracks the state of the longest end of the
     text that occurs earlier in it, and the length of this end; `shortest` is the least length from
     which `guess` drafts.
     """

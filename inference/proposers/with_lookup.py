@@ -69,7 +69,7 @@ class WithLookup(Proposer):
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafter's trees, with a chain in place of the tree of every row that has one.
 
-        Beside rows with a tree, chains are cut to its number of nodes, so that the pass of the
+        Next to rows with a tree, chains are cut to its number of nodes, so that the pass of the
         batch costs no more.
         """
         found = self._lookup.guesses()

@@ -319,7 +319,7 @@ class StaticCache(TreeCache):
         return (depths + self.starts()[:, None]).clamp(max=last)
 
     def seen(self, count: int) -> int:
-        # Of the buffers, whose size a compiler was told to leave open; a number it would fix.
+        # Of the buffers, whose size a compiler was asked to leave open; a number it would fix.
         return self.states[0].keys.shape[2] if self.states else self.capacity
 
     def width(self, counts: Counts, most: int) -> int:

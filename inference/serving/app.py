@@ -179,7 +179,7 @@ async def unforeseen(request: Request, error: Exception) -> Response:
 
 
 def allowed(handler: Handler, service: Service) -> Handler:
-    """Return `handler` behind the check of the API key, with its errors as answers."""
+    """Return `handler` after the check of the API key, with its errors as answers."""
     wanted = f"Bearer {service.api_key}".encode()
 
     async def checked(request: Request) -> Response:

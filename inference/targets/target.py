@@ -48,10 +48,9 @@ class TargetSource(ModelHead, ABC):
             self.embed, self.head, self.vocab_size, self.tokenizer, factor, self.head_of
         )
 
-    def lent(self, dtype: torch.dtype) -> EmbeddingAndHead:
+    def embedding_and_head_in(self, dtype: torch.dtype) -> EmbeddingAndHead:
         """Return `embedding_and_head` for a drafter in `dtype`, as are parts of the head."""
-        lent = self.embedding_and_head
-        return replace(lent, part=lambda ids: self.head_of(ids, dtype))
+        return replace(self.embedding_and_head, part=lambda ids: self.head_of(ids, dtype))
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:

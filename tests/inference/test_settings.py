@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.settings import COLDEST, LARGEST_PENALTY, Sampling
+from draftsmith.inference.settings import LARGEST_PENALTY, LEAST_TEMPERATURE, Sampling
 from draftsmith.inference.targets.target import Target
 
 
@@ -63,8 +63,8 @@ def test_bools_infinities_and_what_is_out_of_range_are_refused(name: str, value:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=COLDEST),
-        Sampling(temperature=COLDEST, rule="rejection"),
+        Sampling(temperature=LEAST_TEMPERATURE),
+        Sampling(temperature=LEAST_TEMPERATURE, rule="rejection"),
         Sampling(temperature=1e30),
         Sampling(repetition_penalty=LARGEST_PENALTY),
         Sampling(repetition_penalty=1 / LARGEST_PENALTY),
@@ -83,7 +83,9 @@ def test_the_limits_of_the_ranges_are_decoded(tiny: Target, sampling: Sampling) 
 def test_at_the_lowest_temperature_the_text_is_the_greedy_one(tiny: Target) -> None:
     from draftsmith.inference.proposers.plain import PlainDecoding
 
-    cold = generate(tiny, PlainDecoding(), [[5, 6, 7]], 12, Sampling(temperature=COLDEST))
+    cold = generate(tiny, PlainDecoding(), [[5, 6, 7]], 12, Sampling(temperature=LEAST_TEMPERATURE))
     greedy = generate(tiny, PlainDecoding(), [[5, 6, 7]], 12)
     assert cold[0].token_ids == greedy[0].token_ids
-    assert torch.isfinite(Sampling(temperature=COLDEST).warpers(None, torch.tensor([[3e33]]))).all()
+    assert torch.isfinite(
+        Sampling(temperature=LEAST_TEMPERATURE).warpers(None, torch.tensor([[3e33]]))
+    ).all()

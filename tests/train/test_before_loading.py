@@ -38,7 +38,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         (("generate", "--chat", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
         (("generate", "--chat", "--drafter", f"{DSPARK}:bad=1"), SETTING),
         (("generate", "--prompt", "  "), "the prompt is empty"),
-        (("generate", "--prompts", "EMPTY"), "empty.jsonl:1: the prompt is empty; mend or remove"),
+        (("generate", "--prompts", "EMPTY"), "empty.jsonl:1: the prompt is empty; fix or remove"),
         ((*EVALUATE, "--drafter", f"{DSPARK}:bad=1"), SETTING),
         ((*EVALUATE, "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
         ((*EVALUATE, "--profile", "missing.json"), "cannot read missing.json"),

@@ -14,7 +14,7 @@ import docstring_parser
 SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
 SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no value
-ELSEWHERE = {
+OTHER_NAMES = {
     "model": "target.path", "learning_rate": "optim.lr", "num_train_epochs": "epochs",
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "dataset": "data.sources",
     "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "accumulation",
@@ -127,7 +127,7 @@ def near(word: str, known: Iterable[str]) -> list[str]:
     for name in known:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
-    similar = list(by_end.get(ELSEWHERE.get(word.rpartition(".")[2], ""), ()))
+    similar = list(by_end.get(OTHER_NAMES.get(word.rpartition(".")[2], ""), ()))
     for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
         similar += by_end[form]
     return [*dict.fromkeys(similar)][:3]

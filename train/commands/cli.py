@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
-from .verbs import ROAD, VERBS, options_of_verb
+from .verbs import USUAL_STEPS, VERBS, options_of_verb
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -146,11 +146,11 @@ def _usage(of: str = "") -> str:
     lines = ["usage: draftsmith COMMAND [--option VALUE ...]", ""]
     if not of:
         lines.append("the usual steps, in order:")
-        for number, (verb, what) in enumerate(ROAD.items(), 1):
+        for number, (verb, what) in enumerate(USUAL_STEPS.items(), 1):
             lines.append(_folded(f"  {number}. {verb:<{width}}  ", what))
         lines += ["", "all other commands (each has --help):"]
     for verb, (*_, what) in VERBS.items():
-        if verb.startswith(of) and (of or verb not in ROAD):
+        if verb.startswith(of) and (of or verb not in USUAL_STEPS):
             lines.append(_folded(f"  {verb:<{width}}  ", what))
     if not of:
         what = "completion of commands in bash or zsh"

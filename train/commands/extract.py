@@ -56,11 +56,11 @@ from ..data.store import (
     AGAIN,
     Layout,
     ShardWriter,
+    announce,
     missing_shards,
     shard_done,
     shard_path,
     shards_of_ring,
-    tell,
     wanted,
 )  # fmt: skip
 from ..data.tables import Tables, noted
@@ -150,7 +150,7 @@ class Extraction:
         on_main(self.accelerator, lambda: self.begin(tables, batches, judged))
         if layout.ring is not None:
             # The note that a former training run is done would end this extractor at once.
-            on_main(self.accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)
+            on_main(self.accelerator, lambda: announce(store, 0) if wanted(store)[1] else None)
         if isinstance(target, ServedTarget):
             source: FeatureSource = ServedFeatures(target, layout.taps)
         else:

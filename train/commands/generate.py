@@ -95,7 +95,7 @@ def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: s
             raise RowError("the prompt is empty")
         return ids
     except RowError as error:
-        raise UserError(f"{name}: {error}; mend or remove it") from error
+        raise UserError(f"{name}: {error}; fix or remove it") from error
 
 
 def load(options: Options) -> Decoder:

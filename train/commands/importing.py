@@ -16,7 +16,7 @@ from ...heads.artifact import (
 )
 from ...heads.documents import OwnFile, read_document
 from ...heads.errors import UserError
-from ...heads.exchange.foreign import Answers, Public, TargetSide
+from ...heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
@@ -68,13 +68,15 @@ def run(options: Options) -> None:
     )
 
 
-def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Public, Artifact]:
+def foreign(
+    folder: Path, target: StoredTarget, answers: Answers
+) -> tuple[ImportedDrafter, Artifact]:
     """Return the contents of another project's checkpoint, and a drafter made of them.
 
     Such a checkpoint does not say which target it is for; it is taken to be `target`, and its
     provenance notes all that was taken for granted. Raises `UserError`.
     """
-    public = read_public(folder, target_side(target), answers)
+    public = read_public(folder, target_parts(target), answers)
     files = StoredTensors(folder).files
     facts = {
         **provenance(),
@@ -88,7 +90,7 @@ def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Publi
 
 def exported(
     folder: Path, target: StoredTarget, answers: Answers, own: OwnFile
-) -> tuple[Public, Artifact]:
+) -> tuple[ImportedDrafter, Artifact]:
     """Return the contents of an export that draftsmith wrote, and the drafter that was exported.
 
     Everything in it has to be as it was written: its files' checksums, and the method, shape and
@@ -117,7 +119,7 @@ def exported(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
     check_files(folder, own)
-    public = read_public(folder, target_side(target), Answers(ours=True))
+    public = read_public(folder, target_parts(target), Answers(ours=True))
     if public.drafter.method != own.method:
         raise UserError(
             f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
@@ -137,9 +139,9 @@ def exported(
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 
-def target_side(target: StoredTarget) -> TargetSide:
+def target_parts(target: StoredTarget) -> TargetParts:
     """Return the sizes and matrices of `target` that a checkpoint is read with."""
-    return TargetSide(
+    return TargetParts(
         target.num_layers,
         target.hidden_size,
         target.vocab_size,

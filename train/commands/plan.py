@@ -153,7 +153,7 @@ def show_sending(step: Step, network: Network, gpus: int) -> None:
     console.print(table)
     console.print(
         f"A GPU computes {few(step.seconds)} s in a step of {step.accumulation} micro-batches. "
-        "Beside it: the time to send, if nothing overlaps."
+        "Next to it: the time to send, if nothing overlaps."
     )
     for sentence in limits(step, network, gpus):
         console.print(sentence)

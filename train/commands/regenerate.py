@@ -30,7 +30,7 @@ from ...inference.proposers.plain import PlainDecoding
 from ...inference.targets.target import Target, load_for_decoding
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
-from .tasks import Sink, Task, answered_in, mend, refuse_other
+from .tasks import Sink, Task, answered_in, refuse_other, repair
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
-    finished, last = mend(out, ours=options.share is not None)
+    finished, last = repair(out, ours=options.share is not None)
     refuse_other(out, last, facts)
     written = {out: last}
     # Another worker may have another server of the same target.
@@ -138,7 +138,7 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options) -> list[Task]:
         tasks.append(task)
     if left_out.count == len(rows):
         raise UserError(
-            f"{options.data}: no row can be used; the first is {left_out.first}; mend it"
+            f"{options.data}: no row can be used; the first is {left_out.first}; fix it"
         )
     return tasks
 

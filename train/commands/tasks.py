@@ -133,7 +133,7 @@ class Sink:
             messages, text = None, (task.conversation.text or "") + task.said[-1]["content"]
         rows = []
         for number, event in enumerate(task.events):
-            # By `last_part` `mend` knows a complete conversation.
+            # By `last_part` `repair` recognises a complete conversation.
             last = number == len(task.events) - 1
             row = {"id": task.id, "part": number, "last_part": last, **event}
             more = {"regenerated": self._provenance, "messages": messages, "text": text}
@@ -192,7 +192,7 @@ def answered_in(path: Path) -> tuple[set[str], JsonObject | None, int]:
     return ids, written, complete_to
 
 
-def mend(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
+def repair(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
     """Return the first two results of `answered_in`, and cut off what a killed process left.
 
     That is everything after the last complete conversation; but only if every line before it was

@@ -76,7 +76,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
 }
 
 # The usual steps from a target to a served drafter, in order.
-ROAD = {
+USUAL_STEPS = {
     "data regenerate": "let the target write the replies that a drafter learns from",
     "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
     "evaluate": "measure it on held-out prompts, compared with plain decoding",

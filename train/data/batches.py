@@ -21,7 +21,7 @@ from torch import Tensor
 from .tables import TokenTable
 
 PADDING = -1  # document number of padding
-GOLDEN = (5**0.5 - 1) / 2  # inverse of the golden ratio, see `Turns`
+GOLDEN = (5**0.5 - 1) / 2  # inverse of the golden ratio, see `RowShares`
 ANY = -(1 << 20)  # in `rounds`: an ordinary position, which may be a root; below any real count
 
 
@@ -142,7 +142,7 @@ def pack_rows(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-class Turns:
+class RowShares:
     """Division of an endless stream of rows among several parts.
 
     Each part takes a share of the rows, from a first row on, evenly spread. All other rows go to
@@ -296,9 +296,11 @@ class Batches:
         return self.documents_of_pack(self.pack_of(number))
 
     @cached_property
-    def _turns(self) -> Turns:
+    def _turns(self) -> RowShares:
         """Division of the stream, made when the first row is asked for: parts are added before."""
-        return Turns([(written.config.share, written.first_row) for written in self.written_parts])
+        return RowShares(
+            [(written.config.share, written.first_row) for written in self.written_parts]
+        )
 
     def pack_of(self, number: int) -> int:
         """Return which pack is row `number` of the endless stream of the data's own rows."""

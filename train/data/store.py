@@ -72,7 +72,7 @@ def shard_done(path: Path) -> bool:
     return path.with_suffix(".json").is_file()
 
 
-def taught(batch: Batch) -> Tensor:
+def learned_positions(batch: Batch) -> Tensor:
     """Return the positions whose next token is a reply token of the same document `[B, S]`, bool.
 
     Only there does a drafter learn the target's distribution of the next token.
@@ -104,7 +104,7 @@ class ShardWriter:
         batch = features.batch
         # Masks are on the CPU: what follows from them is known without waiting for a device.
         real = batch.documents != PADDING
-        has_last = real if self._layout.all_last else taught(batch)
+        has_last = real if self._layout.all_last else learned_positions(batch)
         for r, length in enumerate(real.sum(-1).tolist()):
             last = features.last[r][has_last[r].to(features.last.device)]
             self._rows["last"].append(last.cpu())
@@ -216,7 +216,7 @@ class StoredFeatures:
         self._asked = asked
         self._shards: dict[int, Shard] = {}  # the least recently used first
         self._verified: set[int] = set()
-        self._told = -1
+        self._announced = -1
         """Shard from which on the extractor knows that shards are needed."""
         # A step may begin at the last row of a shard, and all its rows have to exist at once: with
         # 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
@@ -237,9 +237,9 @@ class StoredFeatures:
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
         # Positions without a stored state stay 0: no loss is about them.
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
-        has_last = batch.documents != PADDING if self._layout.all_last else taught(batch)
+        has_last = batch.documents != PADDING if self._layout.all_last else learned_positions(batch)
         if self._layout.ring is not None:
-            self._let_go(min(batch.numbers))
+            self._release(min(batch.numbers))
         for r, number in enumerate(batch.numbers):
             # A ring is numbered by rows of the stream, a whole store by packs of the data.
             unit = number if self._layout.ring is not None else self._batches.pack_of(number)
@@ -296,7 +296,7 @@ class StoredFeatures:
                 )
                 since = time.monotonic()
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         """Note that the rows before the step of row `number` are no longer needed.
 
         Every rank is done with them, since a step ends with a sum over ranks. Rows of the same step
@@ -304,20 +304,20 @@ class StoredFeatures:
         """
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
-        if index != self._told:
+        if index != self._announced:
             # While a file is mapped its disk space is not freed.
             self._shards = {i: shard for i, shard in self._shards.items() if i >= index}
             if self._main:
-                tell(self._store, first)
-            self._told = index
+                announce(self._store, first)
+            self._announced = index
 
     def finish(self) -> None:
         """End a ring's extractor."""
         if self._layout.ring is not None and self._main:
-            tell(self._store, 0, done=True)
+            announce(self._store, 0, done=True)
 
 
-def tell(store: Path, first: int, done: bool = False) -> None:
+def announce(store: Path, first: int, done: bool = False) -> None:
     """Write to `wanted.json` which row is the first that is still needed, or that none is."""
     with whole_file(store / WANTED) as aside:
         write_json(aside, {"first": first, "done": done})

@@ -434,7 +434,7 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
         # The share to accept is rounded up to two digits, so that it is enough.
         raise UserError(
             f"data source {name} would lose {number} of {count['read']} rows ({reasons}); the "
-            f"first is {lost[0]}; mend them, or accept it with "
+            f"first is {lost[0]}; fix them, or accept it with "
             f"data.max_lost_share={min(1.0, number / count['read'] + 0.005):.2f}"
         )
     for row in lost[:20]:

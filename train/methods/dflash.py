@@ -59,7 +59,7 @@ from ..outline import (
 from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
-from .first_weights import attend_nearby, begin_unsure, block_weights, rescale
+from .first_weights import attend_nearby, block_weights, rescale, start_uncertain
 from .mask_token import mask_token_for
 from .ranks import (
     accepted_in_chains,
@@ -284,7 +284,7 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
     # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
     states = drafter.norm(outputs).to(target.device, target.dtype)
-    begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
+    start_uncertain(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 
 
 def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> None:

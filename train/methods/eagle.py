@@ -37,7 +37,7 @@ from ..outline import (
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle_loss import EagleObjective
-from .first_weights import begin_unsure
+from .first_weights import start_uncertain
 from .ranks import (
     accepted_in_chains,
     batch_of_text,
@@ -99,12 +99,12 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         norm, tap_sizes = target.final_norm_weight(), target.tap_sizes(shape.taps)
         first_weights(drafter, target.head_weight, norm, ids, tap_sizes)
         loss = run.objective.resolved(shape.version)
-        # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
-        # own scale, and needs the target's norm as it is.
+        # `start_uncertain` scales the final norm down. A feature loss compares states in the
+        # target's own scale, and needs the target's norm as it is.
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
             generator = torch.Generator().manual_seed(run.seed)
             states = torch.randn(STATES, shape.hidden_size, generator=generator)
-            begin_unsure(drafter.norm, drafter.logits(states))
+            start_uncertain(drafter.norm, drafter.logits(states))
         return drafter
 
     def make_objective(

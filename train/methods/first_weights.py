@@ -24,7 +24,7 @@ INIT_STD = 0.02  # of the matrices that DSpark has and DFlash has not
 
 
 @torch.no_grad()
-def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
+def start_uncertain(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
     """Scale an untrained drafter's final norm down until its logits are small.
 
     `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard

@@ -1,7 +1,8 @@
 """Charts as inline SVG: lines and bars with intervals, and shares of a whole.
 
 No library is used: those that are small enough to be stored in the page draw on a canvas, which
-shows nothing without a script, has no text to search or to read aloud, and does not print sharply.
+shows nothing without a script, has no text for a search or a screen reader, and does not print
+sharply.
 
 Colours are CSS classes (`c0` is the neutral one, then `c1`, `c2`, ..), so that the page's style
 decides them, in light and in dark mode. Lengths are in units of the view box, about a pixel each.

@@ -20,7 +20,7 @@ SHORTEST_REPLY = 16
 # The replay is tried on so many roots of each text; the time for all roots is estimated from it.
 TRIAL_ROOTS = 6
 # Plain decoding, the default tree and one finalist are always measured; a finalist that is taken
-# is measured again beside the default on other prompts.
+# is measured again next to the default on other prompts.
 LEAST_WAYS, AGAIN = 3, 2
 # Prompts are cut to no fewer tokens where drafters are timed: lookups need a text to search.
 LEAST_READ = 64

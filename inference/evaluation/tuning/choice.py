@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....heads.files import JsonObject
-from ...conversations.choice import in_turns, number_of
+from ...conversations.choice import alternately, number_of
 from ...conversations.prompts import Prompt
 from ..figures import Gain
 from ..intervals import LEVEL
@@ -25,7 +25,7 @@ def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` of the prompts, evenly over their categories, in their order."""
     groups = [(prompt.category,) for prompt in prompts]
     units = [number_of(str(prompt.unit)) for prompt in prompts]
-    return [prompts[index] for index in sorted(in_turns(groups, units)[:count])]
+    return [prompts[index] for index in sorted(alternately(groups, units)[:count])]
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:

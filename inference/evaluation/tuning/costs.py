@@ -39,7 +39,7 @@ SHORTEST = 16  # tokens of a prompt
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
 
-class Filler(Proposer):
+class FixedSizes(Proposer):
     """Proposer whose drafts are never right and cost nothing to make.
 
     Each round has a tree of another size, and emits exactly one token.
@@ -151,14 +151,14 @@ def verification(
             prompt = [text[i % len(text)] for i in range(length)]
             until = time.monotonic() + share, fewest
             records = run(
-                target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY, until
+                target, FixedSizes(NODES), [prompt] * batch, rounds + len(NODES), GREEDY, until
             )
             table[batch][length + len(records) / 2] = _median_by_size(records)
     return VerifyCosts(table)
 
 
 def _median_by_size(records: Sequence[Round]) -> dict[int, float]:
-    """Return the median verification time of each of `NODES`, from a run of `Filler(NODES)`."""
+    """Return the median verification time of each of `NODES`, from a run of `FixedSizes(NODES)`."""
     sizes: dict[int, list[float]] = {size: [] for size in NODES}
     for number, record in enumerate(records):
         # The first sweep is not counted: each size is slower when it runs for the first time. A

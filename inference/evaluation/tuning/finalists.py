@@ -11,7 +11,7 @@ from ...decode import Generation, Request, generate
 from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import figures_of_drafter, gain
-from ..measure import Setting, Turn, decode_in_turns
+from ..measure import Setting, Turn, decode_alternately
 from ..results import NAN
 from .budget import finalists_that_fit
 from .candidates import Candidate
@@ -148,11 +148,11 @@ def decoded(
 ) -> list[list[Turn]]:
     """Decode `prompts` with each of `ways` alternately, and return the replies of each."""
     loops = [_Ready(target, way) for way in ways]
-    return list(decode_in_turns(target, loops, prompts, setting).values())
+    return list(decode_alternately(target, loops, prompts, setting).values())
 
 
 class _Ready:
-    """Candidate as a way to decode (a `measure.Loop`), which is set up when its turn comes."""
+    """Candidate as a way to decode (a `measure.OwnLoop`), which is set up when its turn comes."""
 
     def __init__(self, target: Target, candidate: Candidate) -> None:
         self.name, self._target, self._candidate = candidate.label, target, candidate

@@ -163,7 +163,7 @@ class TuningProfile:
 class Tuned:
     """Drafter with its setting from a profile for one temperature and batch size.
 
-    It is a way to decode: a `measure.Loop`.
+    It is a way to decode: a `measure.OwnLoop`.
     """
 
     def __init__(

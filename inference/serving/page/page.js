@@ -30,7 +30,7 @@ function restore() {
   try {
     kept = JSON.parse(sessionStorage.getItem(STORE));
   } catch {
-    // Damaged or forbidden: begin anew.
+    // Damaged or forbidden: begin again.
   }
   if (!kept) return;
   turns = kept.turns || [];

@@ -93,10 +93,10 @@ def prompts_of(split: str, counts: Mapping[str, int], questions: Path) -> list[d
             for number, (source, text) in enumerate(asked)
         ]
     draw.shuffle(rows)
-    return in_turns(rows) if split == "test" else rows
+    return alternately(rows) if split == "test" else rows
 
 
-def in_turns(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def alternately(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first row of every category, then the second ones, and so on."""
     turns: Counter[str] = Counter()
     places: list[tuple[int, str, dict[str, Any]]] = []

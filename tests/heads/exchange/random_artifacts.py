@@ -12,7 +12,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.heads.exchange.engines.engine import ExportRequest
-from draftsmith.heads.exchange.foreign import TargetSide
+from draftsmith.heads.exchange.foreign import TargetParts
 from draftsmith.inference.targets.target import Target
 from tests.blocks import random_block
 from tests.conftest import random_heads, tiny_target
@@ -23,9 +23,9 @@ TAPS = [2, 4, 5]
 PLAIN: dict[str, Any] = {"taps": TAPS}
 
 
-def side(target: Target) -> TargetSide:
+def side(target: Target) -> TargetParts:
     embedding = target.model.get_input_embeddings().weight
-    return TargetSide(
+    return TargetParts(
         target.num_layers,
         target.hidden_size,
         target.vocab_size,

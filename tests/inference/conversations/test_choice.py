@@ -9,35 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.inference.conversations.choice import Units, described, in_turns, prompt_of
+from draftsmith.inference.conversations.choice import Units, alternately, described, prompt_of
 from draftsmith.inference.conversations.formats import conversation_of
 
 
 def test_sources_take_turns_then_categories_then_units() -> None:
     groups = [("a", "x")] * 4 + [("a", "y")] + [("b", "")] * 2
     units = [40, 10, 30, 10, 20, 8, 7]
-    # a/x in the order of its units, the second row of unit 10 last: 1, 2, 0, 3; with a/y in turns:
-    # 1, 4, 2, 0, 3; b: 6, 5. By the hashes of their names b comes before a, and x before y.
-    assert in_turns(groups, units) == [6, 1, 5, 4, 2, 0, 3]
-    assert described([groups[i] for i in in_turns(groups, units)[:4]]) == "1 a/x, 1 a/y, 2 b"
+    # a/x in the order of its units, the second row of unit 10 last: 1, 2, 0, 3; alternating with
+    # a/y: 1, 4, 2, 0, 3; b: 6, 5. By the hashes of their names b comes before a, and x before y.
+    assert alternately(groups, units) == [6, 1, 5, 4, 2, 0, 3]
+    assert described([groups[i] for i in alternately(groups, units)[:4]]) == "1 a/x, 1 a/y, 2 b"
 
 
 def test_of_more_groups_than_rows_to_draw_any_may_come() -> None:
     groups = [(f"cat{i:02d}",) for i in range(57)]
-    drawn = sorted(in_turns(groups, list(range(57)))[:32])
+    drawn = sorted(alternately(groups, list(range(57)))[:32])
     assert drawn[:5] != list(range(5)) and any(i > 50 for i in drawn)
 
 
 def test_three_sources_of_a_thousand_rows() -> None:
     groups = [("chat", "")] * 1000 + [("code", "")] * 1000 + [("math", "")] * 1000
-    drawn = in_turns(groups, list(range(3000)))[:32]
+    drawn = alternately(groups, list(range(3000)))[:32]
     assert Counter(groups[i][0] for i in drawn) == {"chat": 11, "code": 11, "math": 10}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 9))))
 def test_all_rows_are_drawn_once_and_evenly(rows: list[tuple[str, str, int]]) -> None:
     groups = [(source, category) for source, category, _ in rows]
-    order = in_turns(groups, [unit for *_, unit in rows])
+    order = alternately(groups, [unit for *_, unit in rows])
     assert sorted(order) == list(range(len(rows)))
     left = Counter(source for source, _ in groups)
     taken: Counter[str] = Counter()

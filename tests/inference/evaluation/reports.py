@@ -156,7 +156,7 @@ class Seen(HTMLParser):
 def answered(report: dict[str, Any], emitted: list[int], name: str = "head") -> dict[str, Any]:
     """The report with one request for each number: two rounds that emitted so many tokens each.
 
-    Requests are of the categories code and chat in turns.
+    Requests are of the categories code and chat alternately.
     """
     for setting in report["settings"]:
         requests = []

@@ -11,7 +11,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.engines import AsIn, ImitatedEngine
+from draftsmith.inference.evaluation.engines import DraftsAsEngine, ImitatedEngine
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
@@ -43,7 +43,7 @@ DRAFT_MODEL = str(HERE / "draft_model")
 def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
     """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as
     steps."""
-    assert AsIn(ImitatedEngine(engine), drafter, quickstart).setting == setting
+    assert DraftsAsEngine(ImitatedEngine(engine), drafter, quickstart).setting == setting
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_an_engine_does_not_take_is_said(
     quickstart: Target, engine: str, drafter: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        AsIn(ImitatedEngine(engine), drafter, quickstart)
+        DraftsAsEngine(ImitatedEngine(engine), drafter, quickstart)
 
 
 def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
@@ -77,7 +77,7 @@ def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -
         "vllm:draws=probabilistic,verify=block",
         "sglang",
     ):
-        way = AsIn(ImitatedEngine(spec), EAGLE3, quickstart)
+        way = DraftsAsEngine(ImitatedEngine(spec), EAGLE3, quickstart)
         found = way.generate(requests, 24, probs)
         rounds = [r for g in found for r in g.rounds]
         (rules[spec],) = {r.rule for r in rounds}
@@ -141,7 +141,7 @@ def test_blocks_are_as_long_as_their_drafts(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, setting: dict[str, object]
 ) -> None:
     """The anchor's slot drafts in DSpark only; SGLang's draft tokens count it for both."""
-    assert AsIn(ImitatedEngine(engine), blocks[kind], quickstart).setting == setting
+    assert DraftsAsEngine(ImitatedEngine(engine), blocks[kind], quickstart).setting == setting
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_is_no_block_there(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        AsIn(ImitatedEngine(engine), blocks[kind], quickstart)
+        DraftsAsEngine(ImitatedEngine(engine), blocks[kind], quickstart)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -217,7 +217,7 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ]
         assert rules == ["match", "recursive", "match", "match"]
         assert ImitatedEngine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
-        way = AsIn(ImitatedEngine("vllm:draws=probabilistic"), blocks[kind], quickstart)
+        way = DraftsAsEngine(ImitatedEngine("vllm:draws=probabilistic"), blocks[kind], quickstart)
         (found,) = way.generate([Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
         assert {r.rule for r in found.rounds} == {"rrs"} and max(
             r.drafted or 0 for r in found.rounds
@@ -245,4 +245,4 @@ def test_wrong_settings_are_said_before_anything_loads(
 
 def test_an_impossible_tree_is_said(quickstart: Target) -> None:
     with pytest.raises(UserError, match="5 steps need at least 6, not 4"):
-        AsIn(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart)
+        DraftsAsEngine(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart)

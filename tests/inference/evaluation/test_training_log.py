@@ -21,12 +21,12 @@ def test_a_log_that_ends_in_half_a_line(
     with caplog.at_level(logging.WARNING):
         assert [row["step"] for row in read_metrics(path)] == ([1, 2] if whole else [1])
         assert ("its last line is not whole and is left out" in caplog.text) != whole
-        training_log.mend_metrics(path)
+        training_log.repair_metrics(path)
     with path.open("a") as file:
         file.write('{"step": 3}\n')
     assert [row["step"] for row in read_metrics(path)] == ([1, 2, 3] if whole else [1, 3])
     assert ("its last line was not whole and is cut off" in caplog.text) != whole
     before = path.read_bytes()
-    training_log.mend_metrics(path)
-    training_log.mend_metrics(tmp_path / "none.jsonl")
+    training_log.repair_metrics(path)
+    training_log.repair_metrics(tmp_path / "none.jsonl")
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -18,7 +18,7 @@ from draftsmith.inference.decode import Generation, Request, Round, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
 from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.measure import Setting, Turn, decode_in_turns
+from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
 from draftsmith.inference.evaluation.results import SettingFigures
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
@@ -33,7 +33,7 @@ from draftsmith.inference.evaluation.tuning.costs import (
     NODES,
     PLAIN,
     DraftCosts,
-    Filler,
+    FixedSizes,
     VerifyCosts,
     _fit,
     between,
@@ -63,7 +63,7 @@ def test_between_is_linear_and_flat_outside() -> None:
 @pytest.mark.full
 def test_a_filler_is_never_right_and_takes_every_size_in_turn(quickstart: Target) -> None:
     prompt = chat_prompts(quickstart, "valid", 1)[0]
-    found = run(quickstart, Filler((0, 3, 9)), [prompt] * 2, 6, GREEDY)
+    found = run(quickstart, FixedSizes((0, 3, 9)), [prompt] * 2, 6, GREEDY)
     assert len(found) == 6 and all(
         len(r.tokens) == 1 and r.accepted == 0 and r.rows == 2 for r in found
     )
@@ -351,7 +351,7 @@ def test_a_profile_that_keeps_the_default_is_not_measured_beside_it(
         tuned = Tuned(TuningProfile(str(path), quickstart), drafter, quickstart, sampling, 1)
         ways: list[Any] = [plain, default, tuned]
         decoding = decoded_ways(ways)
-        results = decode_in_turns(quickstart, decoding, [prompt], setting)
+        results = decode_alternately(quickstart, decoding, [prompt], setting)
         return len(decoding), configured_figures(quickstart, results, setting, ways)
 
     count, entry = measured(same)

@@ -69,7 +69,7 @@ def test_rows_are_those_that_evaluate_reads(tmp_path: Path) -> None:
     found = [given for _, given in words_or_conversations(str(path), [])]
     assert [type(given).__name__ for given in found] == ["Conversation"] * 2
     path.write_text('{"prompt": "a"}\n{"prompt"}\n')
-    with pytest.raises(UserError, match=r"p.jsonl:2: not valid JSON.*mend or remove it"):
+    with pytest.raises(UserError, match=r"p.jsonl:2: not valid JSON.*fix or remove it"):
         list(words_or_conversations(str(path), []))
     with pytest.raises(UserError, match="standard input:2: no known format|standard input:2: "):
         list(words_or_conversations("-", [b"words\n", b'{"a": 1}\n']))

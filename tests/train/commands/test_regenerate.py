@@ -21,7 +21,7 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands.options import RegenerateOptions as Options
 from draftsmith.train.commands.options import ReplySampling, ServerOptions
 from draftsmith.train.commands.regenerate import Share, run
-from draftsmith.train.commands.tasks import mend, questions
+from draftsmith.train.commands.tasks import questions, repair
 from draftsmith.train.data.templates import encode
 from tests.conftest import tiny_target
 from tests.train.data.test_tables import write
@@ -212,7 +212,7 @@ def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None
     out = tmp_path / "out.jsonl"
     a = '{"id": "a", "last_part": true, "regenerated": {}}\n'
     out.write_text(a + '{"id": "b", "part": 0, "last_part": false, "regenerated": {}}\n')
-    assert mend(out)[0] == {"a"}
+    assert repair(out)[0] == {"a"}
     assert out.read_text() == a
 
 
@@ -226,7 +226,7 @@ def test_another_file_is_not_taken_for_output(tmp_path: Path) -> None:
     ):
         (tmp_path / "notes.txt").write_text(text)
         with pytest.raises(UserError, match="not a file that this command wrote"):
-            mend(tmp_path / "notes.txt")
+            repair(tmp_path / "notes.txt")
         assert (tmp_path / "notes.txt").read_text() == text
 
 

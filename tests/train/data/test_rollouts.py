@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Request, Round
-from draftsmith.train.data.batches import ANY, Batches, Turns, collate
+from draftsmith.train.data.batches import ANY, Batches, RowShares, collate
 from draftsmith.train.data.rollouts import (
     Document,
     Errors,
@@ -72,7 +72,7 @@ def rows_of(batches: Batches, step: int) -> list[int]:
 
 
 def test_turns_are_shares_without_overlap_from_their_first_rows_on() -> None:
-    turns = Turns([(0.25, 5000), (0.5, 0)])
+    turns = RowShares([(0.25, 5000), (0.5, 0)])
     turns.BLOCK = 64  # type: ignore[misc]
     found = [turns.of(number) for number in range(9000)]
     for part in range(3):
@@ -95,7 +95,7 @@ def test_turns_are_shares_without_overlap_from_their_first_rows_on() -> None:
         )
         <= 8
     )
-    again = Turns([(0.25, 5000), (0.5, 0)])
+    again = RowShares([(0.25, 5000), (0.5, 0)])
     assert again.of(8999) == found[8999], "whoever asks first"
 
 

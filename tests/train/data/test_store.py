@@ -424,7 +424,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
     extract(config, store, method, "--dtype", "float32")
     settings = {
         "medusa": ["nodes=2", "nodes=6"],
-        # the first one twice: drafters of one name are told apart
+        # the first one twice: drafters of one name are distinguished
         "eagle": ["length=3,width=1", "nodes=8,width=3", "length=3,width=1"],
         "distill": ["length=3"],
     }

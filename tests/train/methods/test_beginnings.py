@@ -17,7 +17,7 @@ from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
 from draftsmith.train.methods import medusa
-from draftsmith.train.methods.first_weights import begin_unsure
+from draftsmith.train.methods.first_weights import start_uncertain
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 
@@ -25,10 +25,10 @@ from tests.train.test_loop import make_config, train
 def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
     torch.manual_seed(0)
     norm, head, states = RMSNorm(64, 1e-6), torch.randn(500, 64), torch.randn(32, 64)
-    begin_unsure(norm, norm(states) @ head.T)
+    start_uncertain(norm, norm(states) @ head.T)
     assert float((norm(states) @ head.T).std(-1).mean()) == pytest.approx(1.0, rel=0.02)
     before = norm.weight.detach().clone()
-    begin_unsure(norm, norm(states) @ head.T, spread=4.0)
+    start_uncertain(norm, norm(states) @ head.T, spread=4.0)
     assert torch.equal(norm.weight, before)
 
 

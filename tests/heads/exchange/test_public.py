@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.foreign import Answers, Public
+from draftsmith.heads.exchange.foreign import Answers, ImportedDrafter
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.stored_tensors import StoredTensors
 from tests.heads.exchange.random_artifacts import TAPS, TARGET, eagle, heads, side
@@ -62,7 +62,7 @@ def eagle3(kind: str = "eagle3", **shape: Any) -> tuple[EagleDrafter, Tensors]:
     return drafter, dict(drafter.serving_state())
 
 
-def same(found: Public, drafter: Any) -> None:
+def same(found: ImportedDrafter, drafter: Any) -> None:
     ours = drafter.serving_state()
     theirs = found.drafter.serving_state()
     assert ours.keys() == theirs.keys()
@@ -71,7 +71,7 @@ def same(found: Public, drafter: Any) -> None:
     assert found.drafter.facts() == drafter.facts()
 
 
-def read(folder: Path, answers: Answers = NONE) -> Public:
+def read(folder: Path, answers: Answers = NONE) -> ImportedDrafter:
     return read_public(folder, side(TARGET), answers)
 
 

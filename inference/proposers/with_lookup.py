@@ -1,4 +1,4 @@
-"""A trained drafter with a lookup with it.
+"""A trained drafter, and a lookup that replaces its drafts.
 
 Where the last tokens of the text were in it before, the tokens that followed them there are
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens

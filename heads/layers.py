@@ -34,8 +34,8 @@ block's context.
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Sizes of a decoder layer."""
+class DrafterShape:
+    """Sizes that EAGLE, DFlash and DSpark drafters have in common."""
 
     hidden_size: int
     intermediate_size: int
@@ -43,15 +43,9 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: str = "silu"
+    activation: str
     attention_bias: bool = False
     """True only for some imported drafters; training makes none with biases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterShape(LayerShape):
-    """Sizes that EAGLE, DFlash and DSpark drafters have in common."""
-
     taps: tuple[int, ...]
     num_layers: int
     vocab_size: int
@@ -85,7 +79,7 @@ class DecoderLayer(nn.Module):
     inputs]` makes queries, keys and values in this order, and `gate_up` both factors of the MLP.
     """
 
-    def __init__(self, shape: LayerShape, inputs: int, qk_norm: bool) -> None:
+    def __init__(self, shape: DrafterShape, inputs: int, qk_norm: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         hidden, inner = shape.hidden_size, shape.intermediate_size

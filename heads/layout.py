@@ -1,6 +1,7 @@
 """Drafter modules, and saving and loading of those that consist of a `config.json` and one file.
 
-Keys and tensors have the names that engines read.
+Keys and tensors have the names that engines read. Loading demands exactly the expected tensors,
+each with its name, shape and dtype.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ def decode(
 
     A row ends at an end token or with the token that completes a stop string (both are yielded),
     after `max_new_tokens`, or where the target's positions end, and then leaves the batch. So do
-    requests whose indices are sent into the generator, before the next round. Raises `UserError`
-    for an empty prompt and for one that fills the target's positions.
+    requests whose indices are sent into the generator, before the next round; nothing more is
+    yielded of them. Raises `UserError` for an empty prompt and for one that fills the target's
+    positions.
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
@@ -373,7 +374,10 @@ class _RunningBatch:
         self.clock.mark("kv")
 
     def _verify(self, tree: DraftTree) -> Accepted:
-        """Verify drafts, and keep the accepted path in the caches of target and drafter."""
+        """Verify drafts, and keep the accepted path in the caches of target and drafter.
+
+        The host reads what was decided once; where that pays, while the next drafts are made.
+        """
         target, taps = self.target, self.proposer.taps
         if not self.compiled:
             self.draws.reserve(self.cache.longest + tree.nodes)

@@ -324,7 +324,7 @@ def proposer_of(artifact: Artifact, **settings: Any) -> Any:
 
 def proposer_like(proposer: Proposer) -> Proposer:
     """Return a second proposer of the same drafter and settings, for another batch meanwhile."""
-    # Both share the weights. `prefill` makes the state of a batch.
+    # Both share the weights. `prefill` replaces the state of a batch, which the copy shares too.
     twin = copy.copy(proposer)
     twin.in_use = False
     return twin

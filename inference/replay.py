@@ -30,7 +30,9 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     """Return the tokens emitted in each round of decoding that writes `start + 1 .. end - 1`.
 
     `accepted[n]` is how many drafts are right when position n is the root; `start` is the first
-    position of the reply, which the prefill chose, and `end` the length of the text.
+    position of the reply, which the prefill chose, and `end` the length of the text. A round at n
+    emits its accepted drafts and the target's next token, cut at the end of the text, and the next
+    root is n + accepted[n] + 1.
 
     Example: `replay([0, 2, 0, 0, 1, 0], 1, 6)` is `[3, 1]`. The round at 1 emits positions 2, 3, 4;
     the round at 4 has one right draft, but only position 5 is left.

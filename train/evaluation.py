@@ -1,7 +1,10 @@
 """Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
 The texts are the target's own greedy replies to held-out prompts, written by the same loop that
-measures. The metrics are defined in docs/metrics.md#training-metrics.
+measures. Two pairs of taus have to agree (`warn_of_differences`): `tau_training`, replayed from
+what the training pass computes, and `tau_drafted`, drafted along the text on the same features;
+`tau_estimated`, drafted along the text as decoding would, and `tau_measured`, decoded with the
+saved artifact. The second pair is logged (docs/metrics.md#training-metrics).
 """
 
 from __future__ import annotations
@@ -263,10 +266,11 @@ def warn_of_differences(estimate: Estimate, measured: Measurement, dtype: torch.
                 tau_b,
             )
     if measured.different:
-        why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell them"
-        why += " from a bug"
         if dtype.itemsize >= torch.float32.itemsize:
             why = "in float32 that is a bug; please report it"
+        else:
+            why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell "
+            why += "them from a bug"
         log.warning(
             "%d of %d held-out replies differ from the target's own greedy text: %s",
             measured.different,

@@ -65,7 +65,10 @@ class Objective(Protocol):
 
 
 class TrainingModule(nn.Module):
-    """Drafter and objective as one module, so that engines see every forward pass."""
+    """Drafter and objective as one module.
+
+    accelerate wraps it, so that DDP, FSDP2 and DeepSpeed see every forward pass.
+    """
 
     def __init__(self, drafter: nn.Module, objective: Objective, bf16: bool = False) -> None:
         """With `bf16` the forward pass runs under autocast, over fp32 weights."""

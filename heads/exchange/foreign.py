@@ -24,7 +24,7 @@ from ..layout import check_same, fill_from, place, stored_as
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
 SAME = 2**-7
 # Keys without which no decoder layer can be built.
-LAYER_KEYS = (
+NEEDED_KEYS = (
     "num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size",
 )  # fmt: skip
 
@@ -188,7 +188,8 @@ class Checkpoint:
         maps = {name: self.tensors[name] for name in ("d2t", "t2d") if name in self.tensors}
         for name, numbers in maps.items():
             # `d2t` holds offsets, `t2d` is true for what can be drafted.
-            if numbers.any() if name == "d2t" else not numbers.all():
+            whole = not numbers.any() if name == "d2t" else numbers.all()
+            if not whole:
                 return name
         for name in maps:
             del self.tensors[name]

@@ -23,7 +23,7 @@ from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
-    LAYER_KEYS,
+    NEEDED_KEYS,
     Answers,
     Checkpoint,
     ImportedDrafter,
@@ -391,7 +391,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     Raises `UserError` for a missing size, or one that contradicts the target.
     """
     config, tensors = found.config, found.tensors
-    found.demand_keys(LAYER_KEYS)
+    found.demand_keys(NEEDED_KEYS)
     same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)

@@ -14,13 +14,20 @@ from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
 from ..files import JsonObject
-from .foreign import LAYER_KEYS, Checkpoint, ImportedDrafter, drop_embedding, same_matrix, same_size
+from .foreign import (
+    NEEDED_KEYS,
+    Checkpoint,
+    ImportedDrafter,
+    drop_embedding,
+    same_matrix,
+    same_size,
+)
 
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
 OTHER_KINDS = ("DFlash2DraftModel", "DominoDraftModel", "DFlashLinearDraftModel")
 ONE = ("input_embedding_scale", "output_multiplier", "logit_scale", "attention_value_scale")
 """Factors that draftsmith's drafters do not have, so they must be 1."""
-NEEDED = (*LAYER_KEYS, "num_hidden_layers", "num_key_value_heads", "mask_token_id")
+BLOCK_KEYS = (*NEEDED_KEYS, "num_hidden_layers", "num_key_value_heads", "mask_token_id")
 
 
 def is_block(config: JsonObject, names: Iterable[str]) -> bool:
@@ -104,7 +111,7 @@ def _read(
     found.config = keys
     if (reason := _unsupported(found, spark, anchored)) is not None:
         raise UserError(f"{found.folder} is not supported: {reason}")
-    found.demand_keys((*NEEDED, "markov_rank") if spark else NEEDED)
+    found.demand_keys((*BLOCK_KEYS, "markov_rank") if spark else BLOCK_KEYS)
     target, tensors = found.target, found.tensors
     sizes = {
         "vocab_size": target.vocab_size,

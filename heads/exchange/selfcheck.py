@@ -68,7 +68,7 @@ def check_export(
         loaded: Any = DraftModel.load(folder, dtype, target)
     else:
         config = read_json(folder / "config.json")
-        for null in nulls(config):
+        if (null := next(nulls(config), None)) is not None:
             _fail(f"config.json has no value for {null}")
         _check_taps(config, artifact.drafter, layout)
         loaded = load_back(folder, artifact, layout, head)

@@ -18,7 +18,7 @@ from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 
-SCHEMA = 3
+SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
 Number = float | None
 Interval = tuple[Number, Number]
@@ -435,7 +435,7 @@ def identical(same: int | None, of: int | None) -> str:
 
 
 def read_report(path: str) -> Report:
-    """Return the report of `draftsmith evaluate` in a file, of any version. Raises `UserError`."""
+    """Return the report of `draftsmith evaluate` in a file. Raises `UserError`."""
     report, _ = read_document(Path(path), Report, AGAIN)
     if not report.settings and report.server is None:
         raise UserError(f"{path} is not {Report.what}: it holds no setting; {AGAIN}")

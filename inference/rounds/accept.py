@@ -48,7 +48,8 @@ def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
     draft.
     """
     # Draft d is right if it is the token that the target chose after the d drafts before it. The
-    # running product is 1 up to the first mistake and 0 from there on.
+    # running product is 1 up to the first mistake and 0 from there on. The token after the accepted
+    # run is choices[:, count].
     right = drafts == choices[:, :-1]
     return right.long().cumprod(-1).sum(-1)
 
@@ -109,8 +110,8 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
     """Return the tokens of this round in expectation `[B]`: 1 + sum of P(s) over drafted nodes s.
 
     P(s) is the target's probability of the whole path to s (docs/verification.md#expected-tokens).
-    The result is exact for deterministic trees, and wrong for drafts that know the target's noise.
-    End tokens and length limits are not considered.
+    The result is exact for deterministic trees, and has less variance than a count; it is wrong for
+    drafts that know the target's noise. End tokens and length limits are not considered.
     """
     chances = token_chances(tree, scores)
     # The product along each node's path: row i has the factors of i and its ancestors, and 1 for

@@ -79,9 +79,10 @@ class TreeCache(Cache):
     A forward pass writes its N positions after both. `stage` leaves them undecided, so that the
     next forward pass comes after them (a drafter that runs its own tree); `commit` keeps the
     accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
-    shifted or padded: slot and position are the same number for all that is committed.
+    shifted or padded: slot and position are the same number for all that is committed. What was
+    committed is never taken back, since the state of a recurrent layer could not be.
 
-    Attention gets the slots in use. Buffers grow by doubling, up to a capacity of `limit` if given.
+    Attention gets the slots in use. Buffers grow by doubling, but not beyond `limit` if it is given.
     """
 
     fixed: bool = False
@@ -186,6 +187,7 @@ class TreeCache(Cache):
         """Grow to at least `needed` slots, by doubling up to `limit`."""
         if needed <= self.capacity:
             return
+        assert self.limit is None or needed <= self.limit, "the loop bounds all positions"
         doubled = 2 * self.capacity
         self.capacity = max(needed, doubled if self.limit is None else min(doubled, self.limit))
         for state in self.states:
@@ -201,8 +203,8 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values `[B, Gkv, N, E]` of a layer into the slots that `open` determined.
 
-        Returns the keys and values of the slots that attention gets. Layers come in ascending order
-        the first time.
+        Returns the keys and values of the slots that attention gets. transformers' attention layers
+        call this; layers come in ascending order the first time.
         """
         # Only now are heads, size, dtype and device of the layer known.
         if layer_idx == len(self.states):

@@ -248,7 +248,8 @@ def verify(
 
     With a `clock`, which is given the ends of its parts, the result is read on the way, so that no
     more is moved than was accepted. Without one the function waits for nothing, so that it can be
-    compiled; the path is as wide as the tree is deep then, and so has to be the space of `draws`.
+    compiled, and recorded as a CUDA graph. The path is as wide as the tree is deep then, and the
+    texts of `draws` need space for as many tokens.
     """
     tables = tree.tables
     nodes = Pass(depths=tables.depths, visible=tables.ancestors)

@@ -89,7 +89,7 @@ class Draws:
             flat = sampling.history_processor(history, flat)
         return sampling.warpers(history, flat).view(batch, nodes, vocab)
 
-    def choices(self, scores: Tensor, depths: Tensor | int, levels: int = 0) -> Tensor:
+    def choices(self, scores: Tensor, depths: Tensor | int, levels: int | None = None) -> Tensor:
         """Return the target's token `[B, M]` after each node, from `scores` `[B, M, V]`.
 
         At T = 0 it is the best one, at T > 0 the best one after the noise of the position was added
@@ -100,6 +100,7 @@ class Draws:
         if isinstance(depths, int):
             # One depth for all nodes: the noise `[B, 1, V]` broadcasts over them.
             return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
+        assert levels is not None, "the depths are known to the device only"
         # Noise belongs to the position, so nodes of one depth share it.
         by_depth = self._position_noise(0, levels + 1, scores)
         # [B, 1] and [1 | B, M] broadcast to the noise of each node's depth, [B, M, V].
@@ -142,7 +143,10 @@ class Draws:
         return self._noise[:, depth : depth + levels].to(like.dtype)
 
     def guess(self, logits: Tensor, depth: int, paths: Tensor | None) -> Tensor:
-        """Return the drafter's one choice `[B, M]` after nodes; arguments as in `rank`."""
+        """Return the drafter's one choice `[B, M]` after nodes; arguments as in `rank`.
+
+        It is made with the target's noise, except under the rule match.
+        """
         scores = self.scores(logits, paths)
         # The rule match draws the target's choice with noise of its own, which the draft must not
         # know: the likeliest token is the best guess then.
@@ -162,10 +166,13 @@ class Draws:
         log-scores, both `[B, M, K]`, best first; K is `count`, or V if that is less.
 
         Under the coupled rule the target's own noise is added first, so the best token is what the
-        target will choose wherever the two agree. A score is a log-softmax in units of the logits,
-        divided by `score_temperature` (docs/verification.md#score-temperature): as T goes to 0 it
-        becomes the plain log-probability. Never use this for a rule that compares distributions,
-        which needs draws (`sample`).
+        target will choose wherever the two agree. A score is a log-softmax in units of the logits:
+        as T goes to 0 it becomes the plain log-probability. Never use this for a rule that compares
+        distributions, which needs draws (`sample`).
+
+        `score_temperature` divides the logits before the log-softmax. Below 1 the best token of
+        each node counts for more, as it should at T = 0
+        (docs/verification.md#score-temperature).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:

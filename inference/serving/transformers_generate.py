@@ -87,6 +87,8 @@ def generate_with(
         requests += [Request(prompt, number, sample) for sample in range(copies)]
     if streamer is not None and len(requests) > 1:
         raise UserError("a streamer takes one reply; give one prompt, or leave it out")
+    # Before anything is loaded, which draws from torch's generator too.
+    sampling = sampling_of(config)
     stops = config.stop_strings or []
     replies: list[list[int]] = [[] for _ in requests]
     training = model.training
@@ -98,7 +100,7 @@ def generate_with(
             decoder.proposer,
             requests,
             limit,
-            sampling_of(config),
+            sampling,
             frozenset(ends_of(config)),
             [stops] if isinstance(stops, str) else stops,
         )

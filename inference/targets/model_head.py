@@ -126,8 +126,9 @@ class ModelHead:
     def longrope_border(self) -> int | None:
         """Positions at which longrope changes the rotary factors of the whole text, or None.
 
-        Text ends there: keys in the cache would keep the short factors, and rows of a batch would
-        change each other's.
+        A forward pass takes short or long factors by its last position. Text ends at the border:
+        past it, keys in the cache would keep the short factors, and rows of a batch would change
+        each other's.
         """
         tables = getattr(self.config, "rope_parameters", None) or {}
         # Where the kinds of layers differ, there is a table for each kind.

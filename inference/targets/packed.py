@@ -19,6 +19,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -213,10 +214,16 @@ def processor() -> str:
 
 
 def _kept_packings() -> dict[str, Packing]:
+    """Return what was measured before; entries that are damaged are measured again."""
+    kept = {}
     try:
-        return msgspec.json.decode(_packings_file().read_bytes(), type=dict[str, Packing])
+        entries = msgspec.json.decode(_packings_file().read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RuntimeError):  # the last where a user has no home folder
         return {}
+    for trial, entry in entries.items():
+        with suppress(ValueError):
+            kept[trial] = msgspec.convert(entry, Packing)
+    return kept
 
 
 def _keep_packing(trial: str, packing: Packing) -> None:

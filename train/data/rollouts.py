@@ -157,7 +157,7 @@ def draft_model_texts(
     prompts: Sequence[Request],
     seed: int,
 ) -> list[Document]:
-    """Return the draft model's own replies to prompts.
+    """Return the draft model's own replies to prompts; no gradient passes through the sampling.
 
     Prompt tokens that a draft model of a smaller vocabulary lacks are given to it as its last
     token, as in decoding; the documents have the prompts as they were.

@@ -395,7 +395,8 @@ def _conversation(raw: Any) -> Conversation | RowError:
 def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
     """Raise `RowError` for exact token ids of another tokenizer than the target's.
 
-    `tokenizer` is the hash of the target's, `vocab_size` the number of its tokens.
+    `tokenizer` is the hash of the target's, `vocab_size` the number of its tokens. Ids of another
+    tokenizer would be learned without any sign that they are wrong.
     """
     if conversation.token_ids is None:
         return

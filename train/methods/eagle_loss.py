@@ -147,7 +147,8 @@ class EagleObjective:
     ) -> Tensor:
         """Return the factor of each loss, `[J, D]`, 0 where a draft has no weight.
 
-        `measure` is `_table` without its last arguments, of which `rows` are teachers and labels.
+        `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
+        teachers and labels `[J]`.
         """
         # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
         # NaN. Counts are sums of weights, which may be fractions, so the least one is far below 1.

@@ -51,8 +51,8 @@ class TeacherPlaces:
         roots = valid.any(-1).nonzero()[:, 0]
         # Index of each position among the teachers, and among the roots' rows. A position that is
         # not among them gets the length of the list, where `by_root` and `to_teacher` add a row of
-        # zeros. In the example among_teachers is 4 4 4 4 0 1 2 3 4 .., among_roots 4 4 4 0 1 2 3 4
-        # 4.
+        # zeros. In the example among_teachers is 4 4 4 4 0 1 2 3 4 .., and among_roots is
+        # 4 4 4 0 1 2 3 4 4.
         among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
         among_teachers[teachers] = torch.arange(len(teachers))
         among_roots = torch.full((batch * length,), len(roots))

@@ -62,12 +62,13 @@ def need_of(
 def fit(need: Need, spread: str, options: PlanOptions) -> str:
     """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
     gb = gpu_memory(options)
-    # The other GPUs of a run whose target is whole have a copy of it each
+    # The other GPUs of a run whose target is whole have a copy of it each.
     gpus = 1 if spread == "whole" else options.gpus
     each = f"{size(need.each(gpus))} on each GPU at the peak of a step"
     where = f"{gb:g} GB" if gpus == 1 else counted(gpus, gb)
     if need.each(gpus) <= gb * 1e9:
-        return f"fits {where}{'' if gpus == 1 else f' (target.spread {spread})'}: {each}."
+        spreading = "" if gpus == 1 else f" (target.spread {spread})"
+        return f"fits {where}{spreading}: {each}."
     # Else the smallest kind of GPU of which some number does.
     for other in (gb, *(larger for larger in SIZES if larger > gb)):
         if (fewest := need.fewest(other * 1e9)) is not None:

@@ -91,7 +91,7 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
 
 
 def _kind(report: Report, name: str) -> str:
-    """Return method and settings of a drafter, which are its name in older reports."""
+    """Return method and settings of a drafter, or its name where a report does not have them."""
     return report.settings[0].drafters[name].kind or name
 
 

@@ -332,11 +332,13 @@ async def load(
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(work())
     except ExceptionGroup as failures:
-        known = failures.subgroup(UserError)
+        known: BaseException | None = failures.subgroup(UserError)
         if known is None:
             raise
+        while isinstance(known, ExceptionGroup):  # a group may hold groups
+            known = known.exceptions[0]
         # All requests in flight fail for one reason (a server that has died, say): report it once.
-        raise UserError(str(known.exceptions[0])) from None
+        raise UserError(str(known)) from None
     every: list[ServerReply] = []
     for turns in replies:
         every += turns

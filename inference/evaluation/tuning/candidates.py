@@ -275,7 +275,7 @@ def _lookups(
     longest = load_proposer(spec, target, print, {"length": lengths[-1]})
 
     # A lookup has one token a position: a right draft has rank 0, and a wrong one is noted as 1.
-    missing = 2
+    missing = 2  # of no draft, a rank that no chain reaches
 
     def ranks_at(tree: DraftTree, following: Tensor) -> list[list[int]]:
         drafts = tree.tokens[:, 1:]

@@ -45,8 +45,7 @@ class FixedSizes(Proposer):
     Each round has a tree of another size, and emits exactly one token.
     """
 
-    name = "filler"
-    taps: tuple[int, ...] = ()
+    name = "fixed sizes"
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.max_drafted = max(sizes)

@@ -65,8 +65,8 @@ def chain_tokens(acceptance: float, length: int) -> float:
     ],
 )
 def test_tokens_of_a_chain(acceptance: float, tokens: tuple[float, ...]) -> None:
-    assert [round(chain_tokens(acceptance, k), 3) for k in (3, 5, 7)] == list(tokens)
-    assert chain_tokens(0, 5) == 1 and chain_tokens(1, 5) == 6
+    assert [round(profile_tokens([acceptance] * k), 3) for k in (3, 5, 7)] == list(tokens)
+    assert profile_tokens([0.0] * 5) == 1 and profile_tokens([1.0] * 5) == 6
 
 
 @given(CHANCE, st.integers(1, 12))

@@ -82,7 +82,7 @@ class TreeCache(Cache):
     shifted or padded: slot and position are the same number for all that is committed. What was
     committed is never taken back, since the state of a recurrent layer could not be.
 
-    Attention gets the slots in use. Buffers grow by doubling, but not beyond `limit` if it is given.
+    Attention gets the slots in use. Buffers grow by doubling, and not beyond `limit`, if given.
     """
 
     fixed: bool = False

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..heads.errors import UserError
 from .detokenize import StopStrings
 from .proposer import Accepted, Prompts, Proposer
-from .rounds.cache import TreeCache
-from .rounds.compiled import compiled
+from .rounds import recorded
+from .rounds.cache import StaticCache, TreeCache
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
 from .rounds.outcome import verify
@@ -212,10 +212,10 @@ def pays_to_compile(device: torch.device, rows: int) -> bool:
     return device.type == "cuda" or rows == 1
 
 
-def drafts_ahead(device: torch.device) -> bool:
-    """Return True if drafts are made while the host waits for the decision of the round before."""
-    # A GPU would be idle otherwise. On a CPU nothing runs in parallel to the host, and the drafts
-    # after the end of a reply would be made for nothing.
+def runs_ahead(device: torch.device) -> bool:
+    """Return True if a round is launched before the host has read the one before it."""
+    # A GPU would be idle otherwise. On a CPU nothing runs in parallel to the host, and the round
+    # after the end of a reply would run for nothing.
     return device.type == "cuda"
 
 
@@ -228,6 +228,8 @@ class _RunningRow:
 
     def __init__(self, index: int, request: Request, limit: int, max_positions: int) -> None:
         self.index, self.request = index, request
+        self.place = index
+        """Row of the batch's tensors."""
         self.tokens = list(request.prompt_ids)
         self.limit = limit
         self.left = min(limit, max_positions - len(self.tokens))
@@ -273,8 +275,9 @@ class _RunningBatch:
             for index, request in enumerate(requests)
         ]
         self.clock = Clock(target.device)
-        # drafts of the next round, if they were made before the host had read this one's decision
-        self._ahead: DraftTree | None = None
+        # of static rounds: the drafts that the last round made, and a round that is not read yet
+        self._drafts: DraftTree | None = None
+        self._launched: Accepted | None = None
         self.compiled = target.compiled and pays_to_compile(target.device, len(self.rows))
         self.cache = self._new_cache()
 
@@ -286,9 +289,10 @@ class _RunningBatch:
         beyond = self.proposer.max_drafted + 1
         batch, device = len(self.rows), self.target.device
         if self.compiled:
-            # The drafts that may be made ahead follow the tree. Powers of two: few capacities, so
-            # that few shapes are compiled. 300 becomes 512, and 512 stays.
-            capacity = 1 << (prompt + new + 2 * beyond - 1).bit_length()
+            # A row may end with a whole path more, run one more round, and draft after its tree.
+            # Powers of two: few capacities, so that few shapes are compiled or recorded. 300
+            # becomes 512, and 512 stays.
+            capacity = 1 << (prompt + new + 4 * beyond - 1).bit_length()
             return self.target.kept_cache.take(batch, capacity, device)
         # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond
@@ -309,8 +313,8 @@ class _RunningBatch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        if self.compiled:
-            self.draws.reserve(self.cache.capacity)
+        if isinstance(self.cache, StaticCache):
+            self.draws = self.cache.place_draws(self.draws)
         # It is where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
@@ -347,23 +351,52 @@ class _RunningBatch:
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
-        tree, self._ahead = self._ahead, None
-        if tree is None:
-            tree = self._propose(self.root, self.draws)
-            clock.mark("draft")
-        accepted = self._verify(tree)
-        records = [Round.of(accepted, row, len(self.rows)) for row in range(len(self.rows))]
-        steps = self._take(accepted.tokens, records)
+        accepted = self._static_round() if self.compiled else self._round()
+        records = [Round.of(accepted, row.place, len(self.rows)) for row in self.rows]
+        steps = self._take([accepted.tokens[row.place] for row in self.rows], records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
         return steps
 
-    def _propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        if self.compiled and self.proposer.traceable:
-            propose = compiled(type(self.proposer).propose, self.proposer, root.device)
-            return propose(self.proposer, root, draws)
-        return self.proposer.propose(root, draws)
+    def _round(self) -> Accepted:
+        """Run a round whose shapes follow what was accepted; the host reads that on the way."""
+        tree = self._propose()
+        self.draws.reserve(self.cache.longest + tree.nodes)
+        taps = self.proposer.taps
+        accepted = verify(self.target, tree, self.cache, self.draws, taps, self.clock)
+        self._commit(accepted)
+        return accepted
+
+    def _static_round(self) -> Accepted:
+        """Run a round of fixed shapes, as one function as far as the proposer is traceable.
+
+        The host reads what was decided once; where that pays, while the next round runs.
+        """
+        accepted, self._launched = self._launched or self._launch(), None
+        if self.proposer.traceable and runs_ahead(self.root.device):
+            self._launched = self._launch()
+        accepted.read()
+        self.clock.mark("accept")
+        if not self.proposer.traceable:
+            self._commit(accepted)
+        return accepted
+
+    def _launch(self) -> Accepted:
+        """Begin a static round; the lists of the result are on their way."""
+        tree = self._propose() if self._drafts is None else self._drafts
+        assert isinstance(self.cache, StaticCache)
+        accepted, self._drafts = recorded.run(
+            self.target, self.proposer, tree, self.cache, self.draws
+        )
+        self.clock.mark("verify")
+        accepted.fetch()
+        return accepted
+
+    def _propose(self) -> DraftTree:
+        tree = self.proposer.propose(self.root, self.draws)
+        self.clock.mark("draft")
+        return tree
 
     def _commit(self, accepted: Accepted) -> None:
         """Give a round's result to the proposer, and its bonus token to the next round."""
@@ -373,61 +406,37 @@ class _RunningBatch:
         self.proposer.commit(accepted)
         self.clock.mark("kv")
 
-    def _verify(self, tree: DraftTree) -> Accepted:
-        """Verify drafts, and keep the accepted path in the caches of target and drafter.
-
-        The host reads what was decided once; where that pays, while the next drafts are made.
-        """
-        target, taps = self.target, self.proposer.taps
-        if not self.compiled:
-            self.draws.reserve(self.cache.longest + tree.nodes)
-            accepted = verify(target, tree, self.cache, self.draws, taps, self.clock)
-            self._commit(accepted)
-            return accepted
-        if tree.shape is not None:
-            _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        run = compiled(verify, target, tree.tokens.device, taps)
-        accepted = run(target, tree, self.cache, self.draws, taps)
-        self.clock.mark("verify")
-        accepted.fetch()
-        ahead = self.proposer.traceable and drafts_ahead(self.root.device)
-        if ahead:
-            self._commit(accepted)
-            self._ahead = self._propose(self.root, self.draws)
-            self.clock.mark("draft")
-        accepted.read()
-        self.clock.mark("accept")
-        if not ahead:
-            self._commit(accepted)
-        return accepted
-
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""
         steps: list[Step] = []
         for row, emitted, record in zip(self.rows, tokens, records, strict=True):
             record.tokens, reason = row.cut(emitted, self.ends)
             steps.append((row.index, record, reason))
-        self._keep([number for number, (*_, reason) in enumerate(steps) if reason is None])
+        self._keep([row for row, (*_, reason) in zip(self.rows, steps, strict=True) if not reason])
         return steps
 
     def drop(self, given_up: Collection[int]) -> None:
         """Drop the rows of the requests with these indices."""
-        self._keep([i for i, row in enumerate(self.rows) if row.index not in given_up])
+        self._keep([row for row in self.rows if row.index not in given_up])
 
-    def _keep(self, going: list[int]) -> None:
-        """Drop every row but those numbered `going`."""
-        if len(going) == len(self.rows):
-            return
-        self.rows = [self.rows[number] for number in going]
+    def _keep(self, going: list[_RunningRow]) -> None:
+        """Drop every row but those that are `going`."""
+        ended = [row.place for row in self.rows if row not in going]
+        self.rows = going
         # With no row left the loop ends, and `finish` releases the state.
-        if going:
-            index = send(going, self.root.device)
-            self.root = self.root[index]
-            self.draws.keep(index)
-            self.cache.keep(going)
-            self.proposer.keep(going)
-            if self._ahead is not None:
-                self._ahead = self._ahead.keep(index)
+        if not going or not ended:
+            return
+        if isinstance(self.cache, StaticCache):
+            self.cache.stop(ended)
+            return
+        places = [row.place for row in going]
+        index = send(places, self.root.device)
+        self.root = self.root[index]
+        self.draws.keep(index)
+        self.cache.keep(places)
+        self.proposer.keep(places)
+        for place, row in enumerate(going):
+            row.place = place
 
 
 def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int) -> None:

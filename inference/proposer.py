@@ -47,12 +47,19 @@ class Proposer:
     max_drafted: int
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache."""
     traceable: bool = False
-    """True if `propose` and `commit` use tensors alone where rounds are compiled: `propose` is
-    compiled then, and may be called before the host knows what was accepted."""
+    """True if `commit` and `propose` use tensors alone where shapes are fixed. They are part of the
+    compiled or recorded round then, and run before the host knows what was accepted."""
     drafter: Any = None
     """The drafter's module, which says what it is; None for one without weights."""
+    plan: Any = None
+    """Plan by which it drafts, where it has one."""
     in_use: bool = False
     """True while it has a batch, to which its state belongs."""
+
+    @property
+    def own_cache(self) -> TreeCache | None:
+        """Cache of the drafter's own, where it has one."""
+        return None
 
     @property
     def weight_bytes(self) -> int:

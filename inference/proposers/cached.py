@@ -44,6 +44,10 @@ class CachedProposer(Planned):
         capacity = (guess if most is None else min(guess, most)) + beyond
         self._cache = prompts.cache.for_drafter(self._kept, batch, capacity, beyond, self._device)
 
+    @property
+    def own_cache(self) -> TreeCache | None:
+        return self._cache
+
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
 

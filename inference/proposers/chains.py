@@ -60,7 +60,8 @@ def grow_chain(
             chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
             path_probs = path_probs * chosen_probs
             going.append(path_probs >= threshold)
-            if not bool(going[-1].any()):
+            sure = going[-1] if draws.running is None else going[-1] & (draws.running > 0)
+            if not bool(sure.any()):
                 break
         logits = go_on(Level(chosen, above, None, depth + 1))
     # the last node has no children, hence no distribution

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..settings import Sampling
 from .device import send
+from .sampling import Draws
 
 
 @dataclass
@@ -259,6 +263,10 @@ class TreeCache(Cache):
         self.staged = 0
         self._add(counts)
 
+    def progress(self, counts: Tensor) -> Tensor:
+        """Return `counts` `[B]`, or 0 for rows that idle."""
+        return counts
+
     def _add(self, counts: Counts | Sequence[int]) -> None:
         """Add `counts` to the lengths."""
         here = counts.here if isinstance(counts, Counts) else counts
@@ -276,12 +284,9 @@ class TreeCache(Cache):
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
         index = send(rows, self.device)
-        self._keep_lengths(rows, index)
+        self._lengths, self._lengths_there = [self.lengths[row] for row in rows], None
         for state in self.states:
             state.keep(index)
-
-    def _keep_lengths(self, rows: Sequence[int], index: Tensor) -> None:
-        self._lengths, self._lengths_there = [self.lengths[row] for row in rows], None
 
     # The interface of transformers' caches. A model calls these methods wherever it is given no
     # mask: in a prefill, and for a single node, which sees everything before it.
@@ -298,10 +303,11 @@ class TreeCache(Cache):
 
 
 class StaticCache(TreeCache):
-    """Cache whose shapes never change, for compiled functions and captured graphs.
+    """Cache whose shapes never change, for compiled functions and recorded rounds.
 
     Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow. Once
-    `commit` was given `Counts`, the host does not know `lengths`.
+    `commit` was given `Counts`, the host does not know `lengths`. Rows do not leave: `stop` lets
+    them idle, which commits nothing for them any more.
     """
 
     fixed = True
@@ -309,9 +315,13 @@ class StaticCache(TreeCache):
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
         super().__init__(batch, capacity, device)
         # Always there, so that a compiled function finds the same inputs, and in one place, where
-        # a captured graph finds them.
-        self._lengths_there = send([0] * batch, self.device)
-        torch._dynamo.mark_static_address(self._lengths_there)
+        # a recorded round finds them.
+        self._lengths_there = _fixed(send([0] * batch, self.device))
+        self.running = _fixed(send([1] * batch, self.device))
+        """[B]: 0 for rows that idle."""
+        self.recorded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        """Recorded rounds over these buffers, by proposer and form (`recorded.run_recorded`)."""
+        self._draws: dict[Sampling, Draws] = {}
 
     @property
     def uniform(self) -> bool:
@@ -330,7 +340,18 @@ class StaticCache(TreeCache):
     def for_drafter(
         self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
     ) -> TreeCache:
-        return kept.take(batch, self.capacity + more, device)
+        cache = kept.take(batch, self.capacity + more, device)
+        cache.running = self.running
+        return cache
+
+    def place_draws(self, draws: Draws) -> Draws:
+        """Return the choices of a new batch over tensors that stay where they are."""
+        if draws.sampling not in self._draws:
+            self._draws[draws.sampling] = draws.placed(self.capacity)
+            self._draws[draws.sampling].running = self.running
+        placed = self._draws[draws.sampling]
+        placed.take(draws)
+        return placed
 
     def open(self, count: int, masked: bool) -> None:
         if masked:
@@ -342,12 +363,20 @@ class StaticCache(TreeCache):
         assert needed <= self.capacity, "buffers of one size were made for all that may come"
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
-        return _marked(super()._new_state(keys, values))
+        state = super()._new_state(keys, values)
+        for buffer in (state.keys, state.values):
+            # One function for all capacities. "maybe": a function that depends on it is compiled
+            # for each of them.
+            torch._dynamo.maybe_mark_dynamic(_fixed(buffer), 2)
+        return state
+
+    def progress(self, counts: Tensor) -> Tensor:
+        return counts * self.running
 
     def _add(self, counts: Counts | Sequence[int]) -> None:
-        # In place: a captured graph reads the same memory in every round.
+        # In place: a recorded round reads the same memory in every round.
         if isinstance(counts, Counts):
-            self.starts().add_(counts.there)
+            self.starts().add_(self.progress(counts.there))
             self._lengths = None
         else:
             self.starts().add_(send(counts, self.device))
@@ -356,42 +385,44 @@ class StaticCache(TreeCache):
     def commit_chunk(self, start: int, width: int, counts: Counts) -> None:
         self.commit(Counts([], (counts.there - start).clamp(0, width)))
 
-    def _keep_lengths(self, rows: Sequence[int], index: Tensor) -> None:
-        if self._lengths is not None:
-            self._lengths = [self._lengths[row] for row in rows]
-        self._lengths_there = self.starts().index_select(0, index)
-        torch._dynamo.mark_static_address(self._lengths_there)
+    def stop(self, rows: Sequence[int]) -> None:
+        """Let batch rows idle: what they still compute is written over in every round."""
+        self.running[send(rows, self.device)] = 0
 
     def keep(self, rows: Sequence[int]) -> None:
-        super().keep(rows)
-        for state in self.states:
-            _marked(state)
+        raise AssertionError("rows of a static cache do not leave; `stop` them")
 
     def reset(self) -> None:
         """Forget everything, at the same addresses."""
         self.staged, self._lengths = 0, [0] * len(self.starts())
         self.starts().zero_()
+        self.running.fill_(1)
         for state in self.states:
             state.reset()
 
 
 class KeptCache:
-    """Static cache that the next batch of the same size uses again, where graphs captured it."""
+    """Static caches that later batches of the same sizes use again, with their recorded rounds."""
+
+    MOST = 3  # capacities are powers of two: those of short, usual and long requests
 
     def __init__(self) -> None:
-        self._cache: StaticCache | None = None
+        self._caches: dict[tuple[int, int], StaticCache] = {}  # the one used last at the end
 
     def take(self, batch: int, capacity: int, device: torch.device) -> StaticCache:
         """Return an empty cache; arguments are those of `StaticCache`."""
-        cache, self._cache = self._cache, None
-        if cache is not None and (len(cache.starts()), cache.capacity) == (batch, capacity):
-            cache.reset()
-            return cache
-        return StaticCache(batch, capacity, device)
+        cache = self._caches.pop((batch, capacity), None)
+        if cache is None:
+            return StaticCache(batch, capacity, device)
+        cache.reset()
+        return cache
 
     def put(self, cache: TreeCache) -> None:
         """Keep the cache of a batch that has ended, if it is static."""
-        self._cache = cache if isinstance(cache, StaticCache) else None
+        if isinstance(cache, StaticCache):
+            self._caches[len(cache.starts()), cache.capacity] = cache
+            while len(self._caches) > self.MOST:
+                del self._caches[next(iter(self._caches))]
 
 
 def _buffer(like: Tensor, capacity: int) -> Tensor:
@@ -404,14 +435,10 @@ def _buffer(like: Tensor, capacity: int) -> Tensor:
     return like.new_zeros(batch, heads, capacity, size)
 
 
-def _marked(state: KeysAndValues) -> KeysAndValues:
-    """Tell a compiler about the buffers of a state, and return it; copies have no marks."""
-    for buffer in (state.keys, state.values):
-        torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
-        # One function for all capacities. "maybe": a function that depends on it is compiled for
-        # each of them.
-        torch._dynamo.maybe_mark_dynamic(buffer, 2)
-    return state
+def _fixed(tensor: Tensor) -> Tensor:
+    """Tell a compiler that a tensor stays where it is, and return it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

@@ -26,10 +26,11 @@ def prepare(device: torch.device) -> None:
 def read_later(tensor: Tensor) -> Callable[[], Any]:
     """Begin to bring a tensor to the host; return a function that waits for it, and gives lists.
 
-    It does not wait for what is launched in between.
+    It does not wait for what is launched in between, which may overwrite the tensor.
     """
     if tensor.device.type != "cuda":
-        return tensor.tolist
+        there = tensor.tolist()
+        return lambda: there
     values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     values.copy_(tensor, non_blocking=True)
     arrived = torch.cuda.Event()

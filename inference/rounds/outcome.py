@@ -263,5 +263,5 @@ def verify(
         clock.mark("accept")
     accepted.select()
     cache.commit(accepted.gained, None if accepted.in_place else accepted.path)
-    draws.extend(accepted.ids, accepted.counts)
+    draws.extend(accepted.ids, cache.progress(accepted.counts))
     return accepted

@@ -31,7 +31,9 @@ class Draws:
         # token that the row has anyway, so that a penalty, which asks only if a token is in the
         # text, is not changed by it.
         self._text = text
-        self.lengths = lengths  # [B]: position of the root
+        self.lengths = lengths.clone()  # [B]: position of the root, which moves on in place
+        self.running: Tensor | None = None
+        """[B]: 0 for rows that idle in a batch of fixed size; None where rows that end leave."""
         # [B, D, V]: noise of the positions after this round's roots, or None
         self._noise: Tensor | None = None
 
@@ -48,13 +50,37 @@ class Draws:
             self._text.scatter_(
                 1, self.lengths[:, None] + columns, torch.where(inside, ids, filler)
             )
-        self.lengths, self._noise = self.lengths + counts, None
+        # In place: a recorded round finds them where they were.
+        self.lengths.add_(counts)
+        self.forget_noise()
 
     def reserve(self, capacity: int) -> None:
         """Make space for texts of `capacity` tokens, by doubling, if `extend` writes them."""
         missing = max(capacity, 2 * self._text.shape[1]) - self._text.shape[1]
         if capacity > self._text.shape[1] and self.sampling.history_processor is not None:
             self._text = torch.cat([self._text, self._text[:, :1].expand(-1, missing)], dim=1)
+
+    def forget_noise(self) -> None:
+        """Make this round's noise again when it is asked for."""
+        self._noise = None
+
+    def placed(self, capacity: int) -> Draws:
+        """Return the same choices over tensors of their own, with space for `capacity` tokens."""
+        text = self._text
+        if self.sampling.history_processor is not None:
+            text = text[:, :1].repeat(1, capacity)
+        placed = Draws(self.sampling, self._keys.clone(), text, self.lengths)
+        placed.take(self)
+        return placed
+
+    def take(self, other: Draws) -> None:
+        """Take over the requests of `other`, a batch of as many rows."""
+        self._keys.copy_(other._keys)
+        self.lengths.copy_(other.lengths)
+        if self.sampling.history_processor is not None:
+            self._text.copy_(other._text[:, :1].expand_as(self._text))
+            self._text[:, : other._text.shape[1]] = other._text
+        self.forget_noise()
 
     def keep(self, rows: Tensor) -> None:
         """Drop every batch row but `rows`."""

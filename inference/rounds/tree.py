@@ -186,9 +186,22 @@ class DraftTree:
 
     def keep(self, rows: Tensor) -> DraftTree:
         """Return the trees of the batch rows `rows` alone."""
-        by_row = {name: getattr(self, name) for name in ("tokens", "parents", "probs", "scores")}
-        kept = {name: part[rows] for name, part in by_row.items() if part is not None}
-        return replace(self, **kept)
+        return replace(self, **{name: part[rows] for name, part in self._tensors().items()})
+
+    def clone(self) -> DraftTree:
+        """Return the same trees in memory of their own."""
+        return replace(self, **{name: part.clone() for name, part in self._tensors().items()})
+
+    def copy_(self, other: DraftTree) -> None:
+        """Take over the values of trees of the same form."""
+        given = other._tensors()
+        for name, part in self._tensors().items():
+            part.copy_(given[name])
+        self._tables = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts = {name: getattr(self, name) for name in ("tokens", "parents", "probs", "scores")}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def nodes(self) -> int:

@@ -98,7 +98,7 @@ def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch
         expected = without_times(run(target, proposer, sampling))
         with monkeypatch.context() as patched:
             use(patched, lambda function: function)
-            patched.setattr(loop, "drafts_ahead", lambda device: True)
+            patched.setattr(loop, "runs_ahead", lambda device: True)
             target.compiled = True
             assert without_times(run(target, proposer, sampling)) == expected, way
         if proposer.traceable:
@@ -152,9 +152,9 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
         addresses = []
         for prompt in ([5, 9, 33, 7], [12, 6, 6, 12], [7, 7, 7, 8]):  # of one length
             generate(target, proposer, [prompt], 8)
-            kept = [target.kept_cache._cache]
+            kept = [*target.kept_cache._caches.values()]
             if hasattr(proposer, "_kept"):
-                kept.append(proposer._kept._cache)
+                kept += proposer._kept._caches.values()
             for cache in kept:
                 assert cache is not None, way
                 tensors = [cache.starts()]

@@ -1,0 +1,179 @@
+"""A round as one function over tensors that never move: compiled, or recorded as a CUDA graph.
+
+A round verifies a tree, commits what was accepted, and drafts the next tree. What goes from one
+round to the next has a place of its own: the tree, the choices (`Draws`), and the caches of target
+and drafter (`StaticCache`). So the kernels of one round can be recorded, and launched again without
+Python in every later round of the same form, of this batch or of another one.
+
+Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .compiled import compiled
+from .outcome import Accepted, verify
+from .sampling import Draws
+from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from ..proposer import Proposer
+    from ..targets.causal_model import CausalModel
+    from .cache import StaticCache, TreeCache
+
+WARM_UP = 2
+"""Rounds that run as they are before one is recorded: they fill tables and make workspaces."""
+
+
+def one_round(
+    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: TreeCache, draws: Draws
+) -> tuple[Accepted, DraftTree | None]:
+    """Verify `tree`, commit what was accepted, and return that and the next drafts.
+
+    Nothing is read by the host. A proposer that needs the host is left out: there are no drafts
+    then, and what was accepted has not been committed to it.
+    """
+    accepted = verify(target, tree, cache, draws, proposer.taps)
+    if not proposer.traceable:
+        return accepted, None
+    assert accepted.bonus is not None
+    proposer.commit(accepted)
+    return accepted, proposer.propose(accepted.bonus, draws)
+
+
+class CudaRecorder:
+    """A CUDA graph of a function's kernels."""
+
+    def __init__(self) -> None:
+        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Return `function()`, run on the stream on which it will be recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        """Record `function`, run it once, and return its result, which `replay` overwrites."""
+        with torch.cuda.graph(self._graph, pool=_pool(), stream=self._stream):
+            result = function()
+        self._graph.replay()  # recording runs nothing
+        return result
+
+    def replay(self) -> None:
+        """Launch all kernels again."""
+        self._graph.replay()
+
+
+@lru_cache(maxsize=1)
+def _pool() -> Any:
+    """Return the memory of all graphs.
+
+    They can share it: a graph's results are read before the next one is launched, and whatever
+    lasts for longer was made outside of all of them.
+    """
+    return torch.cuda.graph_pool_handle()
+
+
+def recorder_for(device: torch.device) -> Any:
+    """Return the class of recorders for a device; None where rounds are compiled."""
+    return CudaRecorder if device.type == "cuda" else None
+
+
+class Outside(TorchDispatchMode):
+    """Keeps the tensors that a function reads and has not made.
+
+    A graph reads them at their addresses, whoever else drops them: tables are cached by
+    `lru_cache`, and a cache that is full forgets the oldest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self.kept: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for tensor in inputs:
+            if (storage := tensor.untyped_storage()._cdata) not in self._made:
+                self.kept[storage] = tensor
+        result = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in inputs}
+        made = {x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor)}
+        self._made |= made - given
+        return result
+
+
+class RecordedRound:
+    """`one_round` for trees of one form, recorded the third time that it is asked for."""
+
+    def __init__(self, recorder: Any, cache: StaticCache, draws: Draws, tree: DraftTree) -> None:
+        """`cache` and `draws` stay where they are; the tree gets a place."""
+        self._recorder, self._cache, self._draws = recorder, cache, draws
+        self._place = tree.clone()
+        self._calls = 0
+        self._accepted: Accepted | None = None
+        self.outside = Outside()
+
+    def __call__(
+        self, target: CausalModel, proposer: Proposer, tree: DraftTree
+    ) -> tuple[Accepted, DraftTree | None]:
+        """Return what `one_round` does. What it returned before has been overwritten then."""
+        if tree is not self._place:
+            self._place.copy_(tree)
+
+        def body() -> Accepted:
+            # Of the round before: noise is a function of keys and positions, and is made again.
+            self._draws.forget_noise()
+            accepted, drafts = one_round(target, proposer, self._place, self._cache, self._draws)
+            if drafts is not None:
+                self._place.copy_(drafts)
+            return accepted
+
+        self._calls += 1
+        if self._accepted is not None:
+            self._recorder.replay()
+            accepted = self._accepted
+        elif self._calls <= WARM_UP:
+            accepted = self._recorder.warm_up(body)
+        else:
+            with self.outside:
+                accepted = self._accepted = self._recorder.record(body)
+        # The lists of the host belong to one round.
+        lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
+        fresh = replace(accepted, **lists, choices=None, expected=None, overlap=None)
+        return fresh, self._place if proposer.traceable else None
+
+
+def run(
+    target: CausalModel, proposer: Proposer, tree: DraftTree, cache: StaticCache, draws: Draws
+) -> tuple[Accepted, DraftTree | None]:
+    """Return what `one_round` does, compiled or recorded, as `recorder_for` the device decides.
+
+    `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
+    addresses they read, as long as there is the proposer.
+    """
+    recorder = recorder_for(cache.device)
+    if recorder is None:
+        if tree.shape is not None:
+            _ = tree.tables  # they are kept for a shape, and need not be made in the function
+        function = compiled(one_round, proposer, cache.device)
+        return function(target, proposer, tree, cache, draws)
+    of_proposer = cache.recorded.setdefault(proposer, {})
+    form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
+    key = (*form, draws.sampling, proposer.plan, proposer.own_cache)
+    if key not in of_proposer:
+        of_proposer[key] = RecordedRound(recorder(), cache, draws, tree)
+    return of_proposer[key](target, proposer, tree)

@@ -1,0 +1,163 @@
+"""Recorded rounds: the same texts and rounds, read from memory that nobody frees or moves.
+
+A CUDA graph launches the kernels of one round again, over the same memory and without Python. A
+`Tape` does that on a CPU, operator by operator.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from draftsmith.inference import decode as loop
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.rounds import device, noise, recorded, tree
+from draftsmith.inference.targets.target import Target
+from tests.architectures import architecture, near_copy, proposers
+from tests.exact.test_static import SAMPLINGS, run, without_times
+
+HOST = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal")
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Tape(TorchDispatchMode):
+    """Recorder that notes every operator with its tensors, and runs them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, Any, Any, Any, bool]] = []
+        self.outside: set[int] = set()  # storages that were read and not made
+        self._inside: set[int] = set()
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func._schema.name not in HOST, f"{func} waits for the device"
+        result = func(*args, **kwargs)
+        arguments = func._schema.arguments
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        given = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = {storage(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        self.outside |= given - self._inside
+        self._inside |= made - given
+        if writes or not made <= given:  # and not a view
+            self.operators.append((func, args, kwargs, result, writes))
+        return result
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        with self:
+            result = function()
+        TAPES.append(self)
+        return result
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, result, writes in self.operators:
+            again = func(*args, **kwargs)
+            if writes:
+                continue
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old is not new:
+                    old.copy_(new)
+
+
+TAPES: list[Tape] = []
+"""All that have recorded."""
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """Have static rounds recorded by tapes; return those that have recorded."""
+    TAPES.clear()
+    monkeypatch.setattr(recorded, "recorder_for", lambda device: Tape)
+    monkeypatch.setattr(loop, "pays_to_compile", lambda device, rows: True)
+    return TAPES
+
+
+def models() -> tuple[Target, dict[str, Proposer]]:
+    target = architecture("llama")
+    target.fuse(move=True)
+    return target, proposers(target, near_copy(target))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_recorded_rounds_are_those_of_growing_caches(
+    name: str, ahead: bool, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four requests of one batch, which end one by one; then a second batch in the same places."""
+    monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
+    target, drafters = models()
+    for way, proposer in drafters.items():
+        target.compiled = False
+        expected = without_times(run(target, proposer, SAMPLINGS[name]))
+        target.compiled = True
+        tapes.clear()
+        for turn in range(2):
+            assert without_times(run(target, proposer, SAMPLINGS[name])) == expected, (way, turn)
+        assert sum(tape.replays for tape in tapes) >= 10, way
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_requests_follow_one_another_in_one_recording(name: str, tapes: list[Tape]) -> None:
+    """Prompts of different lengths, one at a time and three at a time, as plain decoding has it."""
+    target, drafters = models()
+    batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
+    batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
+    for way, proposer in drafters.items():
+        tapes.clear()
+        for number, prompts in enumerate(batches):
+            requests = [Request(prompt, 10 * number + i) for i, prompt in enumerate(prompts)]
+            texts = []
+            for drafter in (drafters["plain"], proposer):
+                target.compiled = drafter is proposer
+                replies = generate(target, drafter, requests, 20, SAMPLINGS[name], frozenset())
+                texts.append([reply.token_ids for reply in replies])
+            if SAMPLINGS[name].rule != "rejection":  # which keeps the distribution, not the text
+                assert texts[0] == texts[1], (way, prompts)
+        if proposer.traceable:
+            assert len(tapes) == 2, (way, "one recording for each number of rows")
+
+
+def test_what_a_recording_reads_is_kept_and_stays_where_it_is(tapes: list[Tape]) -> None:
+    """Also where tables that it reads are dropped by everyone else."""
+    target, drafters = models()
+    for name in ("greedy", "coupled"):
+        sampling = SAMPLINGS[name]
+        for way, proposer in drafters.items():
+            target.compiled = False
+            expected = without_times(run(target, proposer, sampling))
+            target.compiled = True
+            tapes.clear()
+            run(target, proposer, sampling)
+            for cached in (device._kept_row, tree._tables, noise._kept_indices):
+                cached.cache_clear()
+            gc.collect()
+            assert without_times(run(target, proposer, sampling)) == expected, way
+            assert tapes, way
+            rounds = [
+                found
+                for cache in target.kept_cache._caches.values()
+                for found in cache.recorded.get(proposer, {}).values()
+                if found._accepted is not None
+            ]
+            assert rounds, way
+            for found in rounds:
+                assert found._recorder.outside <= found.outside.kept.keys(), way
+                fixed = [found._draws.lengths, found._place.tokens, found._cache.starts()]
+                for state in found._cache.states:
+                    fixed += [state.keys, state.values]
+                assert {storage(x) for x in fixed} <= found.outside.kept.keys(), way

@@ -428,6 +428,7 @@ class _RunningBatch:
             return
         if isinstance(self.cache, StaticCache):
             self.cache.stop(ended)
+            self.proposer.stop(ended)
             return
         places = [row.place for row in going]
         index = send(places, self.root.device)

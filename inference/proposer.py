@@ -49,6 +49,9 @@ class Proposer:
     traceable: bool = False
     """True if `commit` and `propose` use tensors alone where shapes are fixed. They are part of the
     compiled or recorded round then, and run before the host knows what was accepted."""
+    left_for_commit: tuple[str, ...] = ()
+    """Attributes with tensors that `propose` leaves for the next `commit`, of a traceable one. They
+    have the same shapes in all rounds over trees of one form."""
     drafter: Any = None
     """The drafter's module, which says what it is; None for one without weights."""
     plan: Any = None
@@ -78,6 +81,12 @@ class Proposer:
 
     def keep(self, rows: list[int]) -> None:
         """Drop every batch row but `rows`: the others have finished."""
+
+    def stop(self, rows: list[int]) -> None:
+        """Take note that batch rows idle from now on: what is drafted for them counts for nothing.
+
+        It is called in place of `keep` where the batch has a fixed size.
+        """
 
     def finish(self) -> None:
         """Release the state of the batch, which has ended or was given up."""

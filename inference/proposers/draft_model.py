@@ -58,6 +58,7 @@ class DraftModelProposer(CachedProposer):
         self._next: Counts
         # [B, N]: index of each tree node among those that were run, see `Planner.draft`
         self._slots: Tensor
+        self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
 
     @property
     def weight_bytes(self) -> int:

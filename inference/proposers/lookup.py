@@ -29,6 +29,15 @@ class Index(Protocol):
         ...
 
 
+class NoText:
+    """Index of a row that idles."""
+
+    def extend(self, tokens: list[int]) -> None: ...
+
+    def guess(self, length: int) -> list[int]:
+        return []
+
+
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
     """Return `length` tokens of `text` from index `place` on.
 
@@ -87,6 +96,10 @@ class LookupProposer(Proposer):
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+
+    def stop(self, rows: list[int]) -> None:
+        for row in rows:
+            self._rows[row] = NoText()
 
     def finish(self) -> None:
         self._rows = []

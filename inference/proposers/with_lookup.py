@@ -49,6 +49,7 @@ class WithLookup(Proposer):
         # all.
         self._can_skip = self._in_all = False
         self._pending: list[Accepted] = []
+        self._idle: set[int] = set()
 
     @property
     def weight_bytes(self) -> int:
@@ -65,6 +66,7 @@ class WithLookup(Proposer):
         self.trained.prefill(prompts)
         self._lookup.prefill(prompts)
         self._can_skip, self._in_all, self._pending = False, prompts.cache.fixed, []
+        self._idle = set()
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafter's trees, with a chain in place of the tree of every row that has one.
@@ -73,7 +75,8 @@ class WithLookup(Proposer):
         batch costs no more.
         """
         found = self._lookup.guesses()
-        if not (self._can_skip and all(found)):
+        everywhere = all(guess or row in self._idle for row, guess in enumerate(found))
+        if not (self._can_skip and everywhere):
             if self._pending:
                 self.trained.commit(Accepted.joined(self._pending))
                 self._pending = []
@@ -81,7 +84,7 @@ class WithLookup(Proposer):
             self._can_skip = tree.probs is None and not self._in_all
             if tree.probs is not None or not any(found):
                 return tree
-            if not all(found):
+            if not everywhere:
                 return replaced(tree, found)
         chains = self._lookup.chains(root, found)
         # Of some rounds only, an expectation would be no figure of the reply.
@@ -96,6 +99,10 @@ class WithLookup(Proposer):
         self.trained.keep(rows)
         self._lookup.keep(rows)
         self._pending = [accepted.keep(rows) for accepted in self._pending]
+
+    def stop(self, rows: list[int]) -> None:
+        self._lookup.stop(rows)
+        self._idle |= {*rows}
 
     def finish(self) -> None:
         self.trained.finish()

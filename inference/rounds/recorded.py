@@ -119,10 +119,13 @@ class Outside(TorchDispatchMode):
 class RecordedRound:
     """`one_round` for trees of one form, recorded the third time that it is asked for."""
 
-    def __init__(self, recorder: Any, cache: StaticCache, draws: Draws, tree: DraftTree) -> None:
-        """`cache` and `draws` stay where they are; the tree gets a place."""
+    def __init__(
+        self, recorder: Any, cache: StaticCache, draws: Draws, tree: DraftTree, proposer: Proposer
+    ) -> None:
+        """`cache` and `draws` stay where they are; tree and state of the proposer get places."""
         self._recorder, self._cache, self._draws = recorder, cache, draws
         self._place = tree.clone()
+        self._state = {name: getattr(proposer, name).clone() for name in proposer.left_for_commit}
         self._calls = 0
         self._accepted: Accepted | None = None
         self.outside = Outside()
@@ -133,6 +136,7 @@ class RecordedRound:
         """Return what `one_round` does. What it returned before has been overwritten then."""
         if tree is not self._place:
             self._place.copy_(tree)
+            self._keep_state(proposer)
 
         def body() -> Accepted:
             # Of the round before: noise is a function of keys and positions, and is made again.
@@ -140,6 +144,7 @@ class RecordedRound:
             accepted, drafts = one_round(target, proposer, self._place, self._cache, self._draws)
             if drafts is not None:
                 self._place.copy_(drafts)
+                self._keep_state(proposer)
             return accepted
 
         self._calls += 1
@@ -151,10 +156,19 @@ class RecordedRound:
         else:
             with self.outside:
                 accepted = self._accepted = self._recorder.record(body)
+        # The roots have moved on, which no code of Python has noticed.
+        self._draws.forget_noise()
         # The lists of the host belong to one round.
         lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
         fresh = replace(accepted, **lists, choices=None, expected=None, overlap=None)
         return fresh, self._place if proposer.traceable else None
+
+
+    def _keep_state(self, proposer: Proposer) -> None:
+        """Move what a proposer has left for its next `commit` to where that is read."""
+        for name, place in self._state.items():
+            place.copy_(getattr(proposer, name))
+            setattr(proposer, name, place)
 
 
 def run(
@@ -175,5 +189,5 @@ def run(
     form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
     key = (*form, draws.sampling, proposer.plan, proposer.own_cache)
     if key not in of_proposer:
-        of_proposer[key] = RecordedRound(recorder(), cache, draws, tree)
+        of_proposer[key] = RecordedRound(recorder(), cache, draws, tree, proposer)
     return of_proposer[key](target, proposer, tree)

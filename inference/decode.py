@@ -278,7 +278,10 @@ class _RunningBatch:
         # of static rounds: the drafts that the last round made, and a round that is not read yet
         self._drafts: DraftTree | None = None
         self._launched: Accepted | None = None
-        self.compiled = target.compiled and pays_to_compile(target.device, len(self.rows))
+        # A graph is of one device.
+        whole = target.device.type != "cuda" or target.spread == "whole"
+        paying = whole and pays_to_compile(target.device, len(self.rows))
+        self.compiled = target.compiled and paying
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:

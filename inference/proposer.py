@@ -14,7 +14,7 @@ from .rounds.cache import TreeCache
 from .rounds.outcome import Accepted as Accepted
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
-from .targets.causal_model import Hidden
+from .targets.causal_model import CausalModel, Hidden
 
 
 @dataclass(kw_only=True)
@@ -58,6 +58,11 @@ class Proposer:
     """Plan by which it drafts, where it has one."""
     in_use: bool = False
     """True while it has a batch, to which its state belongs."""
+
+    def owner_of_rounds(self, target: CausalModel) -> Any:
+        """Return what a compiled or recorded round belongs to, and is forgotten with."""
+        # A round that the proposer has no part in is the same for all proposers.
+        return self if self.traceable else target
 
     @property
     def own_cache(self) -> TreeCache | None:

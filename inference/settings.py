@@ -82,8 +82,8 @@ class TargetConfig:
     over matrices as they are stored, which is the reference. A given `attention` is always
     transformers'."""
     compile: bool = False
-    """Decode by compiled functions, which become CUDA graphs on a GPU. The first rounds take up to
-    a minute each time that a size is new; what was compiled is kept on disk."""
+    """Run a round as one function over buffers of fixed size: on a GPU a CUDA graph, recorded in
+    about a second; on a CPU compiled, which takes up to two minutes and is kept on disk."""
     spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
     """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
     sharded over all ranks; tensor: every layer split between them (tensor parallelism, for models

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..proposer import Proposer
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
+from ..targets.causal_model import CausalModel
 
 
 class PlainDecoding(Proposer):
@@ -14,7 +15,11 @@ class PlainDecoding(Proposer):
 
     name = "plain"
     max_drafted = 0
+    traceable = True
     _shape = TreeShape.chain(0)
+
+    def owner_of_rounds(self, target: CausalModel) -> CausalModel:
+        return target  # there is nothing of its own in a round
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         return DraftTree(root[:, None], self._shape)

@@ -387,7 +387,7 @@ class StaticCache(TreeCache):
 
     def stop(self, rows: Sequence[int]) -> None:
         """Let batch rows idle: what they still compute is written over in every round."""
-        self.running[send(rows, self.device)] = 0
+        self.running.index_fill_(0, send(rows, self.device), 0)
 
     def keep(self, rows: Sequence[int]) -> None:
         raise AssertionError("rows of a static cache do not leave; `stop` them")

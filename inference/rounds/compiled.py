@@ -1,4 +1,4 @@
-"""Compiled functions of a round, which become CUDA graphs on a GPU."""
+"""The compiled function of a round, for CPUs."""
 
 from __future__ import annotations
 
@@ -25,30 +25,27 @@ _NUMBERS = itertools.count()
 
 def prepare_to_compile(device: torch.device) -> None:
     """Say what compilation will take. Raises `UserError` on a CPU without a C++ compiler."""
-    if device.type == "cpu":
-        wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if shutil.which(wanted) is None:
-            raise UserError(
-                f"--compile needs a C++ compiler, and there is no {wanted}; install it, name "
-                "another one in CXX, or leave out --compile"
-            )
+    if device.type == "cuda":
+        return  # rounds are recorded there, in about a second (`recorded.py`)
+    wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(wanted) is None:
+        raise UserError(
+            f"--compile needs a C++ compiler, and there is no {wanted}; install it, name "
+            "another one in CXX, or leave out --compile"
+        )
     log.info(
         "the first rounds with each kind of sampling are compiled, which takes one or two minutes, "
-        "or seconds where the cache on disk has them%s",
-        "; on a CPU batches of several rows are not compiled" if device.type == "cpu" else "",
+        "or seconds where the cache on disk has them; batches of several rows are not compiled"
     )
 
 
-def compiled(
-    function: Any, owner: Any, device: torch.device, *constants: Any
-) -> Callable[..., Any]:
+def compiled(function: Any, owner: Any, *constants: Any) -> Callable[..., Any]:
     """Return `function`, a function of tensors and of objects that hold them, compiled.
 
-    `owner` is the argument with the model: the target, or the proposer. Its modules must not
-    change any more. `constants` are other arguments, for each of which there is a function of its
-    own. A batch of another size than the first is compiled once more, and then for all sizes (one
-    row is a class of its own); a tree of another shape or other sampling settings are compiled by
-    themselves.
+    `owner` is one of its arguments: the proposer, or the target. Its modules and those of the other
+    arguments must not change any more. There is a function for each of the `constants`. A batch of
+    another size than the first is compiled once more, and then for all sizes (one row is a class of
+    its own); a tree of another shape or other sampling settings are compiled by themselves.
     """
     functions = _FUNCTIONS.setdefault(owner, {})
     key = (function, *constants)
@@ -61,13 +58,12 @@ def compiled(
         own = FunctionType(
             code, function.__globals__, name, function.__defaults__, function.__closure__
         )
-        functions[key] = compile_function(own, device)
+        functions[key] = compile_function(own)
     return functions[key]
 
 
-def compile_function(function: Any, device: torch.device) -> Callable[..., Any]:
-    options: Any = {"guard_filter_fn": may_change, "triton.cudagraphs": device.type == "cuda"}
-    return torch.compile(function, options=options)
+def compile_function(function: Any) -> Callable[..., Any]:
+    return torch.compile(function, options={"guard_filter_fn": may_change})
 
 
 def may_change(guards: Sequence[Any]) -> list[bool]:

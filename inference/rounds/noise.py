@@ -101,9 +101,7 @@ def _uniform(keys: Tensor, places: Tensor, stream: int, indices: Tensor) -> Tens
 
 
 def _uniform_operator(keys: Tensor, places: Tensor, stream: int, count: int) -> Tensor:
-    # What is made while a CUDA graph is captured lies in the graph's memory and must not be kept.
-    indices = _indices if places.is_cuda else _kept_indices
-    return _uniform(keys, places, stream, indices(count, places.device))
+    return _uniform(keys, places, stream, _kept_indices(count, places.device))
 
 
 def _empty_uniform(keys: Tensor, places: Tensor, _stream: int, count: int) -> Tensor:

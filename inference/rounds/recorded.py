@@ -10,6 +10,7 @@ Nothing here chooses a token: a recorded round runs the operators of `one_round`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...heads.errors import first_line
 from .compiled import compiled
 from .outcome import Accepted, verify
 from .sampling import Draws
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ..targets.causal_model import CausalModel
     from .cache import StaticCache, TreeCache
 
+log = logging.getLogger(__name__)
 WARM_UP = 2
 """Rounds that run as they are before one is recorded: they fill tables and make workspaces."""
 
@@ -66,7 +69,9 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], Any]) -> Any:
         """Record `function`, run it once, and return its result, which `replay` overwrites."""
-        with torch.cuda.graph(self._graph, pool=_pool(), stream=self._stream):
+        with torch.cuda.graph(
+            self._graph, pool=_pool(), stream=self._stream, capture_error_mode="thread_local"
+        ):
             result = function()
         self._graph.replay()  # recording runs nothing
         return result
@@ -151,11 +156,10 @@ class RecordedRound:
         if self._accepted is not None:
             self._recorder.replay()
             accepted = self._accepted
-        elif self._calls <= WARM_UP:
-            accepted = self._recorder.warm_up(body)
+        elif self._calls == WARM_UP + 1 and self._record(proposer, body):
+            accepted = self._accepted
         else:
-            with self.outside:
-                accepted = self._accepted = self._recorder.record(body)
+            accepted = self._recorder.warm_up(body)
         # The roots have moved on, which no code of Python has noticed.
         self._draws.forget_noise()
         # The lists of the host belong to one round.
@@ -163,6 +167,23 @@ class RecordedRound:
         fresh = replace(accepted, **lists, choices=None, expected=None, overlap=None)
         return fresh, self._place if proposer.traceable else None
 
+    def _record(self, proposer: Proposer, body: Callable[[], Accepted]) -> Accepted | None:
+        """Record a round; None where that is not possible, and rounds go on as they are.
+
+        A model that asks the host for a number cannot be recorded, and CUDA says so.
+        """
+        try:
+            with self.outside:
+                self._accepted = self._recorder.record(body)
+        except RuntimeError as error:
+            log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
+            # The recording stopped somewhere, and nothing of it has run.
+            for cache in (self._cache, proposer.own_cache):
+                if cache is not None:
+                    cache.drop()
+            for name, place in self._state.items():
+                setattr(proposer, name, place)
+        return self._accepted
 
     def _keep_state(self, proposer: Proposer) -> None:
         """Move what a proposer has left for its next `commit` to where that is read."""
@@ -177,17 +198,17 @@ def run(
     """Return what `one_round` does, compiled or recorded, as `recorder_for` the device decides.
 
     `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
-    addresses they read, as long as there is the proposer.
+    addresses they read, as long as there is their owner (`Proposer.owner_of_rounds`).
     """
+    owner, kind = proposer.owner_of_rounds(target), (proposer.traceable, proposer.taps)
     recorder = recorder_for(cache.device)
     if recorder is None:
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        function = compiled(one_round, proposer, cache.device)
-        return function(target, proposer, tree, cache, draws)
-    of_proposer = cache.recorded.setdefault(proposer, {})
+        return compiled(one_round, owner, *kind)(target, proposer, tree, cache, draws)
+    rounds = cache.recorded.setdefault(owner, {})
     form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
-    key = (*form, draws.sampling, proposer.plan, proposer.own_cache)
-    if key not in of_proposer:
-        of_proposer[key] = RecordedRound(recorder(), cache, draws, tree, proposer)
-    return of_proposer[key](target, proposer, tree)
+    key = (*kind, *form, draws.sampling, proposer.plan, proposer.own_cache)
+    if key not in rounds:
+        rounds[key] = RecordedRound(recorder(), cache, draws, tree, proposer)
+    return rounds[key](target, proposer, tree)

@@ -55,7 +55,7 @@ def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     """Have the loop call `make(function)` in place of the compiled functions."""
     monkeypatch.setattr(compiling, "_FUNCTIONS", {})
     monkeypatch.setattr(loop, "pays_to_compile", lambda device, rows: True)
-    monkeypatch.setattr(compiling, "compile_function", lambda function, device: make(function))
+    monkeypatch.setattr(compiling, "compile_function", make)
 
 
 @pytest.mark.parametrize(

@@ -38,29 +38,39 @@ class Tape(TorchDispatchMode):
         self.operators: list[tuple[Any, Any, Any, Any, bool]] = []
         self.outside: set[int] = set()  # storages that were read and not made
         self._inside: set[int] = set()
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name in HOST:
             raise RuntimeError(f"{func} waits for the device")  # as CUDA does
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self._before += [(x, x.clone()) for x in written if storage(x) not in self._inside]
         result = func(*args, **kwargs)
-        arguments = func._schema.arguments
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
         given = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         made = {storage(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
         self.outside |= given - self._inside
         self._inside |= made - given
-        if writes or not made <= given:  # and not a view
-            self.operators.append((func, args, kwargs, result, writes))
+        if written or not made <= given:  # and not a view
+            self.operators.append((func, args, kwargs, result, bool(written)))
         return result
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         return function()
 
     def record(self, function: Callable[[], Any]) -> Any:
-        with self:
-            result = function()
+        try:
+            with self:
+                result = function()
+        except RuntimeError:
+            for tensor, before in reversed(self._before):  # a recording that fails has run nothing
+                tensor.copy_(before)
+            raise
         TAPES.append(self)
         return result
 

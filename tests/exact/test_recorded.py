@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.rounds import device, noise, recorded, tree
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, near_copy, proposers
-from tests.exact.test_static import SAMPLINGS, run, without_times
+from tests.exact.test_static import SAMPLINGS, full, run, without_times
 
 HOST = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal")
 
@@ -104,8 +105,14 @@ def models() -> tuple[Target, dict[str, Proposer]]:
     return target, proposers(target, near_copy(target))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        ("coupled", True),
+        ("penalty", False),
+        *(pytest.param(*case, marks=full) for case in product(SAMPLINGS, (False, True))),
+    ],
+)
 def test_recorded_rounds_are_those_of_growing_caches(
     name: str, ahead: bool, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +130,9 @@ def test_recorded_rounds_are_those_of_growing_caches(
         assert sum(tape.replays for tape in tapes) >= before + 10, way
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name", ["rejection", *(pytest.param(name, marks=full) for name in SAMPLINGS)]
+)
 def test_requests_follow_one_another_in_one_recording(name: str, tapes: list[Tape]) -> None:
     """Prompts of different lengths, one at a time and three at a time, as plain decoding has it."""
     target, drafters = models()
@@ -146,34 +155,34 @@ def test_requests_follow_one_another_in_one_recording(name: str, tapes: list[Tap
             assert len(tapes) == len(caches) < len(batches), (way, "one recording for each size")
 
 
-def test_what_a_recording_reads_is_kept_and_stays_where_it_is(tapes: list[Tape]) -> None:
+@pytest.mark.parametrize("name", ["coupled", pytest.param("rejection", marks=full)])
+def test_what_a_recording_reads_is_kept_and_stays_where_it_is(name: str, tapes: list[Tape]) -> None:
     """Also where tables that it reads are dropped by everyone else."""
     target, drafters = models()
-    for name in ("greedy", "coupled"):
-        sampling = SAMPLINGS[name]
-        for way, proposer in drafters.items():
-            target.compiled = False
-            expected = without_times(run(target, proposer, sampling))
-            target.compiled = True
-            run(target, proposer, sampling)
-            for cached in (device._kept_row, tree._tables, noise._kept_indices):
-                cached.cache_clear()
-            gc.collect()
-            assert without_times(run(target, proposer, sampling)) == expected, way
-            owner = proposer.owner_of_rounds(target)
-            rounds = [
-                found
-                for cache in target.kept_cache._caches.values()
-                for found in cache.recorded.get(owner, {}).values()
-                if found._accepted is not None
-            ]
-            assert rounds, way
-            for found in rounds:
-                assert found._recorder.outside <= found.outside.kept.keys(), way
-                fixed = [found._draws.lengths, found._place.tokens, found._cache.starts()]
-                for state in found._cache.states:
-                    fixed += [state.keys, state.values]
-                assert {storage(x) for x in fixed} <= found.outside.kept.keys(), way
+    sampling = SAMPLINGS[name]
+    for way, proposer in drafters.items():
+        target.compiled = False
+        expected = without_times(run(target, proposer, sampling))
+        target.compiled = True
+        run(target, proposer, sampling)
+        for cached in (device._kept_row, tree._tables, noise._kept_indices):
+            cached.cache_clear()
+        gc.collect()
+        assert without_times(run(target, proposer, sampling)) == expected, way
+        owner = proposer.owner_of_rounds(target)
+        rounds = [
+            found
+            for cache in target.kept_cache._caches.values()
+            for found in cache.recorded.get(owner, {}).values()
+            if found._accepted is not None
+        ]
+        assert rounds, way
+        for found in rounds:
+            assert found._recorder.outside <= found.outside.kept.keys(), way
+            fixed = [found._draws.lengths, found._place.tokens, found._cache.starts()]
+            for state in found._cache.states:
+                fixed += [state.keys, state.values]
+            assert {storage(x) for x in fixed} <= found.outside.kept.keys(), way
 
 
 def test_a_round_that_asks_the_host_goes_on_without_a_recording(

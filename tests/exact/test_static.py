@@ -61,8 +61,6 @@ def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("llama", "greedy"),
-        ("llama", "rejection"),
         ("qwen2", "penalty"),
         ("gemma2", "coupled"),
         *(

@@ -40,11 +40,9 @@ def recipe_for(engine: str, artifact: Artifact) -> Recipe:
     """Return the recipe of this drafter for `engine`. Raises `UserError` with the reason."""
     facts, recipes = facts_of(artifact), ENGINES[engine].recipes
     if facts.kind not in recipes:
-        where = ", ".join(takers(facts)) or "none of the engines"
-        raise UserError(
-            f"{engine} takes {titles(recipes)}, not {TITLES[facts.kind]}; this one can be exported "
-            f"to {where}"
-        )
+        found = ", ".join(takers(facts))
+        where = f"this one can be exported to {found}" if found else "no engine takes this one"
+        raise UserError(f"{engine} takes {titles(recipes)}, not {TITLES[facts.kind]}; {where}")
     if reason := ENGINES[engine].obstacle(facts):
         raise UserError(f"{engine} cannot serve this drafter: {reason}")
     return recipes[facts.kind]

@@ -7,12 +7,15 @@
 Each checkout decodes in a process of its own, which loads the target and all drafters once. Every
 prompt is decoded by every checkout before the next one, `--repeats` times; the run of median CPU
 time counts. `--load` gives options of `draftsmith.inference.load`, such as '{"compile": true}', for
-one more entry of the last checkout named before it. The texts are compared too.
+one more entry of the last checkout named before it. The texts are compared too. `--count` counts
+operators of torch and calls in Python of a round, which do not depend on what else the machine
+does.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
 import statistics
@@ -20,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--count", action="store_true", help="operators and calls, not times")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
@@ -58,17 +64,42 @@ def serve(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
         decoders[spec] = load(arguments.target, spec, device="cpu", **options)
     for line in sys.stdin:
         spec, texts = json.loads(line)
-        wall, cpu = time.perf_counter(), time.process_time()
-        replies = decoders[spec].generate(
+        decode = partial(
+            decoders[spec].generate,
             texts,
             arguments.max_new_tokens,
             batch_size=len(texts),
             temperature=arguments.temperature,
         )
+        wall, cpu = time.perf_counter(), time.process_time()
+        replies = decode()
         cost = [time.process_time() - cpu, time.perf_counter() - wall]
+        if arguments.count:
+            cost = counts(decode)
         tokens = [reply.token_ids for reply in replies]
         rounds = sum(len(reply.rounds) for reply in replies)
         print(json.dumps([cost, tokens, rounds]), flush=True)
+
+
+def counts(function: Callable[[], Any]) -> list[float]:
+    """Return the operators of torch and the calls in Python that a function needs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Operators() as seen:
+        function()
+    profile = cProfile.Profile()
+    profile.runcall(function)
+    entries: Any = profile.getstats()
+    return [seen.count, sum(entry.callcount for entry in entries)]
 
 
 def report(arguments: argparse.Namespace, ways: list[tuple[str, dict[str, Any]]]) -> None:
@@ -94,7 +125,7 @@ def report(arguments: argparse.Namespace, ways: list[tuple[str, dict[str, Any]]]
                 medians = [statistics.median(run[0][i] for run in runs[way]) for i in (0, 1)]
                 costs[way].append(medians)
                 answers[way].append(runs[way][0][1:])
-        show(spec, ways, costs, answers)
+        show(spec, ways, costs, answers, arguments.count)
     for child in children:
         child.stdin.close()
         child.wait()
@@ -128,21 +159,30 @@ def show(
     ways: list[tuple[str, dict[str, Any]]],
     costs: list[list[list[float]]],
     answers: list[list[Any]],
+    count: bool,
 ) -> None:
-    """Print tokens per CPU-second and per second of each way, and as ratios to the first."""
+    """Print tokens per CPU-second and per second of each way, and as ratios to the first.
+
+    With `count`: operators and calls of a round.
+    """
     print(f"\n{spec}")
     base: list[float] = []
     for way, (checkout, options) in enumerate(ways):
         tokens = sum(len(ids) for texts, _ in answers[way] for ids in texts)
         rounds = sum(count for _, count in answers[way])
-        speeds = [tokens / sum(cost[i] for cost in costs[way]) for i in (0, 1)]
+        totals = [sum(cost[i] for cost in costs[way]) for i in (0, 1)]
+        speeds = [total / rounds if count else tokens / total for total in totals]
         base = base or speeds
         same = sum(a[0] == b[0] for a, b in zip(answers[way], answers[0], strict=True))
         ratios = [speed / first for speed, first in zip(speeds, base, strict=True)]
+        what = ("operators", "calls a round") if count else ("tokens per CPU-second", "per second")
+        figures = [
+            f"{speed:.0f} {name} ({ratio:.3f}x)"
+            for speed, name, ratio in zip(speeds, what, ratios, strict=True)
+        ]
         print(
-            f"  {checkout} {options or ''}: {speeds[0]:.0f} tokens per CPU-second "
-            f"({ratios[0]:.2f}x), {speeds[1]:.0f} per second ({ratios[1]:.2f}x), "
-            f"{rounds} rounds, {same} of {len(answers[way])} texts equal"
+            f"  {checkout} {options or ''}: {', '.join(figures)}, {rounds} rounds, {same} of "
+            f"{len(answers[way])} texts equal"
         )
 
 

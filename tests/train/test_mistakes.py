@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.test_bad_input import expect, quick
@@ -53,7 +54,7 @@ WRONG = [
     ("export --drafter x", "--to and --out are missing"),
     (
         "export --drafter x --to no --out y",
-        "--to takes vllm, speculators, sglang, trtllm, llamacpp, tgi or hf",
+        f"--to takes {', '.join([*ENGINES][:-1])} or {[*ENGINES][-1]}",
     ),
     ("data plan --config x --tokens lots", "--tokens takes a number, not lots"),
     ("data plan --tokens 1e6", "--config is missing"),

@@ -372,16 +372,17 @@ class _RunningBatch:
         return accepted
 
     def _static_round(self) -> Accepted:
-        """Run a round of fixed shapes, as one function as far as the proposer is traceable.
+        """Run a round of fixed shapes, compiled or recorded.
 
         The host reads what was decided once; where that pays, while the next round runs.
         """
         accepted, self._launched = self._launched or self._launch(), None
-        if self.proposer.traceable and runs_ahead(self.root.device):
+        part_of_round = self._drafts is not None
+        if part_of_round and runs_ahead(self.root.device):
             self._launched = self._launch()
         accepted.read()
         self.clock.mark("accept")
-        if not self.proposer.traceable:
+        if not part_of_round:
             self._commit(accepted)
         return accepted
 
@@ -397,7 +398,10 @@ class _RunningBatch:
         return accepted
 
     def _propose(self) -> DraftTree:
-        tree = self.proposer.propose(self.root, self.draws)
+        if self.compiled:
+            tree = recorded.propose(self.target, self.proposer, self.root, self.draws)
+        else:
+            tree = self.proposer.propose(self.root, self.draws)
         self.clock.mark("draft")
         return tree
 

@@ -195,20 +195,30 @@ class RecordedRound:
 def run(
     target: CausalModel, proposer: Proposer, tree: DraftTree, cache: StaticCache, draws: Draws
 ) -> tuple[Accepted, DraftTree | None]:
-    """Return what `one_round` does, compiled or recorded, as `recorder_for` the device decides.
+    """Return what `one_round` does, from a recording, or compiled and without the next drafts.
 
     `draws` are those of `StaticCache.place_draws`. Recorded rounds are kept with the cache whose
     addresses they read, as long as there is their owner (`Proposer.owner_of_rounds`).
     """
-    owner, kind = proposer.owner_of_rounds(target), (proposer.traceable, proposer.taps)
     recorder = recorder_for(cache.device)
     if recorder is None:
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        return compiled(one_round, owner, *kind)(target, proposer, tree, cache, draws)
-    rounds = cache.recorded.setdefault(owner, {})
+        return compiled(verify, target, proposer.taps)(
+            target, tree, cache, draws, proposer.taps
+        ), None
+    rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
     form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
+    kind = proposer.traceable, proposer.taps
     key = (*kind, *form, draws.sampling, proposer.plan, proposer.own_cache)
     if key not in rounds:
         rounds[key] = RecordedRound(recorder(), cache, draws, tree, proposer)
     return rounds[key](target, proposer, tree)
+
+
+def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:
+    """Return drafts outside of a recorded round, compiled where rounds are."""
+    own = proposer.owner_of_rounds(target) is proposer
+    if own and recorder_for(root.device) is None:
+        return compiled(type(proposer).propose, proposer)(proposer, root, draws)
+    return proposer.propose(root, draws)

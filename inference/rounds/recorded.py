@@ -1,11 +1,12 @@
-"""A round as one function over tensors that never move: compiled, or recorded as a CUDA graph.
+"""A round as one function over tensors that never move, recorded as a CUDA graph.
 
 A round verifies a tree, commits what was accepted, and drafts the next tree. What goes from one
 round to the next has a place of its own: the tree, the choices (`Draws`), and the caches of target
 and drafter (`StaticCache`). So the kernels of one round can be recorded, and launched again without
 Python in every later round of the same form, of this batch or of another one.
 
-Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order.
+Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order. On
+a CPU rounds are compiled, as two functions: after the end of a reply no drafts are made for nothing.
 """
 
 from __future__ import annotations

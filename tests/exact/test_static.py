@@ -85,25 +85,6 @@ def test_static_rounds_are_those_of_growing_caches(
         assert found == expected[way], way
 
 
-def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU makes the next drafts while the host reads a decision; here a CPU does."""
-    target = architecture("llama")
-    drafters = proposers(target, near_copy(target))
-    ahead = []
-    sampling = SAMPLINGS["rejection"]
-    for way, proposer in drafters.items():
-        target.compiled = False
-        expected = without_times(run(target, proposer, sampling))
-        with monkeypatch.context() as patched:
-            use(patched, lambda function: function)
-            patched.setattr(loop, "runs_ahead", lambda device: True)
-            target.compiled = True
-            assert without_times(run(target, proposer, sampling)) == expected, way
-        if proposer.traceable:
-            ahead.append(way)
-    assert len(set(ahead)) >= 12
-
-
 @pytest.mark.parametrize("way", [*TRACED, *(pytest.param(way, marks=full) for way in OTHERS)])
 def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = architecture("llama")

@@ -6,7 +6,7 @@ and drafter (`StaticCache`). So the kernels of one round can be recorded, and la
 Python in every later round of the same form, of this batch or of another one.
 
 Nothing here chooses a token: a recorded round runs the operators of `one_round`, in their order. On
-a CPU rounds are compiled, as two functions: after the end of a reply no drafts are made for nothing.
+a CPU rounds are compiled, as two functions, so that no drafts are made after the end of a reply.
 """
 
 from __future__ import annotations
@@ -125,11 +125,9 @@ class Outside(TorchDispatchMode):
 class RecordedRound:
     """`one_round` for trees of one form, recorded the third time that it is asked for."""
 
-    def __init__(
-        self, recorder: Any, cache: StaticCache, draws: Draws, tree: DraftTree, proposer: Proposer
-    ) -> None:
-        """`cache` and `draws` stay where they are; tree and state of the proposer get places."""
-        self._recorder, self._cache, self._draws = recorder, cache, draws
+    def __init__(self, recorder: Any, tree: DraftTree, proposer: Proposer) -> None:
+        """Make places for the tree and for the state of the proposer."""
+        self._recorder = recorder
         self._place = tree.clone()
         self._state = {name: getattr(proposer, name).clone() for name in proposer.left_for_commit}
         self._calls = 0
@@ -137,17 +135,25 @@ class RecordedRound:
         self.outside = Outside()
 
     def __call__(
-        self, target: CausalModel, proposer: Proposer, tree: DraftTree
+        self,
+        target: CausalModel,
+        proposer: Proposer,
+        tree: DraftTree,
+        cache: StaticCache,
+        draws: Draws,
     ) -> tuple[Accepted, DraftTree | None]:
-        """Return what `one_round` does. What it returned before has been overwritten then."""
+        """Return what `one_round` does. What it returned before has been overwritten then.
+
+        `cache` and `draws` are the same in all calls.
+        """
         if tree is not self._place:
             self._place.copy_(tree)
             self._keep_state(proposer)
 
         def body() -> Accepted:
             # Of the round before: noise is a function of keys and positions, and is made again.
-            self._draws.forget_noise()
-            accepted, drafts = one_round(target, proposer, self._place, self._cache, self._draws)
+            draws.forget_noise()
+            accepted, drafts = one_round(target, proposer, self._place, cache, draws)
             if drafts is not None:
                 self._place.copy_(drafts)
                 self._keep_state(proposer)
@@ -157,18 +163,20 @@ class RecordedRound:
         if self._accepted is not None:
             self._recorder.replay()
             accepted = self._accepted
-        elif self._calls == WARM_UP + 1 and self._record(proposer, body):
-            accepted = self._accepted
+        elif self._calls == WARM_UP + 1 and (recorded := self._record(body)) is not None:
+            accepted = recorded
         else:
+            if self._calls == WARM_UP + 1:
+                self._undo(proposer, cache)
             accepted = self._recorder.warm_up(body)
         # The roots have moved on, which no code of Python has noticed.
-        self._draws.forget_noise()
+        draws.forget_noise()
         # The lists of the host belong to one round.
         lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
         fresh = replace(accepted, **lists, choices=None, expected=None, overlap=None)
         return fresh, self._place if proposer.traceable else None
 
-    def _record(self, proposer: Proposer, body: Callable[[], Accepted]) -> Accepted | None:
+    def _record(self, body: Callable[[], Accepted]) -> Accepted | None:
         """Record a round; None where that is not possible, and rounds go on as they are.
 
         A model that asks the host for a number cannot be recorded, and CUDA says so.
@@ -178,13 +186,15 @@ class RecordedRound:
                 self._accepted = self._recorder.record(body)
         except RuntimeError as error:
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
-            # The recording stopped somewhere, and nothing of it has run.
-            for cache in (self._cache, proposer.own_cache):
-                if cache is not None:
-                    cache.drop()
-            for name, place in self._state.items():
-                setattr(proposer, name, place)
         return self._accepted
+
+    def _undo(self, proposer: Proposer, cache: StaticCache) -> None:
+        """Forget a recording that has stopped somewhere: none of its kernels has run."""
+        for used in (cache, proposer.own_cache):
+            if used is not None:
+                used.drop()
+        for name, place in self._state.items():
+            setattr(proposer, name, place)
 
     def _keep_state(self, proposer: Proposer) -> None:
         """Move what a proposer has left for its next `commit` to where that is read."""
@@ -213,8 +223,8 @@ def run(
     kind = proposer.traceable, proposer.taps
     key = (*kind, *form, draws.sampling, proposer.plan, proposer.own_cache)
     if key not in rounds:
-        rounds[key] = RecordedRound(recorder(), cache, draws, tree, proposer)
-    return rounds[key](target, proposer, tree)
+        rounds[key] = RecordedRound(recorder(), tree, proposer)
+    return rounds[key](target, proposer, tree, cache, draws)
 
 
 def propose(target: CausalModel, proposer: Proposer, root: Tensor, draws: Draws) -> DraftTree:

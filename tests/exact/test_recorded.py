@@ -7,6 +7,7 @@ A CUDA graph launches the kernels of one round again, over the same memory and w
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -171,18 +172,38 @@ def test_what_a_recording_reads_is_kept_and_stays_where_it_is(name: str, tapes: 
         assert without_times(run(target, proposer, sampling)) == expected, way
         owner = proposer.owner_of_rounds(target)
         rounds = [
-            found
+            (cache, found)
             for cache in target.kept_cache._caches.values()
             for found in cache.recorded.get(owner, {}).values()
             if found._accepted is not None
         ]
         assert rounds, way
-        for found in rounds:
-            assert found._recorder.outside <= found.outside.kept.keys(), way
-            fixed = [found._draws.lengths, found._place.tokens, found._cache.starts()]
-            for state in found._cache.states:
+        for cache, found in rounds:
+            kept = found.outside.kept.keys()
+            assert found._recorder.outside <= kept, way
+            (draws,) = cache._draws.values()
+            fixed = [draws.lengths, found._place.tokens, cache.starts()]
+            for state in cache.states:
                 fixed += [state.keys, state.values]
-            assert {storage(x) for x in fixed} <= found.outside.kept.keys(), way
+            assert {storage(x) for x in fixed} <= kept, way
+
+
+def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
+    """Its memory, that of a GPU, does not wait for the collector of garbage."""
+    target, drafters = models()
+    target.compiled = True
+    generate(target, drafters["eagle3 tree"], [[5, 6, 7]], 12, eos_ids=frozenset())
+    (cache,) = target.kept_cache._caches.values()
+    assert any(cache.recorded.values())
+    gone = weakref.ref(cache.states[0])
+    tapes.clear()
+    gc.disable()
+    try:
+        del cache
+        target.kept_cache._caches.clear()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_round_that_asks_the_host_goes_on_without_a_recording(

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 STAGES = {  # seconds that each may take, in the order of their worth
-    "machine": 45,
-    "tests": 75,
-    "exactness": 75,
-    "eager": 75,
-    "captured": 170,
-    "training": 110,
-    "peers": 60,
+    "machine": 25,
+    "exactness": 60,
+    "tests": 60,
+    "eager": 60,
+    "graph": 100,
+    "training": 130,
+    "peers": 100,
 }
 LEAST = 15  # seconds under which no stage is begun
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,17 @@ from torch.utils.flop_counter import flop_registry
 
 from draftsmith.inference.decode import Generation, Request, decode, generate
 from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds.cache import KeptCache, TreeCache
 from draftsmith.inference.rounds.device import prepare
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
 from draftsmith.inference.tree_settings import TreeSettings
 
@@ -48,6 +51,14 @@ QUICKSTART = ROOT / "scripts" / "quickstart"
 ACCEPTED = 3  # drafts that a round accepts in the replay of a known text
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 ATTENTION = ("flash", "fmha", "attention", "flex", "sdpa")
+GPU_TESTS = (  # named, since other files need packages that a bare machine lacks
+    "tests/train/test_memory.py",
+    "tests/train/methods/test_blocks.py",
+    "tests/train/methods/test_unroll.py",
+    "tests/exact/test_greedy_equality.py",
+)
+NODES = (8, 16, 32, 60)
+CONTEXTS = (512, 4096, 16384)
 
 
 def synchronise(device: torch.device) -> float:
@@ -113,7 +124,8 @@ def growing_attention(device: torch.device, lengths: list[int]) -> float:
 
 def tests(report: Report, device: torch.device, _tiny: bool) -> None:
     """The tests that want a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += GPU_TESTS
     if device.type != "cuda":
         command.append("--collect-only")
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -149,11 +161,15 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
         plain = generate(here, PlainDecoding(), requests, 48, sampling)
         wanted = [reply.token_ids for reply in plain]
         for spec in specs:
-            proposer = load_proposer(spec, there, print)
-            found = [r.token_ids for r in generate(there, proposer, requests, 48, sampling)]
-            same = sum(a == b for a, b in zip(found, wanted, strict=True))
-            detail = f"{same} of {len(wanted)} texts equal the CPU's"
-            report.check(f"{Path(spec).name}, {rule}", same == len(wanted), detail)
+            for compiled in (False, True) if device.type == "cuda" else (False,):
+                name = f"{Path(spec).name}, {rule}{', one graph' if compiled else ''}"
+                with noted(report, name):
+                    there.compiled = compiled
+                    proposer = load_proposer(spec, there, print)
+                    found = [r.token_ids for r in generate(there, proposer, requests, 48, sampling)]
+                    same = sum(a == b for a, b in zip(found, wanted, strict=True))
+                    detail = f"{same} of {len(wanted)} texts equal the CPU's"
+                    report.check(name, same == len(wanted), detail)
 
 
 class Replayed(Proposer):
@@ -166,7 +182,12 @@ class Replayed(Proposer):
         """`text` `[T]` holds the tokens of prompt and reply, on the device."""
         self.inner, self.text = inner, text
         self.name, self.taps, self.max_drafted = inner.name, inner.taps, inner.max_drafted
-        self.traceable = inner.traceable
+        self.traceable, self.plan = inner.traceable, inner.plan
+        assert not inner.left_for_commit, "its names are looked up here"
+
+    @property
+    def own_cache(self) -> TreeCache | None:
+        return self.inner.own_cache
 
     @property
     def weight_bytes(self) -> int:
@@ -224,16 +245,44 @@ def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Propose
 
 
 def eager(report: Report, device: torch.device, tiny: bool) -> None:
-    rounds(report, device, tiny, compiled=False)
+    """Rounds as they are, at 8B shape, batch 1."""
+    target, floor = target_of_rounds(report, device, tiny)
+    text = Known(target, 32 if tiny else 512, 24 if tiny else 64)
+    for name, make in ways(target, tiny):
+        with noted(report, name):
+            report.figure(name, measured(device, target, make(), text, floor), text.remark())
 
 
-def captured(report: Report, device: torch.device, tiny: bool) -> None:
-    """Rounds as CUDA graphs."""
-    rounds(report, device, tiny, compiled=True)
+def graph(report: Report, device: torch.device, tiny: bool) -> None:
+    """Rounds as one CUDA graph each, over tree sizes and contexts, plain decoding first."""
+    target, floor = target_of_rounds(report, device, tiny)
+    target.compiled = device.type == "cuda"
+    sizes, contexts = ((8,), (32,)) if tiny else (NODES, CONTEXTS)
+    drafter = random_drafter("eagle", target).to(target.dtype).eval().requires_grad_(False)
+    for context in contexts:
+        text, plain = Known(target, context, 24 if tiny else 48), 0.0
+        for nodes in (1, *sizes):
+            name = f"context {context}, {f'{nodes} nodes' if nodes > 1 else 'plain'}"
+            with noted(report, name):
+                proposer: Proposer = PlainDecoding()
+                if nodes > 1:
+                    settings = TreeSettings(length=4 if tiny else 7, width=3 if tiny else 10)
+                    proposer = EagleProposer(drafter, replace(settings, nodes=nodes))
+                row = measured(device, target, proposer, text, floor)
+                plain = plain or row["round ms"]
+                row["times plain"] = row["tau"] * plain / row["round ms"]
+                report.figure(name, row, text.remark())
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    target.kept_cache = KeptCache()
+    for name, make in islice(ways(target, tiny), 2, None):
+        with noted(report, name):
+            text = Known(target, contexts[0], 24 if tiny else 48)
+            report.figure(name, measured(device, target, make(), text, floor), text.remark())
 
 
-def rounds(report: Report, device: torch.device, tiny: bool, compiled: bool) -> None:
-    """Rounds at 8B shape, batch 1, over a text that is known."""
+def target_of_rounds(report: Report, device: torch.device, tiny: bool) -> tuple[Target, float]:
+    """Return a fused random target, and the milliseconds in which its weights can be read once."""
     target = random_target("tiny" if tiny else "qwen3-8b", device, torch.bfloat16)
     prepare(device)
     target.fuse(move=True)
@@ -242,31 +291,43 @@ def rounds(report: Report, device: torch.device, tiny: bool, compiled: bool) -> 
     weights = sum(p.nbytes for part in parts for p in part.parameters())
     floor = 1000 * weights / copy_speed(device, tiny)
     report.figure("ms to read the weights once", floor, "8B: 5 on an H100, 3.6 on an H200")
-    prompt = [5 + i % 400 for i in range(32 if tiny else 512)]
-    count = 24 if tiny else 96
-    text = generate(target, PlainDecoding(), [prompt], count, eos_ids=frozenset())[0].token_ids
-    known = torch.tensor([*prompt, *text], device=device)
-    target.compiled = compiled
-    plain = 0.0
-    for name, make in islice(ways(target, tiny), 2 if tiny and compiled else None):
-        proposer: Any = make()
-        if not isinstance(proposer, PlainDecoding):
-            proposer = Replayed(proposer, known)
-        start = synchronise(device)
-        once(target, proposer, prompt, count)
-        first = synchronise(device) - start
-        found = once(target, proposer, prompt, count)
-        row = summary(found)
-        plain = plain or row["round ms"]
-        row["times plain"] = row["tau"] * plain / row["round ms"]
-        row["times the floor"] = row["round ms"] / floor
-        row["first call s"] = first
-        row |= launched(device, target, proposer, prompt, count, row["round ms"])
-        same = found.token_ids == text
-        report.figure(name, row, "" if same else "near-ties: another text than plain's")
-        del proposer
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    return target, floor
+
+
+class Known:
+    """A prompt and the text that plain decoding writes after it."""
+
+    def __init__(self, target: Target, context: int, count: int) -> None:
+        self.target, self.count = target, count
+        self.prompt = [5 + i % 400 for i in range(context)]
+        compiled, target.compiled = target.compiled, False
+        self.plain = once(target, PlainDecoding(), self.prompt, count)
+        target.compiled = compiled
+        self.tokens = torch.tensor([*self.prompt, *self.plain.token_ids], device=target.device)
+        self.other: Generation | None = None
+
+    def remark(self) -> str:
+        """Return where the last text differs from plain decoding's, and by how near a tie."""
+        if self.other is None or self.other.token_ids == self.plain.token_ids:
+            return ""
+        index, gap = first_difference(self.target, self.plain, self.other, GREEDY)
+        return f"near-tie: other text from token {index} on, the two best logits {gap} apart"
+
+
+def measured(
+    device: torch.device, target: Target, proposer: Proposer, text: Known, floor: float
+) -> dict[str, Any]:
+    """Return medians of the rounds of a proposer whose drafts are partly replaced by `text`."""
+    if not isinstance(proposer, PlainDecoding):
+        proposer = Replayed(proposer, text.tokens)
+    start = synchronise(device)
+    once(target, proposer, text.prompt, text.count)
+    first = synchronise(device) - start
+    text.other = once(target, proposer, text.prompt, text.count)
+    row: dict[str, Any] = summary(text.other)
+    row["times the floor"] = row["round ms"] / floor
+    row["first call s"] = first
+    return row | launched(device, target, proposer, text.prompt, text.count, row["round ms"])
 
 
 def once(target: Target, proposer: Proposer, prompt: list[int], count: int) -> Generation:
@@ -309,7 +370,11 @@ def launched(
     kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     host = Counter(e.name for e in events if e.name in (*LAUNCHES, "cudaGraphLaunch"))
     busy = sum(e.device_time for e in kernels) / 1000 / watched
+    longest = Counter[str]()
+    for kernel in kernels:
+        longest[kernel.name.split("<")[0].split("(")[0][-40:]] += kernel.device_time
     return {
+        "longest kernels, us": {name: round(us / watched) for name, us in longest.most_common(10)},
         "kernels": len(kernels) / watched,
         "launches": sum(host[name] for name in LAUNCHES) / watched,
         "graphs": host["cudaGraphLaunch"] / watched,
@@ -372,7 +437,7 @@ def noted(report: Report, name: str) -> Iterator[None]:
     """Note an error as a failed check, and go on, unless the device itself is lost."""
     try:
         yield
-    except (RuntimeError, torch.OutOfMemoryError) as error:
+    except Exception as error:
         report.check(name, False, str(error).splitlines()[0][:200])
         if "CUDA error" in str(error):
             raise
@@ -400,7 +465,11 @@ def cost(
 ) -> dict[str, Any]:
     """Return time, memory and kernels of a training step over `length` tokens."""
     with Products() as products:
-        loss = step()
+        try:
+            loss = step()
+        except NotImplementedError:  # FlexAttention on CUDA takes no counter
+            products.flops = 0
+    loss = step() if not products.flops else loss
     cuda = device.type == "cuda"
     resident = torch.cuda.memory_allocated() if cuda else 0
     if cuda:
@@ -409,8 +478,8 @@ def cost(
     row: dict[str, Any] = {
         "ms": ms,
         "tokens/s": length / ms * 1000,
-        # of matrix products and attention, but FlexAttention is not counted
-        "share of peak": products.flops / (ms / 1000) / peak,
+        # of matrix products and attention; none is known where FlexAttention runs
+        "share of peak": products.flops / (ms / 1000) / peak or None,
         "loss": float(loss),
     }
     if cuda:

@@ -36,9 +36,11 @@ def opened(address: str, **look: Any) -> Iterator[tuple[Page, list[str]]]:
 
 
 def send(page: Page, words: str) -> None:
+    replies = page.locator(".reply").count()
     page.fill("#words", words)
     page.press("#words", "Enter")
-    expect(page.locator("#send")).to_be_hidden(timeout=5_000)
+    # The button is hidden from then on until the reply ends, which may be too short to be seen.
+    expect(page.locator(".reply")).to_have_count(replies + 1, timeout=5_000)
 
 
 def test_chat(server: Running, quickstart: Target) -> None:

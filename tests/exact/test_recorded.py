@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import decode as loop
 from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.rounds import device, noise, recorded, tree
-from draftsmith.inference.targets.target import Target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.target import Target, load_for_decoding
 from tests.architectures import architecture, near_copy, proposers
+from tests.conftest import ROOT
 from tests.exact.test_static import SAMPLINGS, full, run, without_times
 
 HOST = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal")
@@ -228,3 +231,30 @@ def test_a_round_that_asks_the_host_goes_on_without_a_recording(
             assert without_times(run(target, proposer, SAMPLINGS["coupled"])) == expected, way
         assert not tapes and "rounds are not recorded" in caplog.text, way
         caplog.clear()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ahead", [False, True])
+def test_recorded_rounds_of_a_real_target(
+    ahead: bool, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2-135M, where `scripts/smollm2/get.sh` has made it."""
+    folder = ROOT / "models" / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        pytest.skip("run scripts/smollm2/get.sh first")
+    monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
+    # Packed matrices, which only CPUs have, are no memory that a tape can follow.
+    config = TargetConfig(str(folder), dtype="float32", device="cpu", fused=False)
+    target = load_for_decoding(config)
+    prompts = ["Explain what a hash table is.", "def read_lines(path):", "List three rivers of"]
+    requests = [Request(target.tokenizer(text)["input_ids"], i) for i, text in enumerate(prompts)]
+    for spec in ("none", str(ROOT / "scripts/smollm2/drafter")):
+        proposer = load_proposer(spec, target, pytest.fail)
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+            target.compiled = False
+            expected = without_times(generate(target, proposer, requests, 28, sampling))
+            target.compiled = True
+            for _ in range(2):
+                found = generate(target, proposer, requests, 28, sampling)
+                assert without_times(found) == expected
+    assert sum(tape.replays for tape in tapes) > 60

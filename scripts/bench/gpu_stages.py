@@ -353,7 +353,7 @@ def launched(
     prompt: list[int],
     count: int,
     round_ms: float,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return kernels, launches by the host and the share of time without a kernel, of a round."""
     if device.type != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""What EAGLE, DFlash and DSpark drafters share: decoder layers, sizes, and their files.
+"""Decoder layers, sizes and files that EAGLE, DFlash and DSpark drafters share.
 
 Training and decoding run the same layer: the caller passes the attention function, which decides
 what each row attends to.

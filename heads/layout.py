@@ -41,7 +41,7 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
 
 class DrafterModule(ABC):
-    """What a drafter's module says of itself, and its files."""
+    """Facts of a drafter's module, and its files."""
 
     method: str
     taps: tuple[int, ...] = ()

@@ -37,10 +37,10 @@ class TreeSettings:
     """Rank tuples as in `shapes.shape_of_ranks`; they fix the tree for every rule and text."""
 
     def __post_init__(self) -> None:
-        heat = self.score_temperature
-        number = isinstance(heat, int | float) and not isinstance(heat, bool)
-        if not number or not 0 < heat < float("inf"):
-            raise UserError(f"score_temperature must be above 0, not {heat!r}")
+        given = self.score_temperature
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not number or not 0 < given < float("inf"):
+            raise UserError(f"score_temperature must be above 0, not {given!r}")
 
     def or_else(self, **defaults: Any) -> TreeSettings:
         """Return these settings with `defaults` for those that are None."""

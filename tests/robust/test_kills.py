@@ -38,7 +38,7 @@ class Stage:
     """Of the folder and the tiny target; begins with Python."""
     result: Callable[[Path], Any]
     family: bool = False
-    """Whether it is started by a launcher, which is killed alternately with its child."""
+    """True for a run by a launcher, which is killed alternately with its child."""
 
 
 def prompts_in(folder: Path) -> str:

@@ -61,7 +61,7 @@ class Bar:
     value: float
     colour: int
     interval: Interval = None
-    """Of finite numbers."""
+    """Ends of the interval, both finite."""
     text: str = ""
     """The value as it is written after the bar; two decimals if empty."""
 

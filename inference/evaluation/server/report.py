@@ -90,7 +90,7 @@ class ServerMeasurement:
 
 @dataclass
 class Reader:
-    """What prompts are rendered with: the target's tokenizer and generation settings."""
+    """Tokenizer and generation settings of the target, with which prompts are rendered."""
 
     name: str
     tokenizer: Any

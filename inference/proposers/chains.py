@@ -71,16 +71,19 @@ def grow_chain(
         chain = TreeShape.chain(drafts)
     tree = DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
     if threshold and draws.sampling.compares_distributions:
-        return cut(tree, torch.stack(going[:drafts], dim=1))
+        return cut(tree, torch.stack(going[:drafts], dim=1), draws.running)
     return tree
 
 
-def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
+def cut(tree: DraftTree, kept: Tensor, running: Tensor | None = None) -> DraftTree:
     """Return a chain without the drafts that `kept` `[B, D]` is false for.
 
     In each row the first drafts are kept, so what follows a false entry is false too. The chain is
-    as long as the longest row, which costs one synchronisation.
+    as long as the longest row, which costs one synchronisation. Rows for which `running` (see
+    `Draws`) is 0 keep nothing.
     """
+    if running is not None:
+        kept = kept & (running > 0)[:, None]
     longest = int(kept.sum(-1).max())
     # What no row keeps is cut off, so that the target does not have to run it.
     kept = kept[:, :longest]

@@ -90,7 +90,8 @@ class DFlashProposer(FeatureProposer):
             return named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
         chain = TreeShape.chain(self.plan.length)
         tree = named(grow_chain(first, root, draws, go_on, chain), root, ids)
-        return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
+        sure = self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold
+        return cut(tree, sure, draws.running)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
         """Return the confidence `[B, D]` in each draft of the chain `tokens` `[B, 1 + D]`.

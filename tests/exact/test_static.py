@@ -107,8 +107,10 @@ def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPa
     target.compiled = True
     assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
     # Rows that end idle, so that a batch has one size; one of a single row is a class of its own.
-    generate(target, proposer, [PROMPTS[0]], 8)
-    assert graphs["propose"] <= 2 and graphs["verify"] <= 2, graphs
+    for length in (3, 100):
+        generate(target, proposer, [[7] * length], 60, eos_ids=frozenset())
+    # Of a draft model's first rounds the host knows more than of later ones.
+    assert graphs["propose"] <= 6 and graphs["verify"] <= 3, graphs
     before = graphs.total()
     assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
     assert graphs.total() == before, "a second batch compiles nothing"

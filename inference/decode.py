@@ -292,10 +292,11 @@ class _RunningBatch:
         beyond = self.proposer.max_drafted + 1
         batch, device = len(self.rows), self.target.device
         if self.compiled:
-            # A row may end with a whole path more, run one more round, and draft after its tree.
-            # Powers of two: few capacities, so that few shapes are compiled or recorded. 300
-            # becomes 512, and 512 stays.
-            capacity = 1 << (prompt + new + 4 * beyond - 1).bit_length()
+            # A row may end with a whole path more; a round that is launched ahead adds another, and
+            # drafts after its tree. Powers of two: few capacities, so that few shapes are compiled
+            # or recorded. 300 becomes 512, and 512 stays.
+            more = (4 if runs_ahead(device) else 2) * beyond
+            capacity = 1 << (prompt + new + more - 1).bit_length()
             return self.target.kept_cache.take(batch, capacity, device)
         # Nodes of a tree past the last position are dropped when the reply is cut.
         limit = self.target.max_positions + beyond

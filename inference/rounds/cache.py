@@ -320,7 +320,7 @@ class StaticCache(TreeCache):
         self.running = _fixed(send([1] * batch, self.device))
         """[B]: 0 for rows that idle."""
         self.recorded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-        """Recorded rounds over these buffers, by proposer and form (`recorded.run_recorded`)."""
+        """Recorded rounds over these buffers, by owner and form (`recorded.run`)."""
         self._draws: dict[Sampling, Draws] = {}
 
     @property

@@ -15,7 +15,7 @@ from .verbs import VERBS, options_of_verb
 
 COMPLETED = {"FOLDER": shtab.DIRECTORY, "DRAFTER": shtab.DIRECTORY, "PATH": shtab.FILE}
 COMPLETED |= dict.fromkeys(("FILE", "[FILE]", "FILE,FILE,..."), shtab.FILE)
-"""What is completed for an option, by the form of its value in the help text."""
+"""Completions of an option, by the form of its value in the help text."""
 
 
 def print_completion(argv: list[str]) -> None:

@@ -103,13 +103,15 @@ ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
 NO_EARLY_EXIT = ("gpt-neox", "gpt2", "gpt-oss")
 
 
-def architecture(kind: str, seed: int = 0, dtype: torch.dtype | None = None) -> Target:
-    """A two-layer target of this kind, float64 so that near-ties vanish (MoE float32: its kernels
-    know no float64)."""
+def architecture(
+    kind: str, seed: int = 0, dtype: torch.dtype | None = None, layers: int = 2
+) -> Target:
+    """A target of this kind, float64 so that near-ties vanish (MoE float32: its kernels know no
+    float64)."""
     make, extra = ARCHITECTURES[kind]
     torch.manual_seed(seed)
     sizes: dict[str, Any] = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, vocab_size=VOCAB,
         initializer_range=0.3,
         pad_token_id=0, eos_token_id=[1, 2], bos_token_id=None,
     )  # fmt: skip

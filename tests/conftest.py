@@ -3,9 +3,13 @@ is at hand."""
 
 from __future__ import annotations
 
+import os
+
+# Read when Triton is imported: without a GPU its kernels are interpreted.
+os.environ["TRITON_INTERPRET"] = str(int(not os.path.exists("/dev/nvidiactl")))
+
 import atexit
 import json
-import os
 import shutil
 import subprocess
 import sys

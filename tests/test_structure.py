@@ -23,7 +23,13 @@ LAYERS = (  # packages of one line may import each other and all lines above
     ("heads",),
     ("heads.exchange.engines",),
     ("heads.exchange",),
-    ("inference", "inference.conversations", "inference.rounds", "inference.targets"),
+    (
+        "inference",
+        "inference.conversations",
+        "inference.kernels",
+        "inference.rounds",
+        "inference.targets",
+    ),
     ("inference.proposers",),
     (
         "inference.evaluation",

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from ..heads.errors import UserError, first_line
@@ -28,6 +28,16 @@ from .objectives import TrainingModule
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+COLLECTIVES = timedelta(minutes=30)
+"""Longest wait in a collective operation. All ranks do the same work, evaluations and checkpoints
+included: one that has not come by then has failed."""
+PREPARING = timedelta(hours=6)
+"""Longest wait for what the main process does alone, such as preparing the data (`on_main`)."""
+
+
+def time_limit() -> InitProcessGroupKwargs:
+    """Return accelerate's setting for the wait in collective operations."""
+    return InitProcessGroupKwargs(timeout=COLLECTIVES)
 
 
 def make_accelerator(run: RunConfig) -> Accelerator:
@@ -39,9 +49,7 @@ def make_accelerator(run: RunConfig) -> Accelerator:
             gradient_accumulation_steps=run.accumulation,
             log_with=None if run.tracker == "none" else run.tracker,
             project_dir=run.out,
-            # The other ranks wait while one prepares the data; ten minutes, the default, may not be
-            # enough.
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+            kwargs_handlers=[time_limit()],
         )
     except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
         raise UserError(
@@ -93,6 +101,7 @@ def log_engine(accelerator: Accelerator) -> None:
 
 
 _groups: list[Any] = []
+_patient: list[Any] = []  # the default group, and one of the same ranks that waits for longer
 
 
 def end_training(accelerator: Accelerator) -> None:
@@ -229,10 +238,22 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
         except UserError as error:
             outcome[1] = str(error)
     # A collective operation, which every rank has to reach: hence the `try` above.
-    outcome = broadcast_object_list(outcome)
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(outcome, 0, _patient_group())
     if outcome[1] is not None:
         raise UserError(outcome[1])
     return outcome[0]
+
+
+def _patient_group() -> Any:
+    """Return the group of all ranks that waits as long as `PREPARING`; all ranks call this.
+
+    It is of gloo, which notices at once if a process has ended, and lets no GPU wait.
+    """
+    world = torch.distributed.group.WORLD
+    if not _patient or _patient[0] is not world:
+        _patient[:] = world, torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+    return _patient[1]
 
 
 @contextmanager

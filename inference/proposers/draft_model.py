@@ -22,7 +22,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
-from ..rounds.cache import Counts
+from ..rounds.cache import Counts, KeptCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
@@ -52,6 +52,7 @@ class DraftModelProposer(CachedProposer):
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
         super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
+        self._kept = KeptCache(model.num_layers)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack

@@ -40,9 +40,8 @@ class Counts:
 class KeysAndValues:
     """State of an attention layer: a slot for each position in buffers `[B, Gkv, C, E]`."""
 
-    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        """Make buffers of `capacity` slots for `keys` and `values` `[B, Gkv, N, E]`."""
-        self.keys, self.values = _buffer(keys, capacity), _buffer(values, capacity)
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
 
     def resize(self, capacity: int) -> None:
         """Make the buffers longer."""
@@ -53,15 +52,9 @@ class KeysAndValues:
 
     def commit(self, source: Tensor, goal: Tensor) -> None:
         """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, which may overlap them."""
-        # `index_select` and `gather` copy everything before anything is written.
+        source, goal = source.to(self.keys.device), goal.to(self.keys.device)
         for buffer in (self.keys, self.values):
-            source, goal = source.to(buffer.device), goal.to(buffer.device)
-            if len(source) == 1:
-                moved = buffer.index_select(2, source[0])
-            else:
-                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
-            _write(buffer, goal, moved)
+            _move(buffer, source, goal)
 
     def keep(self, index: Tensor) -> None:
         """Drop every batch row but those in `index`."""
@@ -227,7 +220,7 @@ class TreeCache(Cache):
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
-        return KeysAndValues(keys, values, self.capacity)
+        return KeysAndValues(_buffer(keys, self.capacity), _buffer(values, self.capacity))
 
     def _slots_on(self, device: torch.device) -> Tensor:
         """Return the slots of this pass on `device`, where a layer of a spread target lies."""
@@ -257,11 +250,14 @@ class TreeCache(Cache):
             starts = self.starts()[:, None]
             goal = torch.arange(places.shape[1], device=self.device)[None] + starts
             # Rows with fewer positions copy a few slots too many, after their new length.
-            source = places.clamp(min=0) + starts
-            for state in self.states:
-                state.commit(source, goal)
+            self._move(places.clamp(min=0) + starts, goal)
         self.staged = 0
         self._add(counts)
+
+    def _move(self, source: Tensor, goal: Tensor) -> None:
+        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]` in every layer."""
+        for state in self.states:
+            state.commit(source, goal)
 
     def progress(self, counts: Tensor) -> Tensor:
         """Return `counts` `[B]`, or 0 for rows that idle."""
@@ -308,12 +304,19 @@ class StaticCache(TreeCache):
     Attention gets the whole buffer in every forward pass over a tree, and buffers do not grow. Once
     `commit` was given `Counts`, the host does not know `lengths`. Rows do not leave: `stop` lets
     them idle, which commits nothing for them any more.
+
+    With `layers` the buffers of so many layers are one, so that two operators move a path.
     """
 
     fixed = True
 
-    def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, batch: int, capacity: int, device: torch.device | str = "cpu", layers: int = 1
+    ):
         super().__init__(batch, capacity, device)
+        self._layers = layers
+        # [2, layers, B, Gkv, C, E]: keys and values; None: layers have buffers of their own
+        self._joint: Tensor | None = None
         # Always there, so that a compiled function finds the same inputs, and in one place, where
         # a recorded round finds them.
         self._lengths_there = _fixed(send([0] * batch, self.device))
@@ -363,12 +366,40 @@ class StaticCache(TreeCache):
         assert needed <= self.capacity, "buffers of one size were made for all that may come"
 
     def _new_state(self, keys: Tensor, values: Tensor) -> KeysAndValues:
-        state = super()._new_state(keys, values)
+        state = self._part(keys, values) or super()._new_state(keys, values)
         for buffer in (state.keys, state.values):
             # One function for all capacities. "maybe": a function that depends on it is compiled
             # for each of them.
             torch._dynamo.maybe_mark_dynamic(_fixed(buffer), 2)
         return state
+
+    def _part(self, keys: Tensor, values: Tensor) -> KeysAndValues | None:
+        """Return the next layer's part of the joint buffer, or None if there is none for it."""
+        index = len(self.states)
+        if not index and self._layers > 1:
+            like = _buffer(keys, 0)
+            shape = 2, self._layers, *like.shape[:2], self.capacity, like.shape[3]
+            self._joint = like.new_zeros(shape)
+        if self._joint is None:
+            return None
+        part = self._joint[:, index]
+        alike = all(
+            (x.shape[1], x.shape[3]) == (part.shape[2], part.shape[4]) and x.device == part.device
+            for x in (keys, values)
+        )
+        if alike:
+            return KeysAndValues(part[0], part[1])
+        # Layers of different sizes: what the first ones have in the joint buffer moves out of it.
+        for state in self.states:
+            state.keys, state.values = _fixed(state.keys.clone()), _fixed(state.values.clone())
+        self._joint = None
+        return None
+
+    def _move(self, source: Tensor, goal: Tensor) -> None:
+        if self._joint is None:
+            super()._move(source, goal)
+        else:
+            _move(self._joint[:, : len(self.states)], source, goal)
 
     def progress(self, counts: Tensor) -> Tensor:
         return counts * self.running
@@ -406,14 +437,17 @@ class KeptCache:
 
     MOST = 3  # capacities are powers of two: those of short, usual and long requests
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
+        """Keep no cache yet; they are of models with `layers`, whose accepted paths are moved."""
+        self._layers = layers
         self._caches: dict[tuple[int, int], StaticCache] = {}  # the one used last at the end
 
     def take(self, batch: int, capacity: int, device: torch.device) -> StaticCache:
         """Return an empty cache; arguments are those of `StaticCache`."""
         cache = self._caches.pop((batch, capacity), None)
         if cache is None:
-            return StaticCache(batch, capacity, device)
+            layers = self._layers if joins_layers(device) else 1
+            return StaticCache(batch, capacity, device, layers)
         cache.reset()
         return cache
 
@@ -423,6 +457,12 @@ class KeptCache:
             self._caches[len(cache.starts()), cache.capacity] = cache
             while len(self._caches) > self.MOST:
                 del self._caches[next(iter(self._caches))]
+
+
+def joins_layers(device: torch.device) -> bool:
+    """Return True where a static cache has one buffer for all layers."""
+    # A compiler, on CPUs, would have to find out which of the inputs of a function overlap.
+    return device.type == "cuda"
 
 
 def _buffer(like: Tensor, capacity: int) -> Tensor:
@@ -442,12 +482,23 @@ def _fixed(tensor: Tensor) -> Tensor:
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Write `states` `[B, Gkv, N, E]` into the slots `[B, N]` of a buffer `[B, Gkv, C, E]`."""
+    """Write `states` `[.., B, Gkv, N, E]` into slots `[B, N]` of a buffer `[.., B, Gkv, C, E]`."""
     # Each row writes its own slots. One row needs no index for each number.
     if len(slots) == 1:
-        buffer.index_copy_(2, slots[0], states)
+        buffer.index_copy_(-2, slots[0], states)
     else:
-        buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+        buffer.scatter_(-2, slots[:, None, :, None].expand_as(states), states)
+
+
+def _move(buffer: Tensor, source: Tensor, goal: Tensor) -> None:
+    """Copy slots `source` `[B, A]` of a buffer `[.., B, Gkv, C, E]` to slots `goal` `[B, A]`."""
+    # `index_select` and `gather` copy everything before anything is written.
+    if len(source) == 1:
+        moved = buffer.index_select(-2, source[0])
+    else:
+        shape = *buffer.shape[:-2], source.shape[1], buffer.shape[-1]
+        moved = buffer.gather(-2, source[:, None, :, None].expand(shape))
+    _write(buffer, goal, moved)
 
 
 def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:

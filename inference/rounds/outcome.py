@@ -149,6 +149,8 @@ class Accepted:
     @property
     def in_place(self) -> bool:
         """True if the host knows that each path is 0, 1, 2, .., whose slots are in order."""
+        if self.shape is not None and self.shape.is_chain:
+            return True
         in_order = (nodes == list(range(len(nodes))) for nodes in self.nodes)
         return bool(self.nodes) and all(in_order)
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
+from ..kernels.decoder import KernelDecoder
+from ..rounds.attention import FEW
 from ..rounds.cache import KeptCache, TreeCache
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
@@ -81,13 +83,13 @@ class CausalModel(ModelHead):
         )
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
-        self.fused: FusedDecoder | None = None
+        self.fused: KernelDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
         """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
-        self.kept_cache = KeptCache()
+        self.kept_cache = KeptCache(self.num_layers)
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
         self.attends_in_documents = False
@@ -117,7 +119,7 @@ class CausalModel(ModelHead):
             ids = ids.clamp(0, self.vocab_size - 1)
             slots = layout.depths if layout.slot_depths is None else layout.slot_depths
             in_tree = cache.positions(layout.depths, slots.shape[1], self.max_positions - 1)
-            mask = self.tree_mask(layout, in_tree, cache)
+            mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, cache)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
             spans = spans_of(layout.documents)
@@ -149,26 +151,54 @@ class CausalModel(ModelHead):
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.num_layers
         if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
             return
-        taps = tuple(range(self.num_layers))
-        starts = self.trial_starts
-        expected = [self._trial_states(taps, start) for start in starts]
-        self.fused = FusedDecoder(self.decoder, kinds, move)
-        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
-        for start, states in zip(starts, expected, strict=True):
-            # Each state by itself, since their sizes differ by factors of hundreds.
-            errors = map(relative_error, self._trial_states(taps, start), states)
-            error = max(errors, key=nan_last)
-            if not error <= tolerance:
-                log.info(
-                    "%s (%s): the fused forward pass differs from transformers' by %.1e at "
-                    "positions from %d on; transformers' is used",
-                    self._called, self.config.model_type, error, start,
-                )  # fmt: skip
-                self.fused = None
+        expected = self._trials()
+        windows = {
+            kind: None if self._mixed and kind != "sliding_attention" else self.window
+            for kind in kinds
+        }
+        self.fused = KernelDecoder(self.decoder, kinds, move, windows)
+        if self.fused.kernels_fit(self.dtype, self.device):
+            self.fused.takes_trees = True
+            reason = self._failed(expected)
+            if not reason:
                 return
+            log.info("%s: the kernels for trees are not used: %s", self._called, reason)
+            self.fused.takes_trees = False
+        reason = self._failed(expected)
+        if reason:
+            log.info("%s: transformers' forward pass is used: %s", self._called, reason)
+            self.fused = None
+
+    def _trials(self) -> list[list[Tensor]]:
+        """Return the states of a trial at each of its starts, after every layer."""
+        return [self._trial_states(tuple(range(self.num_layers)), s) for s in self.trial_starts]
+
+    def _failed(self, expected: list[list[Tensor]]) -> str:
+        """Return why the fused forward pass does not give the `expected` trials; empty: it does."""
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
+        try:
+            found = self._trials()
+        except Exception as error:  # a compiler of kernels may fail in any way
+            if not self._kernels_take(self._trial_ids()[None]):
+                raise
+            return first_line(error)
+        for start, mine, states in zip(self.trial_starts, found, expected, strict=True):
+            # Each state by itself, since their sizes differ by factors of hundreds.
+            error = max(map(relative_error, mine, states), key=nan_last)
+            if not error <= tolerance:
+                return (
+                    f"the fused pass of {self.config.model_type} differs from transformers' by "
+                    f"{error:.1e} at positions from {start} on"
+                )
             # Rounding is about the same everywhere: low precision must not hide a border.
             if not start:
                 tolerance = min(tolerance, 2 * error + 2e-3)
+        return ""
+
+    def _kernels_take(self, ids: Tensor) -> bool:
+        """Return True if nodes `ids` `[B, N]` of a tree are run by the kernels."""
+        fused = self.fused
+        return fused is not None and fused.takes_trees and ids.shape[1] <= FEW
 
     def pack(self) -> None:
         """Pack matrices for a CPU where a short measurement finds that faster.

@@ -153,14 +153,14 @@ class FusedNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = norm.weight
-        self._eps = float(norm.variance_epsilon)
+        self.eps = float(norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
-            return rms_norm(x, self.weight.shape, self.weight, self._eps)
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
         # transformers rounds before it multiplies by the weight. With the same two roundings the
         # states are the same to the last bit.
-        return rms_norm(x, self.weight.shape, None, self._eps) * self.weight
+        return rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
 
 class FusedLayer(DecoderLayer):

@@ -274,7 +274,7 @@ def graph(report: Report, device: torch.device, tiny: bool) -> None:
                 report.figure(name, row, text.remark())
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    target.kept_cache = KeptCache()
+    target.kept_cache = KeptCache(target.num_layers)
     for name, make in islice(ways(target, tiny), 2, None):
         with noted(report, name):
             text = Known(target, contexts[0], 24 if tiny else 48)
@@ -287,6 +287,9 @@ def target_of_rounds(report: Report, device: torch.device, tiny: bool) -> tuple[
     prepare(device)
     target.fuse(move=True)
     report.check("the fused forward pass is used", target.fused is not None)
+    if device.type == "cuda":
+        kernels = target.fused is not None and target.fused.takes_trees
+        report.check("the kernels for trees are used", kernels)
     parts = (target.decoder.layers, target.model.lm_head)
     weights = sum(p.nbytes for part in parts for p in part.parameters())
     floor = 1000 * weights / copy_speed(device, tiny)

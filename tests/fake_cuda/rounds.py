@@ -1,9 +1,11 @@
 """Rounds of every method on CUDA tensors without memory: which operators they call, and where.
 
-    python -m tests.fake_cuda.rounds GUARD [--every]    (GUARD: the library made of guard.cpp)
+    python -m tests.fake_cuda.rounds GUARD [--every | --kernels]
 
-It prints JSON, with `--every` of all methods and samplings. No GPU is needed, and no number is
-computed: whatever depends on one is given here.
+GUARD is the library made of guard.cpp. It prints JSON, with `--every` of all methods and samplings.
+With `--kernels` it prints how many kernels a round of a target of Qwen3's form with 36 layers has:
+over growing and static caches, and with draftsmith's own kernels. No GPU is needed, and no number
+is computed: whatever depends on one is given here.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ import torch
 from accelerate import dispatch_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.inference import decode
+from draftsmith.inference.kernels.decoder import KernelDecoder
 from draftsmith.inference.rounds import attention, outcome, recorded
 from draftsmith.inference.rounds.outcome import Accepted
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.targets.fused import FusedDecoder
+from draftsmith.inference.targets import fused
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, proposers
 
@@ -35,6 +39,7 @@ VIEWS = {
     *("unsqueeze", "squeeze", "split", "split_with_sizes", "alias", "detach", "as_strided"),
     *("reshape", "_reshape_alias", "chunk", "narrow", "lift_fresh"),
 }
+LAUNCHES = {"attend": 2}  # kernels of an operator, where they are not one
 MODE = FakeTensorMode()  # one for all, since tables of tensors are cached
 ACCEPTED = 3  # nodes of the path of every round, with the root
 QUICK = ("plain", "medusa", "eagle3 tree", "dflash chain", "draft-model tree")
@@ -73,7 +78,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def note(self, name: str, given: list[Any], made: list[Any]) -> None:
-        self.counts[name] += 1
+        self.counts[name] += LAUNCHES.get(name, 1)
         inputs = {x.device for x in given if isinstance(x, torch.Tensor) and x.ndim}
         outputs = {x.device for x in made if isinstance(x, torch.Tensor)}
         if len(inputs) > 1:
@@ -158,6 +163,8 @@ def rounds(
         patch.object(FakeTensor, "tolist", tolist),
         patch.object(torch.Tensor, "pin_memory", pin_memory),
         patch.object(attention, "scaled_dot_product_attention", census),
+        patch.object(fused, "rms_norm", OneNorm(watch)),
+        patch.object(functional, "rms_norm", OneNorm(watch)),
     ):
         target.compiled = static
         prompts = [[5 + i for i in range(9 + row)] for row in range(batch)]
@@ -173,6 +180,21 @@ def rounds(
         "reads": {name: count / counted for name, count in reads.items()},
         "attention": dict(census.calls),
     }
+
+
+class OneNorm:
+    """`rms_norm` as on CUDA, where it is one kernel; without memory it would be taken apart."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, x: Any, *others: Any) -> Any:
+        if self._watch.on:
+            self._watch.counts["rms_norm"] += 1
+        was, self._watch.on = self._watch.on, False
+        result = torch.empty_like(x)
+        self._watch.on = was
+        return result
 
 
 class Again:
@@ -215,18 +237,22 @@ def zeros(shape: list[int]) -> Any:
     return [zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
-def fuse(model: Any) -> None:
+def fuse(model: Any, kernels: bool) -> None:
     """`CausalModel.fuse` without its trial, which compares numbers."""
-    model.fused = FusedDecoder(model.decoder, ["full_attention"] * model.num_layers, move=True)
+    kinds = ["full_attention"] * model.num_layers
+    model.fused = KernelDecoder(model.decoder, kinds, move=True, windows={"full_attention": None})
+    model.fused.takes_trees = kernels
 
 
-def models() -> tuple[Any, dict[str, Any]]:
+def models(
+    kind: str = "llama", layers: int = 2, kernels: bool = True
+) -> tuple[Any, dict[str, Any]]:
     """Return a fused target and the proposers for it, by name."""
     with torch.device("cuda"):
-        target = architecture("llama", dtype=torch.bfloat16)
-        drafter = architecture("llama", seed=1, dtype=torch.bfloat16)
+        target = architecture(kind, dtype=torch.bfloat16, layers=layers)
+        drafter = architecture(kind, seed=1, dtype=torch.bfloat16)
         for model in (target, drafter):
-            fuse(model)
+            fuse(model, kernels)
         return target, dict(proposers(target, drafter))
 
 
@@ -249,33 +275,52 @@ def spread_models() -> tuple[Any, dict[str, Any]]:
         return target, dict(proposers(target, drafter))
 
 
-def main(guard: str, every: bool) -> None:
-    torch.ops.load_library(guard)
+def of_methods(every: bool) -> dict[str, Any]:
+    """Return facts of the rounds of all methods and settings."""
     samplings = {"greedy": Sampling()}
     if every:
         samplings["coupled"] = Sampling(temperature=0.8)
         samplings["rejection"] = Sampling(temperature=0.8, rule="rejection")
     found = {}
+    target, drafters = models()
+    for way in WAYS if every else QUICK:
+        for name, sampling in samplings.items():
+            found[f"{way}, {name}"] = rounds(target, drafters[way], False, sampling, 1)
+        greedy = samplings["greedy"]
+        found[f"{way}, static"] = rounds(target, drafters[way], True, greedy, 1)
+        if every:
+            found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
+    target, drafters = spread_models()
+    for way in WAYS if every else SPREAD:
+        greedy = samplings["greedy"]
+        found[f"{way}, spread"] = rounds(target, drafters[way], False, greedy, 1)
+    return found
+
+
+def of_layers(layers: int) -> dict[str, Any]:
+    """Return the kernels of a round of a deep target, by method and form of the round."""
+    found: dict[str, dict[str, float]] = {}
+    for kernels in (False, True):
+        target, drafters = models("qwen3", layers, kernels)
+        for way in WAYS:
+            for static in (False, True):
+                form = f"{'static' if static else 'growing'}{', own kernels' * kernels}"
+                facts = rounds(target, drafters[way], static, Sampling(), 1)
+                found.setdefault(way, {})[form] = facts["operators"]
+    return found
+
+
+def main(guard: str, options: list[str]) -> None:
+    torch.ops.load_library(guard)
     with (
         MODE,
         patch.object(nn.Module, "to", cast),
         patch.object(Target, "embedding_and_head", property(borrowed)),
         patch.object(Target, "final_norm_weight", lambda target: None),
     ):
-        target, drafters = models()
-        for way in WAYS if every else QUICK:
-            for name, sampling in samplings.items():
-                found[f"{way}, {name}"] = rounds(target, drafters[way], False, sampling, 1)
-            greedy = samplings["greedy"]
-            found[f"{way}, static"] = rounds(target, drafters[way], True, greedy, 1)
-            if every:
-                found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
-        target, drafters = spread_models()
-        for way in WAYS if every else SPREAD:
-            greedy = samplings["greedy"]
-            found[f"{way}, spread"] = rounds(target, drafters[way], False, greedy, 1)
+        found = of_layers(36) if "--kernels" in options else of_methods("--every" in options)
     print(json.dumps(found, indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--every" in sys.argv)
+    main(sys.argv[1], sys.argv[2:])

@@ -14,6 +14,8 @@ from draftsmith.inference.rounds.cache import TreeCache
 from tests.conftest import ROOT
 from tests.fake_cuda.build import run_with_guard
 
+NO_LAYERS = ("plain", "medusa", "draft-model", "early-exit", "eagle3 with lookup")
+"""Methods whose passes are a causal model's. The lookup finds drafts in every round here."""
 BUDGET = ROOT / "tests/fake_cuda/operators.json"
 """Operators of a round of each method on a target of two layers. They may grow by 5%; what grows
 more is measured, said in the commit, and written here."""
@@ -37,7 +39,8 @@ def test_rounds_stay_on_the_device(found: dict[str, Any]) -> None:
         assert facts["reads"]["packed"] == 1, way
         # what a growing cache sends is pinned, so that it does not wait
         assert facts["uploads"] <= facts["reads"].get("pinned", 0), way
-        if way.endswith("static"):
+        # What a lookup finds is the host's.
+        if way.endswith("static") and "lookup" not in way:
             assert facts["uploads"] == 0, f"{way}: a captured graph takes nothing of the host"
 
 
@@ -45,7 +48,8 @@ def test_kernels_of_attention_take_every_call(found: dict[str, Any]) -> None:
     """Masks are additive in the queries' type, their rows are aligned, and heads are folded."""
     for way, facts in found.items():
         # The layers of a target over several devices call attention by transformers' own function.
-        assert facts["attention"] or way.endswith("spread"), way
+        # Trees are run by kernels that take no mask, which leaves a drafter's own layers, if any.
+        assert facts["attention"] or way.endswith("spread") or way.startswith(NO_LAYERS), way
         for call in map(json.loads, facts["attention"]):
             assert call["shared"] == 1, (way, call)
             assert call["head"] % 8 == 0, (way, call)

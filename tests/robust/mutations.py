@@ -84,6 +84,8 @@ def of_values(file: Path, document: Any) -> Iterator[Mutation]:
     """Every value of a document replaced by wrong ones, removed, and an unknown key added."""
     for place in places(document):
         for value in WRONG:
+            if value == value_at(document, place):  # 1 for 1, or 0 for False, is no damage
+                continue
             name = f"{file}: {'.'.join(map(str, place)) or 'all'} = {str(value)[:20]!r}"
             yield Mutation(
                 name, lambda folder, place=place, value=value: _set(folder / file, place, value)
@@ -96,6 +98,12 @@ def of_values(file: Path, document: Any) -> Iterator[Mutation]:
     yield Mutation(
         f"{file}: unknown key", lambda folder: _set(folder / file, ("never_heard_of",), 1)
     )
+
+
+def value_at(document: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        document = document[key]
+    return document
 
 
 def places(document: Any) -> Iterator[tuple[Any, ...]]:

@@ -117,6 +117,8 @@ def test_a_damaged_drafter(
     harmful = [name for name in accepted if not harmless(name, HARMLESS)]
     if after is None:  # nothing but draftsmith.json itself can change without notice
         harmful += [name for name in accepted if not name.startswith("draftsmith.json")]
+    else:  # the list of files was made again
+        harmful = [name for name in harmful if not re.match(r"draftsmith.json: (no )?files", name)]
     assert not harmful, "\n".join(harmful)
 
 

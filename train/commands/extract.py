@@ -12,12 +12,10 @@ import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -68,7 +66,7 @@ from ..evaluation import held_out_prompts, write_text
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import method_for, method_named
-from ..parallel import load_models_whole, on_main, only_launch
+from ..parallel import load_models_whole, on_main, only_launch, time_limit
 from ..provenance import provenance
 from .options import ExtractOptions as Options
 
@@ -91,9 +89,7 @@ def run(options: Options) -> None:
     # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config)
-    # Workers wait for the one that writes the held-out replies.
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
     load_models_whole(accelerator)
     with only_launch(accelerator, options.out):
         target = target_for(config, options, accelerator)

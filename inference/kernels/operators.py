@@ -1,0 +1,299 @@
+"""The kernels as operators of torch, so that they can be recorded, counted and run without memory.
+
+Shapes: B rows of a batch, N positions of one forward pass, U undecided slots, the last N of which
+are these positions', C capacity of a cache, H hidden size, G attention heads, Gkv key-value heads,
+E size of an attention head, n numbers of it that are rotated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICES = {"cuda"}
+"""Kinds of devices; tests add "cpu", where Triton can interpret its kernels."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FEWEST_SLOTS = 128  # of one part of the keys
+MOST_PARTS = 64
+INTERPRETED_PROCESSORS = 8
+
+
+def usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if the kernels can run on tensors of this kind."""
+    fits = device.type in DEVICES and dtype in FLOATS
+    return fits and importlib.util.find_spec("triton") is not None
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is `number` or more."""
+    return 1 << (number - 1).bit_length()
+
+
+def blocks_of(queries: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return how many of `queries` of the same keys, heads of `size`, one program takes.
+
+    After it come the slots that it takes at a time, and its warps. With these numbers no registers
+    are spilled on an sm_90, and shared memory is below the 99 KiB of the smallest GPUs
+    (EXPERIMENTS.md, "Kernels").
+    """
+    most, slots = (64, 64) if size <= 128 else (32, 32)
+    if dtype == torch.float32:  # no tensor cores
+        most, slots = 16, 32
+    rows = min(most, max(16, power_of_two(queries)))  # tensor cores take 16 at least
+    return rows, slots, 4 if rows == 16 else 8
+
+
+def parts_of(capacity: int, programs: int, processors: int) -> int:
+    """Return into how many parts the keys of a buffer of `capacity` slots are split.
+
+    `programs` run for each part. Two for each processor hide the latency of memory.
+    """
+    wanted = -(-2 * processors // programs)
+    return max(1, min(wanted, capacity // FEWEST_SLOTS, MOST_PARTS))
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = torch.empty_like(x)
+    _launch_norm(x, None, weight, eps, None, normed)
+    return normed
+
+
+def _add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, added, weight, eps, total, normed)
+    return total, normed
+
+
+def _launch_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None,
+    normed: Tensor,
+) -> None:
+    from . import layer
+
+    size = x.shape[-1]
+    block = power_of_two(size)
+    with torch.cuda.device_of(x):
+        layer.norm[(x.numel() // size,)](
+            x,
+            added,
+            weight,
+            total,
+            normed,
+            size,
+            eps,
+            ADD=added is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    from . import layer
+
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    gated = gate_up.new_empty(*gate_up.shape[:-1], size)
+    block = min(1024, power_of_two(size))
+    with torch.cuda.device_of(gate_up):
+        layer.gate[(gated.numel() // size, -(-size // block))](gate_up, gated, size, BLOCK=block)
+    return gated
+
+
+def _rotate(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    staged: int,
+    cosines: Tensor,
+    sines: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    from . import layer
+
+    batch, count, width = qkv.shape
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    heads = width // size - 2 * kv_heads
+    qkv, cosines, sines = qkv.contiguous(), cosines.contiguous(), sines.contiguous()
+    queries = qkv.new_empty(batch, count, heads, size)
+    rotated = cosines.shape[-1]
+    with torch.cuda.device_of(qkv):
+        layer.rotate[(batch * count, heads + 2 * kv_heads)](
+            qkv,
+            cosines,
+            sines,
+            query_weight,
+            key_weight,
+            starts,
+            queries,
+            keys,
+            values,
+            count,
+            staged,
+            heads,
+            kv_heads,
+            eps,
+            0 if len(cosines) == 1 else count * rotated,
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            SIZE=size,
+            ROTATED=rotated,
+            NORMED=query_weight is not None,
+            BLOCK=power_of_two(size),
+            num_warps=1,
+        )
+    return queries
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    visible: Tensor,
+    depths: Tensor,
+    window: int,
+    parts: int,
+) -> Tensor:
+    from . import attention
+
+    batch, count, heads, size = queries.shape
+    kv_heads = keys.shape[1]
+    assert keys.stride()[2:] == values.stride()[2:] == (size, 1), "slots are next to one another"
+    assert keys.shape[2] * size < 1 << 31, "numbers of one head are counted in 32 bits"
+    of_keys = count * (heads // kv_heads)
+    block = max(16, power_of_two(size))
+    rows, slots, warps = blocks_of(of_keys, block, queries.dtype)
+    blocks = -(-of_keys // rows)
+    programs = batch * kv_heads * blocks
+    if not parts:
+        parts = parts_of(keys.shape[2], programs, _processors(queries.device))
+    visible, depths = visible.contiguous(), depths.contiguous()
+    found = queries.new_empty(parts, batch, count, heads, size, dtype=torch.float32)
+    logs = found.new_empty(found.shape[:-1])
+    attended = queries.new_empty(batch, count, heads * size)
+    with torch.cuda.device_of(queries):
+        attention.attend[(parts, batch * kv_heads, blocks)](
+            queries,
+            keys,
+            values,
+            starts,
+            visible.view(torch.uint8),
+            depths,
+            found,
+            logs,
+            count,
+            visible.shape[2],
+            heads,
+            kv_heads,
+            window,
+            0 if len(visible) == 1 else count * visible.shape[2],
+            0 if len(depths) == 1 else count,
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            size**-0.5,
+            SIZE=size,
+            WINDOW=window > 0,
+            SPLITS=parts,
+            ROWS=rows,
+            SLOTS=slots,
+            BLOCK=block,
+            num_warps=warps,
+            num_stages=2,
+        )
+        attention.merge[(batch * count * heads,)](
+            found,
+            logs,
+            attended,
+            batch * count * heads,
+            SIZE=size,
+            SPLITS=parts,
+            MANY=power_of_two(parts),
+            BLOCK=block,
+            num_warps=1,
+        )
+    return attended
+
+
+def _two_like(x: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _like(x: Tensor, *_others: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _half_of(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _queries_of(qkv: Tensor, keys: Tensor, *_others: Any) -> Tensor:
+    batch, count, width = qkv.shape
+    return qkv.new_empty(batch, count, width // keys.shape[3] - 2 * keys.shape[1], keys.shape[3])
+
+
+def _joined_heads(queries: Tensor, *_others: Any) -> Tensor:
+    return queries.new_empty(*queries.shape[:2], queries.shape[2] * queries.shape[3])
+
+
+def _operator(schema: str, run: Any, shapes: Any) -> Any:
+    """Define an operator; `shapes` returns tensors as its results, without their numbers."""
+    name = f"draftsmith::{schema.partition('(')[0]}"
+    torch.library.define(name, schema[schema.index("(") :])
+    torch.library.impl(name, ("cpu", "cuda"))(run)
+    torch.library.register_fake(name)(shapes)
+    return getattr(torch.ops.draftsmith, schema.partition("(")[0]).default
+
+
+norm = _operator("norm(Tensor x, Tensor weight, float eps) -> Tensor", _norm, _like)
+"""Return the root mean square norm of `x` `[.., H]`."""
+add_norm = _operator(
+    "add_norm(Tensor x, Tensor added, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _add_norm,
+    _two_like,
+)
+"""Return `x + added` `[.., H]`, and the norm of it."""
+gate = _operator("gate(Tensor gate_up) -> Tensor", _gate, _half_of)
+"""Return SiLU of the first half of the last axis, times the second half."""
+rotate = _operator(
+    "rotate(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor starts, int staged, "
+    "Tensor cosines, Tensor sines, Tensor? query_weight, Tensor? key_weight, float eps) -> Tensor",
+    _rotate,
+    _queries_of,
+)
+"""Return rotated queries `[B, N, G, E]`, and write rotated keys, and values, into their slots.
+
+`qkv` `[B, N, (G + 2 Gkv) * E]` are projections, as in `DecoderLayer`; `keys` and `values`
+`[B, Gkv, C, E]` the buffers, whose slots begin at `starts` `[B]` plus `staged`. Angles are
+`[1 | B, N, 1, n]`. With weights `[E]` queries and keys are normed first.
+"""
+attend = _operator(
+    "attend(Tensor queries, Tensor keys, Tensor values, Tensor starts, Tensor visible, "
+    "Tensor depths, int window, int parts) -> Tensor",
+    _attend,
+    _joined_heads,
+)
+"""Return attention `[B, N, G * E]` of queries `[B, N, G, E]` to the slots that they see.
+
+Those are the `starts` `[B]` committed ones, within a `window` of positions if it is not 0, and the
+undecided ones after them for which `visible` `[1 | B, N, U]` bool is true. `depths` `[1 | B, N]`
+are the positions of queries after the committed ones. Keys are split into so many `parts`; 0: as
+many as keep the processors of the device busy.
+"""

@@ -1,0 +1,44 @@
+"""The kernels compile for GPUs, and fit them. No GPU is needed for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytest.importorskip("triton")
+SHARED = 99 << 10
+"""Bytes of shared memory that a block may have on the smallest of these GPUs (sm_86 and sm_89)."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtypes"),
+    [
+        ("90", ["bfloat16"]),
+        *(
+            pytest.param(number, ["bfloat16", "float16", "float32"], marks=pytest.mark.full)
+            for number in ("80", "86", "90", "100", "120")
+        ),
+    ],
+)
+def test_kernels_fit_a_gpu(architecture: str, dtypes: list[str], tmp_path: Path) -> None:
+    """Sizes of heads 64, 128, 256; one node, 8 and 60, with and without a window."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.inference.kernels.compiled", architecture, *dtypes]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout)
+    # For each type 12 ways of attention and of merging, two norms in one name, gate and rotation.
+    assert len(found) == len(dtypes) * (2 * 12 + 3)
+    for kernel, facts in found.items():
+        assert facts["shared"] <= SHARED, kernel
+        # Scalar products of float32 keep heads of 256 numbers in registers.
+        assert not facts["spilled"] or "float32, heads of 256" in kernel, (kernel, facts)

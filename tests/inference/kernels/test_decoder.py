@@ -1,0 +1,100 @@
+"""Passes over trees by the kernels: transformers' states, and the texts of plain decoding.
+
+Without a GPU the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.kernels import operators
+from draftsmith.inference.targets.target import Target
+from tests.architectures import architecture, near_copy, proposers
+from tests.exact.test_recorded import Tape, tapes  # noqa: F401
+from tests.inference.targets.test_fused import FUSED, states_of
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "DEVICES", {"cpu", "cuda"})
+
+
+def takes_trees(target: Target) -> bool:
+    return target.fused is not None and target.fused.takes_trees
+
+
+@pytest.mark.parametrize("kind", sorted(FUSED))
+def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
+    """Of rows of different lengths; two kinds have windows shorter than the texts."""
+    target = architecture(kind, dtype=torch.float32)
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    expected = states_of(target, ids, [12, 9])[1]
+    target.fuse(move=True)
+    assert takes_trees(target)
+    found = states_of(target, ids, [12, 9])[1]
+    for own, other in zip((found.last, *found.taps), (expected.last, *expected.taps), strict=True):
+        torch.testing.assert_close(own, other, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "eagle3 tree",
+        *(
+            pytest.param(way, marks=pytest.mark.full)
+            for way in ("draft-model tree", "dflash chain", "early-exit tree")
+        ),
+    ],
+)
+def test_recorded_rounds_with_them_write_the_same_texts(
+    way: str,
+    interpreted: None,
+    tapes: list[Tape],  # noqa: F811
+) -> None:
+    """Rows of two lengths, growing and recorded; in float32, as the kernels know no float64."""
+    target = architecture("llama", dtype=torch.float32)
+    requests = [Request([5, 9, 33, 7]), Request([12])]
+
+    def texts(proposer: Any) -> list[list[int]]:
+        replies = generate(target, proposer, requests, 9, eos_ids=frozenset())
+        return [reply.token_ids for reply in replies]
+
+    plain = texts(proposers(target, near_copy(target))["plain"])
+    target.fuse(move=True)
+    assert takes_trees(target)
+    proposer = proposers(target, near_copy(target))[way]
+    assert texts(proposer) == plain
+    target.compiled = True
+    assert texts(proposer) == plain
+    assert sum(tape.replays for tape in tapes)
+
+
+def test_kernels_that_fail_are_left_out(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with no compiler on the machine, or wrong numbers: the fused pass goes on without them."""
+    caplog.set_level(logging.INFO)
+
+    def fail(*given: Any) -> Any:
+        raise FileNotFoundError("there is no gcc")
+
+    target = architecture("llama", dtype=torch.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(operators, "attend", fail)
+        target.fuse(move=True)
+    assert target.fused is not None and not takes_trees(target)
+    assert "no gcc" in caplog.text
+
+    other, right = architecture("llama", dtype=torch.float32), operators.attend
+    with monkeypatch.context() as patched:
+        patched.setattr(operators, "attend", lambda *given: 1.01 * right(*given))
+        other.fuse(move=True)
+    assert other.fused is not None and not takes_trees(other)
+    assert "differs from transformers'" in caplog.text

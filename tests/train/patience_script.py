@@ -1,0 +1,34 @@
+"""Run under `accelerate launch` with two ranks: how long each waits for the other. Not a test by
+itself."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from accelerate import Accelerator
+
+from draftsmith.train import parallel
+
+
+def main() -> None:
+    parallel.COLLECTIVES, parallel.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
+    accelerator = Accelerator(kwargs_handlers=[parallel.time_limit()])
+
+    def prepare() -> str:
+        time.sleep(8)
+        return "prepared"
+
+    print(parallel.on_main(accelerator, prepare), flush=True)
+    if accelerator.is_main_process:
+        begin = time.monotonic()
+        try:
+            accelerator.wait_for_everyone()
+        except RuntimeError:
+            print(f"noticed after {time.monotonic() - begin:.1f} s", flush=True)
+    else:
+        time.sleep(15)
+
+
+if __name__ == "__main__":
+    main()

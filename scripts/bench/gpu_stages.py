@@ -23,12 +23,11 @@ from random_models import (
     random_drafter,
     random_features,
     random_target,
+    training_operations,
     training_step,
 )
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from draftsmith.inference.decode import Generation, Request, decode, generate
 from draftsmith.inference.drafters import load_proposer
@@ -412,7 +411,8 @@ def training(report: Report, device: torch.device, tiny: bool) -> None:
             step = training_step(
                 method, target, drafter, lambda f=features: f, batch, bf16=True, **options
             )
-            report.figure(label, cost(device, step, length, peak))
+            operations = training_operations(method, target, drafter, batch)
+            report.figure(label, cost(device, step, length, operations / peak))
             del drafter, features, step
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -446,33 +446,14 @@ def noted(report: Report, name: str) -> Iterator[None]:
             raise
 
 
-class Products(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products and attention.
-
-    torch's own counter follows modules too, which fails where gradients are made within a forward
-    pass.
-    """
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
 def cost(
-    device: torch.device, step: Callable[[], Tensor], length: int, peak: float
+    device: torch.device, step: Callable[[], Tensor], length: int, share_of_second: float
 ) -> dict[str, Any]:
-    """Return time, memory and kernels of a training step over `length` tokens."""
-    with Products() as products:
-        try:
-            loss = step()
-        except NotImplementedError:  # FlexAttention on CUDA takes no counter
-            products.flops = 0
-    loss = step() if not products.flops else loss
+    """Return time, memory and kernels of a training step over `length` tokens.
+
+    Its operations take `share_of_second` at the GPU's peak.
+    """
+    loss = step()
     cuda = device.type == "cuda"
     resident = torch.cuda.memory_allocated() if cuda else 0
     if cuda:
@@ -481,8 +462,7 @@ def cost(
     row: dict[str, Any] = {
         "ms": ms,
         "tokens/s": length / ms * 1000,
-        # of matrix products and attention; none is known where FlexAttention runs
-        "share of peak": products.flops / (ms / 1000) / peak or None,
+        "share of peak": share_of_second / (ms / 1000),
         "loss": float(loss),
     }
     if cuda:

@@ -18,6 +18,7 @@ from draftsmith.heads import dflash, dspark
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
+from draftsmith.heads.layers import config_of
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
@@ -26,6 +27,7 @@ from draftsmith.train.data.features import Features
 from draftsmith.train.method import method_named
 from draftsmith.train.methods.eagle import first_weights
 from draftsmith.train.objectives import TrainingModule
+from draftsmith.train.outline import ConfigOnly
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 TINY = {
@@ -118,6 +120,26 @@ def random_features(target: Target, batch: Batch, taps: Sequence[int]) -> Featur
     return Features(batch, states[0], tuple(states[1:]))
 
 
+def training_operations(method: str, target: Target, drafter: Any, batch: Batch) -> float:
+    """Return the floating-point operations of a training step, by the formula that `mfu` in a
+    run's log takes: those of the matrices, without attention."""
+    known = method_named(method)  # type: ignore[arg-type]
+    run = run_of(known)
+    if method == "medusa":
+        run.heads.shared_head = drafter.config.shared_head
+    else:
+        for name, value in config_of(drafter.shape, type(run.heads)).items():
+            setattr(run.heads, name, value)
+    work = known.outline(run, ConfigOnly(target.config))
+    written = float(batch.mask.float().mean())
+    return batch.ids.numel() * work.training_operations(written)
+
+
+def run_of(known: Any) -> Any:
+    """Return a run's configuration, of which only the method's own part is read."""
+    return known.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
+
+
 def training_step(
     method: str,
     target: Target,
@@ -129,7 +151,7 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """Return a function that takes one optimiser step, and returns its loss."""
     known = method_named(method)  # type: ignore[arg-type]
-    run = known.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
+    run = run_of(known)
     for option, value in objective_options.items():
         setattr(run.objective, option, value)
     objective = known.make_objective(run, target, drafter)

@@ -137,11 +137,15 @@ def test_recorded_rounds_are_those_of_growing_caches(
 @pytest.mark.parametrize(
     "name", ["rejection", *(pytest.param(name, marks=full) for name in SAMPLINGS)]
 )
-def test_requests_follow_one_another_in_one_recording(name: str, tapes: list[Tape]) -> None:
-    """Prompts of different lengths, one at a time and three at a time, as plain decoding has it."""
+def test_requests_follow_one_another_in_one_recording(
+    name: str, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths, one, three and eight at a time, as plain decoding has it."""
+    monkeypatch.setattr(cache_module.KeptCache, "MOST", 9)
     target, drafters = models()
     batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
     batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
+    batches.append([list(range(3, 4 + row)) for row in range(8)])
     for way, proposer in drafters.items():
         tapes.clear()
         for number, prompts in enumerate(batches):

@@ -40,5 +40,6 @@ def test_kernels_fit_a_gpu(architecture: str, dtypes: list[str], tmp_path: Path)
     assert len(found) == len(dtypes) * (2 * 12 + 3)
     for kernel, facts in found.items():
         assert facts["shared"] <= SHARED, kernel
-        # Scalar products of float32 keep heads of 256 numbers in registers.
-        assert not facts["spilled"] or "float32, heads of 256" in kernel, (kernel, facts)
+        # Heads of 256 fill the registers; float32 has no tensor cores, and spills more.
+        if "float32, heads of 256" not in kernel:
+            assert facts["spilled"] <= 16 * ("heads of 256" in kernel), (kernel, facts)

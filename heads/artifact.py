@@ -132,8 +132,8 @@ def check_files(directory: Path, own: OwnFile) -> None:
     for name, (size, sha256) in noted.items():
         if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
-    # An engine would read tensors from a weights file that nobody wrote here.
-    for path in sorted(directory.glob("*.safetensors")):
+    # An engine would read tensors from a weights file, or sizes, that nobody wrote here.
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")]):
         if path.name not in noted:
             raise UserError(
                 f"{directory}: {path.name} is not among the files that were written; copy or save "

@@ -100,7 +100,7 @@ class Confidence(Struct):
 class Calibration(Struct):
     """Measurements on held-out texts; each method notes some of them."""
 
-    rank_accuracy: list[list[Share]] = []
+    rank_accuracy: list[Annotated[list[Share], Meta(min_length=1)]] = []
     """Share of roots, by depth and then by rank, at which this candidate is the target's token."""
     tree_nodes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     """Nodes of the draft tree that training evaluated with."""

@@ -169,6 +169,15 @@ def test_a_drafter_without_checksums_is_refused(folder: Path) -> None:
         Artifact.load(folder, TARGET.fingerprint())
 
 
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS_FILE])
+def test_a_drafter_without_one_of_the_checksums_is_refused(folder: Path, name: str) -> None:
+    own = read_json(folder / OWN_FILE)
+    del own["files"][name]
+    write_json(folder / OWN_FILE, own)
+    with pytest.raises(UserError, match=f"{name} is not among the files that were written"):
+        Artifact.load(folder, TARGET.fingerprint())
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
@@ -179,6 +188,7 @@ def test_a_drafter_without_checksums_is_refused(folder: Path) -> None:
         ("schema", 3, "written by a newer draftsmith .schema 3"),
         ("schema", 0, "schema: Expected int >= 1"),
         ("calibration", {"rank_accuracy": [[1.5]]}, "Expected float <= 1"),
+        ("calibration", {"rank_accuracy": [[]]}, "Expected array of length >= 1"),
         ("calibration", {"tree_nodes": 10**9}, "Expected int <= 65536"),
         ("target", {"name": "x"}, "target: Object missing required field model_type"),
         (

@@ -3,11 +3,17 @@ it."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import masking_utils
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.targets import documents
 from draftsmith.inference.targets.documents import NAME, spans_of
 from draftsmith.inference.targets.masks import Pass, packed_mask
 from draftsmith.train.data.features import check_packing
@@ -43,8 +49,61 @@ def test_every_architecture_can_be_trained_in_packed_rows(kind: str) -> None:
 
 
 def test_spans_that_can_be_checked_by_eye() -> None:
-    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, -1, -1]])
-    assert spans_of(documents) == [[(0, 3), (3, 5)], [(0, 1), (1, 2), (2, 3), (3, 5)]]
+    numbers = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, -1, -1]])
+    assert spans_of(numbers).rows == [[(0, 3), (3, 5)], [(0, 1), (1, 2), (2, 3), (3, 5)]]
+
+
+def test_calls_of_documents_that_can_be_checked_by_eye(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, real = documents.tables_of([(3, 5), (7, 10)])
+    assert index.tolist() == [[3, 4, 4], [7, 8, 9]] and real.tolist() == [0, 1, 3, 4, 5]
+    spans = spans_of(torch.tensor([[0, 0, 0, 1, 1, 2, 2]]))
+    assert spans.calls(torch.device("cpu")) == ([(0, 0, 3), (0, 3, 5), (0, 5, 7)], [], None)
+    monkeypatch.setattr(documents, "SHARING", {"cpu"})
+    monkeypatch.setattr(documents, "SHORT", 2)
+    monkeypatch.setattr(documents, "FEWEST", 2)
+    alone, ((index, real),), order = spans_of(torch.tensor([[1, 1, 0, 0, 0, 2, 2]])).calls(
+        torch.device("cpu")
+    )
+    assert alone == [(0, 2, 5)] and index.tolist() == [[0, 1], [5, 6]]
+    # Results are those of the positions 2, 3, 4, then 0, 1, 5, 6.
+    assert order is not None and order.tolist() == [3, 4, 0, 1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_short_documents_share_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty documents of 1 to 30 positions and one of 60, in two rows: the same states."""
+    target = architecture(kind)
+    check_packing(target, kind)
+    draw = random.Random(0)
+    lengths = [
+        [draw.randrange(1, 31) for _ in range(20)],
+        [draw.randrange(1, 31) for _ in range(20)],
+    ]
+    total = max(map(sum, lengths)) + 60
+    for row in lengths:
+        row.append(total - sum(row))
+    numbers = torch.tensor(
+        [[n for n, count in enumerate(row) for _ in range(count)] for row in lengths]
+    )
+    positions = torch.tensor([[p for count in row for p in range(count)] for row in lengths])
+    ids = torch.arange(2 * total).view(2, total) * 7 % 100
+    layout = Pass(positions=positions, documents=numbers)
+    expected = target.forward(ids, layout, taps=(1,))
+    calls = Counter[int]()
+    attend = documents.scaled_dot_product_attention
+
+    def counted(queries: Tensor, *others: Any, **more: Any) -> Tensor:
+        calls[len(queries)] += 1
+        return attend(queries, *others, **more)
+
+    monkeypatch.setattr(documents, "SHARING", {"cpu"})
+    monkeypatch.setattr(documents, "SHORT", 31)
+    monkeypatch.setattr(documents, "scaled_dot_product_attention", counted)
+    found = target.forward(ids, layout, taps=(1,))
+    # Of lengths 1, 2 to 3, 4 to 7, 8 to 15, 16 to 30, and the two longer ones by themselves.
+    assert calls.total() <= 7 * target.num_layers and calls[1] >= 2 * target.num_layers
+    for own, other in zip((found.last, *found.taps), (expected.last, *expected.taps), strict=True):
+        torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
@@ -55,14 +114,14 @@ def test_models_without_windows_attend_in_documents(
     target = architecture(kind, dtype=torch.float32)
     check_packing(target, kind)
     assert target.attends_in_documents == (target.window is None)
-    documents = torch.tensor([[0] * 11 + [1] * 13, [0] * 5 + [1] * 12 + [-1] * 7])
+    numbers = torch.tensor([[0] * 11 + [1] * 13, [0] * 5 + [1] * 12 + [-1] * 7])
     positions = torch.cat([torch.arange(n) for n in (11, 13, 5, 12, 7)]).view(2, 24)
     ids = torch.arange(48).view(2, 24) * 7 % 100
     masked = target.forward(ids, Pass(positions=positions), taps=(0, 1))
     if target.attends_in_documents:
         with monkeypatch.context() as patch:
             patch.setattr(masking_utils, "find_packed_sequence_indices", None)
-            rows = Pass(positions=positions, documents=documents)
+            rows = Pass(positions=positions, documents=numbers)
             found = target.forward(ids, rows, taps=(0, 1))
         for own, other in zip((found.last, *found.taps), (masked.last, *masked.taps), strict=True):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)

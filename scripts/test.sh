@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up and run the tests: every promise in small form.   ./scripts/test.sh [pytest options]
-# With --all, the full counts (an hour at most):           ./scripts/test.sh --all
+# With --all, the full counts (two hours on two cores):    ./scripts/test.sh --all
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

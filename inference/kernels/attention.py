@@ -93,10 +93,11 @@ def attend(
             *(SIZE, WINDOW, True, SLOTS, BLOCK),
         )
 
-    sure = tl.where(total > 0, total, 1.0)
+    # Nothing was seen; a sum that is no number stays one.
+    sure = tl.where(total == 0, 1.0, total)
     part = (split * (tl.num_programs(1) // kv_heads) + row) * count * heads
     tl.store(parts + part * SIZE + numbers, gained / sure[:, None], mask=real)
-    sums = tl.where(total > 0, largest + tl.log(sure), float("-inf"))
+    sums = tl.where(total == 0, float("-inf"), largest + tl.log(sure))
     tl.store(logs + part + query, sums, mask=real_row)
 
 
@@ -176,9 +177,9 @@ def merge(
     weights = tl.exp(sums - tl.where(largest == float("-inf"), 0.0, largest))
     found = tl.load(
         parts + part[:, None] * SIZE + at[None, :],
-        mask=(weights > 0)[:, None] & real[None, :],
+        mask=(weights != 0)[:, None] & real[None, :],
         other=0,
     )
     total = tl.sum(weights, 0)
-    joint = tl.sum(found * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    joint = tl.sum(found * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(attended + query * SIZE + at, joint.to(attended.dtype.element_ty), mask=real)

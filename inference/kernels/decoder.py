@@ -78,7 +78,7 @@ class Seen:
             visible = torch.ones(shape, dtype=torch.bool, device=tree.depths.device)
         if window is not None:
             visible = visible & (tree.depths[:, :, None] - slot_depths[:, None] < window)
-        self.visible = visible
+        self.visible = visible.contiguous()
 
 
 def _normed(norm: Any, states: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,8 @@ INTERPRETED_PROCESSORS = 8
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the kernels can run on tensors of this kind."""
     fits = device.type in DEVICES and dtype in FLOATS
+    if fits and device.type == "cuda" and torch.cuda.is_available():
+        fits = torch.cuda.get_device_capability(device) >= (8, 0)  # before, registers are spilled
     return fits and importlib.util.find_spec("triton") is not None
 
 
@@ -53,7 +55,8 @@ def parts_of(capacity: int, programs: int, processors: int) -> int:
     `programs` run for each part. Two for each processor hide the latency of memory.
     """
     wanted = -(-2 * processors // programs)
-    return max(1, min(wanted, capacity // FEWEST_SLOTS, MOST_PARTS))
+    most = max(1, min(wanted, capacity // FEWEST_SLOTS, MOST_PARTS))
+    return 1 << (most.bit_length() - 1)  # few numbers: kernels are compiled for each
 
 
 @lru_cache(maxsize=16)
@@ -227,7 +230,7 @@ def _attend(
             SPLITS=parts,
             MANY=power_of_two(parts),
             BLOCK=block,
-            num_warps=1,
+            num_warps=max(1, power_of_two(parts) * block // 2048),
         )
     return attended
 

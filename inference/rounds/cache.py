@@ -384,7 +384,8 @@ class StaticCache(TreeCache):
             return None
         part = self._joint[:, index]
         alike = all(
-            (x.shape[1], x.shape[3]) == (part.shape[2], part.shape[4]) and x.device == part.device
+            (x.shape[1], x.shape[3], x.device, x.dtype)
+            == (part.shape[2], part.shape[4], part.device, part.dtype)
             for x in (keys, values)
         )
         if alike:

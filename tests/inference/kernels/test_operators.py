@@ -202,11 +202,22 @@ def test_attention_reads_what_there_is_and_not_the_buffer(
 def test_parts_of_the_keys() -> None:
     """Plain decoding of 8 key-value heads on 132 processors, and a tree of 60 nodes."""
     assert operators.parts_of(4096, 8, 132) == 32  # no fewer than 128 slots each
-    assert operators.parts_of(1 << 15, 8, 132) == 33
-    assert operators.parts_of(1 << 15, 8 * 4, 132) == 9
+    assert operators.parts_of(1 << 15, 8, 132) == 32
+    assert operators.parts_of(1 << 15, 8 * 4, 132) == 8
     assert operators.parts_of(64, 8, 132) == 1
     assert operators.parts_of(1 << 20, 1, 132) == 64
     assert operators.parts_of(1 << 15, 8 * 64, 132) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_number_that_is_none_does_not_vanish(parts: int) -> None:
+    """As where keys overflow: plausible text would be worse."""
+    queries, keys = torch.randn(1, 1, 2, 16), torch.randn(1, 2, 256, 16)
+    keys[0, 0, 70, 3] = float("nan")
+    some = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)
+    starts = torch.tensor([200])
+    found = operators.attend(queries, keys, torch.randn_like(keys), starts, *some, 0, parts)
+    assert found[0, 0, :16].isnan().all() and found[0, 0, 16:].isfinite().all()
 
 
 def test_a_head_beyond_32_bits_is_refused() -> None:

@@ -65,16 +65,15 @@ class KernelDecoder(FusedDecoder):
 
 
 class Seen:
-    """What the nodes of a tree see of a cache that is open for them."""
+    """Slots of a cache that the nodes of a tree see; the cache is open for them."""
 
     def __init__(self, tree: Pass, window: int | None, cache: TreeCache) -> None:
         assert tree.depths is not None
         self.depths, self.window, self.cache = tree.depths, window or 0, cache
         slot_depths = tree.depths if tree.slot_depths is None else tree.slot_depths
-        count, undecided = tree.depths.shape[1], slot_depths.shape[1]
-        shape = 1, count, undecided
         visible = tree.visible
         if visible is None:
+            shape = 1, tree.depths.shape[1], slot_depths.shape[1]
             visible = torch.ones(shape, dtype=torch.bool, device=tree.depths.device)
         if window is not None:
             visible = visible & (tree.depths[:, :, None] - slot_depths[:, None] < window)

@@ -73,7 +73,7 @@ class Calls(NamedTuple):
     alone: list[tuple[int, int, int]]
     """Row, begin and end of each document with a call of its own."""
     shared: list[tuple[Tensor, Tensor]]
-    """What `tables_of` returns, of each call of several documents."""
+    """Result of `tables_of` for each call of several documents."""
     order: Tensor | None
     """[B * N]: where in the results, one after another, each position is; None: in order."""
 

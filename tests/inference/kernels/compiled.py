@@ -1,4 +1,4 @@
-"""What the kernels become on a GPU: compiled for it, without one.
+"""Compiles the kernels for a GPU, without one.
 
     python -m tests.inference.kernels.compiled ARCHITECTURE DTYPE..    (90 bfloat16: for sm_90)
 

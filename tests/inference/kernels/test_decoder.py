@@ -32,7 +32,7 @@ def takes_trees(target: Target) -> bool:
 
 @pytest.mark.parametrize("kind", sorted(FUSED))
 def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
-    """Of rows of different lengths; two kinds have windows shorter than the texts."""
+    """Rows have different lengths, and two kinds have windows shorter than the texts."""
     target = architecture(kind, dtype=torch.float32)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
     expected = states_of(target, ids, [12, 9])[1]
@@ -79,7 +79,7 @@ def test_recorded_rounds_with_them_write_the_same_texts(
 def test_kernels_that_fail_are_left_out(
     interpreted: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with no compiler on the machine, or wrong numbers: the fused pass goes on without them."""
+    """With no compiler on the machine, or wrong numbers, the fused pass goes on without them."""
     caplog.set_level(logging.INFO)
 
     def fail(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The kernels, compared with torch's operators: on a GPU if there is one, else interpreted on a CPU.
+"""The kernels, compared with torch's operators: on a GPU if there is one, or interpreted.
 
 Triton's interpreter has no bfloat16. float16 takes the same roundings.
 """

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from huggingface_hub.errors import StrictDataclassError
 from msgspec import Meta, Struct
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -61,6 +62,40 @@ def check_repeated(folder: Path) -> None:
         ) from error
 
 
+class SubwordModel(Struct):
+    """Part of a tokenizer.json of which its library does not check that it fits together."""
+
+    continuing_subword_prefix: str | None = None
+    merges: list[str | list[str]] = []
+
+
+class TokenizerFile(Struct):
+    """A tokenizer.json, as far as it is checked before its library reads it."""
+
+    model: SubwordModel
+
+
+def check_merges(folder: Path) -> None:
+    """Raise `UserError` if a merge of a tokenizer.json does not carry the prefix of continuing
+    subwords.
+
+    tokenizers cuts that prefix off the second part of each merge unseen; where there is none, its
+    code ends the process.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        model = msgspec.json.decode(file.read_bytes(), type=TokenizerFile).model
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # tokenizers says what is wrong with it, or it is of another form
+    prefix = model.continuing_subword_prefix or ""
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.merges)
+    if prefix and not all(pair[-1].startswith(prefix) for pair in pairs if pair):
+        raise UserError(
+            f"{file} is damaged (continuing_subword_prefix: its merges do not begin with "
+            f"{prefix!r}); copy or download it again"
+        )
+
+
 def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model in a folder or on the hub.
 
@@ -72,8 +107,27 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model. Raises the errors of transformers, see `clear_errors`."""
+    """Return the tokenizer of a model.
+
+    Raises `UserError` for merges that do not fit together, and the errors of transformers, see
+    `clear_errors`.
+    """
+    check_merges(Path(path))
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def end_ids(setting: Any) -> list[int]:
+    """Return the ids of an `eos_token_id`, which is an id, a list of them, or None.
+
+    Raises `UserError` for any other value.
+    """
+    ids = setting if isinstance(setting, list) else [] if setting is None else [setting]
+    if not all(type(each) is int for each in ids):
+        raise UserError(
+            f"eos_token_id of generation_config.json or config.json is {setting!r}; it has to be "
+            "an id or a list of ids"
+        )
+    return list(ids)
 
 
 def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options: Any) -> Any:

@@ -19,6 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ...heads.artifact import OWN_FILE
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter
+from ...heads.pretrained import end_ids
 from ..api import Decoder, load
 from ..decode import Request, Step, decode
 from ..settings import Sampling
@@ -211,11 +212,7 @@ def sampling_of(config: GenerationConfig) -> Sampling:
 def ends_of(config: GenerationConfig) -> list[int]:
     """Return the end tokens of a generation config; there may be none."""
     eos: Any = config.eos_token_id
-    if eos is None:
-        return []
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    return [eos] if isinstance(eos, int) else list(eos)
+    return end_ids(eos.tolist() if isinstance(eos, Tensor) else eos)
 
 
 def padded(prompts: Tensor, replies: list[list[int]], config: GenerationConfig) -> Tensor:

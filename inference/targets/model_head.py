@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError
+from ...heads.pretrained import end_ids
 from .packed import PackedLinear, is_plain
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
@@ -166,11 +167,11 @@ class ModelHead:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Ids that end a generation, as `generate` sees them."""
+        """Ids that end a generation, as `generate` sees them. Raises `UserError` for no ids."""
         ids = self.model.generation_config.eos_token_id
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
-        return frozenset([ids] if isinstance(ids, int) else ids or [])
+        return frozenset(end_ids(ids))
 
     @property
     def processors(self) -> dict[str, Any]:

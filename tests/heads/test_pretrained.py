@@ -1,9 +1,11 @@
 """No code of a checkpoint runs: one file calls transformers' Auto classes, and says everything."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from draftsmith.heads import pretrained
 from draftsmith.heads.errors import UserError
@@ -80,3 +82,19 @@ def test_a_snapshot_of_the_hub_is_made_of_links_to_its_blobs(tmp_path: Path) -> 
     assert inside(snapshot, "model.safetensors", "index.json").read_text() == "x"
     with pytest.raises(UserError):
         inside(snapshot, "other", "index.json")
+
+
+@pytest.mark.parametrize("listed", [["a ##b"], [["a", "##b"]]])
+def test_merges_without_their_prefix_are_refused(tmp_path: Path, listed: list[object]) -> None:
+    """The library itself ends the process, or reads bytes that are not of the file."""
+    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "ab": 2}, "merges": listed}
+    model["continuing_subword_prefix"] = "##"
+    file = tmp_path / "tokenizer.json"
+    document = {"version": "1.0", "added_tokens": [], "model": model}
+    file.write_text(json.dumps(document))
+    assert Tokenizer.from_file(str(file)).encode("ab").ids == [2]
+    pretrained.check_merges(tmp_path)
+    model["continuing_subword_prefix"] = "x"
+    file.write_text(json.dumps(document))
+    with pytest.raises(UserError, match="do not begin with 'x'.; copy or download"):
+        pretrained.read_tokenizer(tmp_path)

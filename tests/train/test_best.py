@@ -81,8 +81,10 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
         path.write_text(yaml.safe_dump(facts | more))
         return path
 
-    train(config("one", ("code",), max_steps=40))
-    train(config("two", ("prose", "sums"), init_from=str(tmp_path / "one" / "best")))
+    train(config("one", ("code",), max_steps=80))
+    # At this rate the heads forget code, whatever the machine's arithmetic.
+    more = {"optim": {"lr": 1e-2}, "init_from": str(tmp_path / "one" / "best")}
+    train(config("two", ("prose", "sums"), **more))
     tables = load(tmp_path / "two" / "data")
     documents = [tables.held_out.document(i)[0] for i in range(12)]
     first = [ids[: min(PLAIN_PROMPT, len(ids) // 2)].tolist() for ids in documents]

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from ....heads.errors import UserError
 from ....heads.exchange.engines.servers import CounterNames
-from ....heads.pretrained import clear_errors, read_config, read_tokenizer
+from ....heads.pretrained import clear_errors, end_ids, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn
 from ...decode import Generation
@@ -112,9 +112,8 @@ def load_reader(config: TargetConfig) -> Reader:
             settings = GenerationConfig.from_model_config(model_config)
     # The settings hold one id, several, or none; then the tokenizer's is taken, if it has one.
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
-    end_ids = [ends] if isinstance(ends, int) else ends or []
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
-    return Reader(config.path, tokenizer, frozenset(end_ids), penalty)
+    return Reader(config.path, tokenizer, frozenset(end_ids(ends)), penalty)
 
 
 def measure(

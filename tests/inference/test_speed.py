@@ -42,7 +42,7 @@ def test_the_loop_costs_little_and_beats_assisted_generation(
         drafter=["ngram", "lookahead"], dtype="float32", device="cpu",
     )  # fmt: skip
     prompts = chat_prompts(quickstart, "test", 4)
-    arms = bench.make_arms(quickstart, arguments, prompts)
+    arms = bench.make_arms(quickstart, arguments)
     bench.measure(arms, prompts, repeats=5)
     plain, generate, assisted, drafted, *others = (bench.summarise(arm, arms[0]) for arm in arms)
     assert all(way["identical"] == len(prompts) for way in (generate, assisted, drafted, *others))

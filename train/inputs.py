@@ -14,6 +14,7 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import Fingerprint, changed_numbers, hash_of
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
+from ..inference.targets.ranks import on_first
 from ..inference.targets.stored import (
     HeldOutText,
     StoredTarget,
@@ -32,7 +33,6 @@ from .data.served import Client, ServedFeatures, ServedTarget, served_texts
 from .data.store import StoredFeatures
 from .evaluation import held_out_prompts
 from .objectives import Objective
-from .parallel import on_main
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
     check(known)
     data, seed = folder / "data", run.seed
     tables = prepared_tables(
-        accelerator, run.data, target, data, seed, lambda identity: check({"data": identity})
+        run.data, target, data, seed, lambda identity: check({"data": identity})
     )
     identity = known | {"data": data_module.noted(data).identity}
     if isinstance(target, Target):
@@ -93,7 +93,7 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
         tables,
         identity,
         lambda objective, *_: ServedFeatures(target, objective.taps),
-        lambda taps: on_main(accelerator, lambda: served_texts(target, prompts, taps, longest)),
+        lambda taps: on_first(lambda: served_texts(target, prompts, taps, longest)),
     )
 
 
@@ -103,14 +103,13 @@ def identity_of(fingerprint: Fingerprint) -> JsonObject:
 
 
 def prepared_tables(
-    accelerator: Accelerator,
     data: Data,
     target: TargetSource,
     folder: Path,
     seed: int,
     check: Callable[[str], None],
 ) -> data_module.Tables:
-    """Return the tables in `folder`, which the main process builds if they are not there.
+    """Return the tables in `folder`, which the first rank builds if they are not there.
 
     `check` is called there with their identity before they are written. Raises `UserError` on every
     rank if the data cannot be used; see `tables.prepare`.
@@ -120,7 +119,7 @@ def prepared_tables(
         # What it returned would be sent to every rank, and each reads the files.
         data_module.prepare(data, target, folder, seed, check)
 
-    on_main(accelerator, prepare)
+    on_first(prepare)
     return data_module.load(folder)
 
 
@@ -158,7 +157,7 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
                 "or extract again"
             )
     target = load_stored(store, str(accelerator.device))
-    on_main(accelerator, lambda: check_named_target(run.target, target, store))
+    on_first(lambda: check_named_target(run.target, target, store))
     identity = {**identity_of(manifest.target), "data": manifest.tables}
     check(identity)
     said = "features of %s from %s, and its data: data.sources of this config are not read"

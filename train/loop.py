@@ -29,6 +29,7 @@ from ..heads.files import JsonObject, check_output_folder, whole_file
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
+from ..inference.targets.ranks import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
@@ -48,7 +49,6 @@ from .parallel import (
     load_models_whole,
     log_engine,
     make_accelerator,
-    on_main,
     only_launch,
 )
 from .profiling import profiler
@@ -71,7 +71,7 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     accelerator = make_accelerator(run)
     log_engine(accelerator)
     load_models_whole(accelerator)
-    with only_launch(accelerator, run.out):
+    with only_launch(run.out):
         return _train(run, method, accelerator)
 
 
@@ -80,7 +80,7 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
-    resume_from = on_main(accelerator, lambda: find_resume(folder, run))
+    resume_from = on_first(lambda: find_resume(folder, run))
     if resume_from is not None:
         accelerator.gradient_accumulation_steps = resumed_accumulation(
             run, folder, resume_from, accelerator
@@ -140,7 +140,7 @@ def resumed_accumulation(
     checkpoint (another engine, or another number of ranks under DeepSpeed), or if its ranks cannot
     share the rows evenly.
     """
-    before = on_main(accelerator, lambda: folder.state_of(step))
+    before = on_first(lambda: folder.state_of(step))
     ranks, rows = accelerator.num_processes, before.rows_per_step
     if before.engine != (now := engine_of(accelerator)):
         raise UserError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..heads.errors import UserError, first_line
 from ..heads.locks import only_writer
+from ..inference.targets.ranks import on_first
 from .config import Optim, RunConfig
 from .objectives import TrainingModule
 
@@ -31,8 +32,6 @@ T = TypeVar("T")
 COLLECTIVES = timedelta(minutes=30)
 """Longest wait in a collective operation. All ranks do the same work, evaluations and checkpoints
 included: one that has not come by then has failed."""
-PREPARING = timedelta(hours=6)
-"""Longest wait for what the main process does alone, such as preparing the data (`on_main`)."""
 
 
 def time_limit() -> InitProcessGroupKwargs:
@@ -101,7 +100,6 @@ def log_engine(accelerator: Accelerator) -> None:
 
 
 _groups: list[Any] = []
-_patient: list[Any] = []  # the default group, and one of the same ranks that waits for longer
 
 
 def end_training(accelerator: Accelerator) -> None:
@@ -225,44 +223,13 @@ def norm_of(found: Any) -> float:
     return float(found)
 
 
-def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """Run `work` on the main process and return its result on every rank; all ranks call this.
-
-    Its `UserError` is raised on every rank too. Otherwise the others would wait for the main
-    process, which has ended.
-    """
-    outcome: list[Any] = [None, None]  # result, error message
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = work()
-        except UserError as error:
-            outcome[1] = str(error)
-    # A collective operation, which every rank has to reach: hence the `try` above.
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(outcome, 0, _patient_group())
-    if outcome[1] is not None:
-        raise UserError(outcome[1])
-    return outcome[0]
-
-
-def _patient_group() -> Any:
-    """Return the group of all ranks that waits as long as `PREPARING`; all ranks call this.
-
-    It is of gloo, which notices at once if a process has ended, and lets no GPU wait.
-    """
-    world = torch.distributed.group.WORLD
-    if not _patient or _patient[0] is not world:
-        _patient[:] = world, torch.distributed.new_group(backend="gloo", timeout=PREPARING)
-    return _patient[1]
-
-
 @contextmanager
-def only_launch(accelerator: Accelerator, folder: str) -> Iterator[None]:
-    """Keep other launches from writing `folder`; all ranks call this, the main process locks it.
+def only_launch(folder: str) -> Iterator[None]:
+    """Keep other launches from writing `folder`; all ranks call this, the first locks it.
 
     Raises `UserError` on every rank if another launch has it.
     """
     remedy = "wait until that has ended, or choose another --out"
     with ExitStack() as held:
-        on_main(accelerator, lambda: held.enter_context(only_writer(Path(folder), True, remedy)))
+        on_first(lambda: held.enter_context(only_writer(Path(folder), True, remedy)))
         yield

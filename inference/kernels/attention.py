@@ -11,8 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Numbers that change with the tree: Triton would compile a kernel more for 1 and multiples of 16.
+OF_TREES = ["count", "undecided", "visible_row", "depths_row"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=OF_TREES)
 def attend(
     queries,
     keys,
@@ -156,7 +159,7 @@ def _over(
     return new, total * shrunk + tl.sum(weights, 1), gained
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def merge(
     parts,
     logs,

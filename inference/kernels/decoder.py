@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from ..rounds.attention import FEW
 from ..rounds.cache import TreeCache
 from ..targets.fused import FusedDecoder, FusedLayer, FusedNorm
 from ..targets.masks import Pass
 from . import operators
+from .trial import attention_fault
 
 
 class KernelDecoder(FusedDecoder):
@@ -35,6 +37,21 @@ class KernelDecoder(FusedDecoder):
         norms = [norm for layer in self.layers for norm in (layer.q_norm, layer.k_norm)]
         equal = len({norm.eps for norm in norms if isinstance(norm, FusedNorm)}) <= 1
         return equal and operators.usable(device, dtype)
+
+    def attention_fault(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Return why the kernel of attention is wrong for these layers; empty: it is not."""
+        sizes = {(layer.heads, layer.kv_heads, layer.size) for layer in self.layers}
+        windows = {self._windows[kind] is not None for kind in self._kinds}
+        return attention_fault(sorted(sizes), sorted(windows), dtype, device)
+
+    def takes(self, ids: Tensor) -> bool:
+        """Return True if the nodes `ids` `[B, N]` of a tree are run by the kernels.
+
+        A model may have been moved, or been given another type, since its trial.
+        """
+        if not self.takes_trees or ids.shape[1] > FEW:
+            return False
+        return operators.usable(ids.device, self._norm.weight.dtype)
 
     def __call__(
         self,

@@ -55,7 +55,7 @@ def gate(gate_up, gated, size, BLOCK: tl.constexpr):
     tl.store(gated + row * size + at, (active * second).to(kind), mask=real)
 
 
-@triton.jit(do_not_specialize=["staged"])
+@triton.jit(do_not_specialize=["count", "staged", "table_row"])
 def rotate(
     qkv,
     cosines,

@@ -24,10 +24,16 @@ INTERPRETED_PROCESSORS = 8
 
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the kernels can run on tensors of this kind."""
-    fits = device.type in DEVICES and dtype in FLOATS
-    if fits and device.type == "cuda" and torch.cuda.is_available():
-        fits = torch.cuda.get_device_capability(device) >= (8, 0)  # before, registers are spilled
-    return fits and importlib.util.find_spec("triton") is not None
+    return device.type in DEVICES and dtype in FLOATS and _new_enough(device)
+
+
+@lru_cache(maxsize=16)
+def _new_enough(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # before, registers are spilled
 
 
 def power_of_two(number: int) -> int:
@@ -57,6 +63,11 @@ def parts_of(capacity: int, programs: int, processors: int) -> int:
     wanted = -(-2 * processors // programs)
     most = max(1, min(wanted, capacity // FEWEST_SLOTS, MOST_PARTS))
     return 1 << (most.bit_length() - 1)  # few numbers: kernels are compiled for each
+
+
+def most_parts(programs: int, device: torch.device) -> int:
+    """Return the parts of the keys of the longest buffer, see `parts_of`."""
+    return parts_of(MOST_PARTS * FEWEST_SLOTS, programs, _processors(device))
 
 
 @lru_cache(maxsize=16)

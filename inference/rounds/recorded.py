@@ -179,12 +179,13 @@ class RecordedRound:
     def _record(self, body: Callable[[], Accepted]) -> Accepted | None:
         """Record a round; None where that is not possible, and rounds go on as they are.
 
-        A model that asks the host for a number cannot be recorded, and CUDA says so.
+        A model that asks the host for a number cannot be recorded, and CUDA says so. Its operators
+        have run twice before: what fails is the recording, in whatever library.
         """
         try:
             with self.outside:
                 self._accepted = self._recorder.record(body)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001
             log.warning("rounds are not recorded as a CUDA graph: %s", first_line(error))
         return self._accepted
 

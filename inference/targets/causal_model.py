@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ..kernels.decoder import KernelDecoder
-from ..rounds.attention import FEW
 from ..rounds.cache import KeptCache, TreeCache
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
@@ -160,6 +159,7 @@ class CausalModel(ModelHead):
         if self.fused.kernels_fit(self.dtype, self.device):
             self.fused.takes_trees = True
             reason = self._failed(expected)
+            reason = reason or self.fused.attention_fault(self.dtype, self.device)
             if not reason:
                 return
             log.info("%s: the kernels for trees are not used: %s", self._called, reason)
@@ -196,9 +196,7 @@ class CausalModel(ModelHead):
         return ""
 
     def _kernels_take(self, ids: Tensor) -> bool:
-        """Return True if nodes `ids` `[B, N]` of a tree are run by the kernels."""
-        fused = self.fused
-        return fused is not None and fused.takes_trees and ids.shape[1] <= FEW
+        return self.fused is not None and self.fused.takes(ids)
 
     def pack(self) -> None:
         """Pack matrices for a CPU where a short measurement finds that faster.

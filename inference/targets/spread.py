@@ -8,7 +8,7 @@ every forward pass is a collective operation of all ranks.
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from ...heads.errors import UserError
 from ...heads.fingerprint import weights_hash
 from ...heads.pretrained import make_causal_lm, read_causal_lm, read_config
+from .ranks import on_first
 from .target_files import read_model
 
 
@@ -83,7 +84,7 @@ def _split_within_layers(path: str, options: dict[str, Any]) -> tuple[Any, str |
     model.set_output_embeddings(output)
     # The hash takes elements of whole tensors, which no rank holds any more: the first rank reads
     # the model once more, into host memory.
-    return model, _on_first(lambda: weights_hash(read_causal_lm(path, **options)))
+    return model, on_first(lambda: weights_hash(read_causal_lm(path, **options)))
 
 
 def _whole(weight: Any) -> torch.Tensor:
@@ -103,8 +104,14 @@ def _sharded_by_layer(
     from torch.distributed.fsdp import fully_shard
 
     first = torch.distributed.get_rank() == 0
-    source: Any = read_model(path, options) if first else None
-    config, dtype, digest = _on_first(lambda: (source.config, source.dtype, weights_hash(source)))
+    source: Any = None
+
+    def read() -> tuple[Any, torch.dtype, str]:
+        nonlocal source
+        source = read_model(path, options)
+        return source.config, source.dtype, weights_hash(source)
+
+    config, dtype, digest = on_first(read)
     # Shapes without memory: no rank holds the whole model, but the first its `source` on the host.
     with torch.device("meta"):
         model: Any = make_causal_lm(config, options["trust_remote_code"], dtype=dtype)
@@ -133,7 +140,7 @@ def _sharded_by_layer(
         torch.distributed.broadcast(buffer, 0)
     if first:
         model.generation_config = source.generation_config
-    model.generation_config = _on_first(lambda: model.generation_config)
+    model.generation_config = on_first(lambda: model.generation_config)
     return model, digest
 
 
@@ -145,10 +152,3 @@ def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     raise UserError(
         f"cannot find the {count} layers of {type(decoder).__name__}, whose form is not known here"
     )
-
-
-def _on_first(work: Any) -> Any:
-    """Call `work` on the first rank, and return its result on all ranks. All ranks call this."""
-    result = [work() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(result, 0)
-    return cast(Any, result[0])

@@ -8,18 +8,19 @@ from datetime import timedelta
 
 from accelerate import Accelerator
 
+from draftsmith.inference.targets import ranks
 from draftsmith.train import parallel
 
 
 def main() -> None:
-    parallel.COLLECTIVES, parallel.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
+    parallel.COLLECTIVES, ranks.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
     accelerator = Accelerator(kwargs_handlers=[parallel.time_limit()])
 
     def prepare() -> str:
         time.sleep(8)
         return "prepared"
 
-    print(parallel.on_main(accelerator, prepare), flush=True)
+    print(ranks.on_first(prepare), flush=True)
     if accelerator.is_main_process:
         begin = time.monotonic()
         try:

@@ -33,6 +33,7 @@ from ...heads.fingerprint import changed_numbers
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
+from ...inference.targets.ranks import on_first
 from ...inference.targets.stored import (
     MANIFEST,
     SAMPLE_FILE,
@@ -66,7 +67,7 @@ from ..evaluation import held_out_prompts, write_text
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import method_for, method_named
-from ..parallel import load_models_whole, on_main, only_launch, time_limit
+from ..parallel import load_models_whole, only_launch, time_limit
 from ..provenance import provenance
 from .options import ExtractOptions as Options
 
@@ -91,7 +92,7 @@ def run(options: Options) -> None:
     check_before_loading(config)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
     load_models_whole(accelerator)
-    with only_launch(accelerator, options.out):
+    with only_launch(options.out):
         target = target_for(config, options, accelerator)
         taps, all_last = method.features_of(config, target)
         layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
@@ -130,23 +131,21 @@ class Extraction:
         def check(identity: str) -> None:
             refuse_another(store, self.facts(identity))
 
-        tables = prepared_tables(
-            self.accelerator, config.data, target, store / "data", config.seed, check
-        )
+        tables = prepared_tables(config.data, target, store / "data", config.seed, check)
         # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does
         # for both, whatever the training run will have.
         batches = Batches(
             tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed
         )
         judged = None
-        if target.together and not on_main(self.accelerator, (store / MANIFEST).is_file):
+        if target.together and not on_first((store / MANIFEST).is_file):
             # All ranks have to take part in the target's forward passes, so its replies are written
             # here and not within `begin`, which only the main process runs.
             judged = self.judge_texts(tables, batches)
-        on_main(self.accelerator, lambda: self.begin(tables, batches, judged))
+        on_first(lambda: self.begin(tables, batches, judged))
         if layout.ring is not None:
             # The note that a former training run is done would end this extractor at once.
-            on_main(self.accelerator, lambda: announce(store, 0) if wanted(store)[1] else None)
+            on_first(lambda: announce(store, 0) if wanted(store)[1] else None)
         if isinstance(target, ServedTarget):
             source: FeatureSource = ServedFeatures(target, layout.taps)
         else:
@@ -258,7 +257,7 @@ class Extraction:
         if whole:
             # One list for all: the disk changes as soon as the first worker begins. A second call
             # divides what a lost worker left among all of them.
-            missing = on_main(self.accelerator, lambda: missing_shards(store, shards))
+            missing = on_first(lambda: missing_shards(store, shards))
             assigned = assigned_shards(missing, rank, ranks, together)
         else:
             assigned = ((index, True) for index in shards_of_ring(store, layout, rank, ranks))

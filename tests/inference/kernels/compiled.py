@@ -59,7 +59,8 @@ class Compiler:
             else:
                 signature[name], constants[name] = "constexpr", value
             multiple = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
-            if multiple and signature[name] != "constexpr" and name != "staged":
+            special = multiple and name not in (function.do_not_specialize or ())
+            if special and signature[name] != "constexpr":
                 aligned[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(function, signature, constants, aligned)
         made = triton.compile(source, target=self.target, options=settings)
@@ -118,8 +119,8 @@ def attend(count: int, size: int, dtype: torch.dtype, window: int) -> None:
         torch.zeros(1, dtype=torch.long),
     )
     depths = torch.zeros(1, count, dtype=torch.long)
-    for window in (0, 1024) if count == 8 else (0,):
-        operators.attend(queries, keys, keys, starts, visible, depths, window, 9)
+    parts = {1: 64, 8: 32, 60: 8}[count]
+    operators.attend(queries, keys, keys, starts, visible, depths, window, parts)
 
 
 def layer(dtype: torch.dtype) -> None:

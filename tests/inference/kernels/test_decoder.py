@@ -92,9 +92,31 @@ def test_kernels_that_fail_are_left_out(
     assert target.fused is not None and not takes_trees(target)
     assert "no gcc" in caplog.text
 
-    other, right = architecture("llama", dtype=torch.float32), operators.attend
+    far, right = architecture("llama", dtype=torch.float32), operators.attend
+    with monkeypatch.context() as patched:  # wrong where the model's own short trial does not come
+
+        def forgets(*given: Any) -> Any:
+            return right(*given) * (1 - 0.01 * (given[3] > 200)[:, None, None])
+
+        patched.setattr(operators, "attend", forgets)
+        far.fuse(move=True)
+    assert far.fused is not None and not takes_trees(far)
+    assert "attention of 1 nodes differs from torch's by 1.0e-02" in caplog.text
+
+    other = architecture("llama", dtype=torch.float32)
     with monkeypatch.context() as patched:
         patched.setattr(operators, "attend", lambda *given: 1.01 * right(*given))
         other.fuse(move=True)
     assert other.fused is not None and not takes_trees(other)
     assert "differs from transformers'" in caplog.text
+
+
+def test_a_model_that_is_cast_after_its_trial_runs_without_them(interpreted: None) -> None:
+    """Kernels know no float64."""
+    target = architecture("llama", dtype=torch.float32)
+    target.fuse(move=False)
+    assert takes_trees(target)
+    target.model.double()
+    ids = torch.randint(3, 100, (1, 5), generator=torch.Generator().manual_seed(0))
+    assert not target.fused.takes(ids)  # type: ignore[union-attr]
+    assert states_of(target, ids, [5])[1].last.dtype == torch.float64

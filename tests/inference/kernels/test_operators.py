@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from draftsmith.heads.rotary import rotate
 from draftsmith.inference.kernels import operators
+from draftsmith.inference.kernels.trial import slots_seen
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -150,6 +151,7 @@ def test_attention_over_a_tree(
     depths = torch.randint(0, 4, (rows, count))
     depths[:, 0] = 0
     see = visible_to(starts, visible, depths, window, 180)
+    assert torch.equal(slots_seen(starts, visible, depths, window, 180), see)
     expected = scaled_dot_product_attention(
         queries.transpose(1, 2), keys, values, attn_mask=see[:, None], enable_gqa=True
     )

@@ -230,7 +230,7 @@ class StoredFeatures:
     def features(self, batch: Batch) -> Features:
         """Return a batch with its stored features, waiting for the extractor of a ring.
 
-        Raises `UserError` for a shard that is missing or damaged.
+        Raises `UserError` for a shard that is missing or damaged, or holds other rows.
         """
         device, dtype = self._target.device, self._target.dtype
         shape = (*batch.ids.shape, self._target.hidden_size)
@@ -247,10 +247,14 @@ class StoredFeatures:
             shard = self._shard(index)
             for name in names:
                 row = shard.row(name, row_in_shard).to(dtype)
-                if name == "last":
-                    states[name][r, has_last[r]] = row
-                else:
-                    states[name][r, : len(row)] = row
+                there = has_last[r] if name == "last" else batch.documents[r] != PADDING
+                if len(row) != there.sum():
+                    raise UserError(
+                        f"{shard_path(self._store, index)} holds {len(row)} states of a row of "
+                        f"which {int(there.sum())} are needed: manifest and shards are not of one "
+                        f"store; {AGAIN}"
+                    )
+                states[name][r, there] = row
         last, *taps = (send(states[name], device) for name in names)
         return Features(batch, last, tuple(taps))
 

@@ -7,7 +7,7 @@
 Each checkout decodes in a process of its own, which loads the target and all drafters once. Every
 prompt is decoded by every checkout before the next one, `--repeats` times; the run of median CPU
 time counts. `--load` gives options of `draftsmith.inference.load`, such as '{"compile": true}', for
-one more entry of the last checkout named before it. The texts are compared too. `--count` counts
+one more entry of each checkout. The texts are compared too. `--count` counts
 operators of torch and calls in Python of a round, which do not depend on what else the machine
 does.
 """
@@ -51,7 +51,7 @@ def main() -> None:
         return
     ways = [(checkout, {}) for checkout in arguments.checkout]
     for options in arguments.load:
-        ways.append((arguments.checkout[-1], json.loads(options)))
+        ways += [(checkout, json.loads(options)) for checkout in arguments.checkout]
     report(arguments, ways)
 
 

@@ -6,6 +6,7 @@
 # LLAMACPP_PYTHON takes an environment that is there already.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+extras=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 LLAMACPP_PYTHON=${LLAMACPP_PYTHON:-$(scripts/llamacpp/environment.sh)}
 export LLAMACPP_PYTHON HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 DRAFTSMITH_TABLE=${DRAFTSMITH_TABLE:-runs/llamacpp/table.md}

@@ -5,6 +5,7 @@
 # VLLM_PYTHON takes an environment that is there already.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+extras=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 VLLM_PYTHON=${VLLM_PYTHON:-$(scripts/vllm/environment.sh)}
 export VLLM_PYTHON HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 DRAFTSMITH_TABLE=${DRAFTSMITH_TABLE:-runs/vllm/table.md}

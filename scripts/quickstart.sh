@@ -9,11 +9,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=${ACCELERATE_USE_CPU:-true}
 
 target=scripts/quickstart/target
+cores=$(python -c 'import os; print(os.cpu_count())') # there is no nproc on macOS
 run=runs/quickstart
 started=$SECONDS
 say() { printf '\n[%3ds] %s\n' $((SECONDS - started)) "$*" >&2; }
 train() {
-    accelerate launch --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$(nproc)}" --num_processes 1 --num_machines 1 \
+    accelerate launch --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$cores}" --num_processes 1 --num_machines 1 \
         --mixed_precision no --dynamo_backend no -m draftsmith.train "$1" --config "configs/$1/quickstart.yaml"
 }
 

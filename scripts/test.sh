@@ -3,6 +3,7 @@
 # With --all, the full counts (two hours on two cores):    ./scripts/test.sh --all
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+extras=dev
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 select="not full and not gpu and not peers"

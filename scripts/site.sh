@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Build the documents as a site, with an API reference from the docstrings; a dead link or anchor ends it.
+#     ./scripts/site.sh [OUT]       # site, if not given
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+if [[ "${1:-}" == -* ]]; then
+    echo "error: $1 is not known here; there is only --help" >&2
+    exit 2
+fi
+extras=dev
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+out=$(python -c 'import os, sys; print(os.path.abspath(sys.argv[1]))' "${1:-site}")
+# Documents link to files outside of docs/: a copy with the same folders keeps all links as they are.
+source_folder=$(mktemp -d)
+trap 'rm -rf "$source_folder"' EXIT
+mkdir "$source_folder/pages"
+git ls-files -z -- '*.md' '*.yaml' '*.png' '*.ipynb' '*.sh' '*.py' LICENSE CITATION.cff 'scripts/slurm/*' 'scripts/docker/*' |
+    grep -zv -E '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
+# Blocks that tests run are marked as such, which this Markdown does not take for blocks.
+find "$source_folder/pages" -name '*.md' | xargs perl -pi -e 's/^```(bash|python) runnable$/```$1/'
+cp scripts/site/api.md "$source_folder/pages/docs/"
+cp scripts/site/mkdocs.yml "$source_folder/mkdocs.yml"
+NO_MKDOCS_2_WARNING=1 PYTHONPATH="$root" python -m mkdocs build --strict --quiet -f "$source_folder/mkdocs.yml" -d "$out"
+echo "wrote $out/index.html" >&2

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .heads.exchange.hub import Drafter as Drafter
     from .inference.api import Decoder as Decoder
     from .inference.api import Reply as Reply
+    from .inference.proposer import Proposer as Proposer
     from .inference.settings import Sampling as Sampling
     from .train.commands.python import evaluate as evaluate
     from .train.commands.python import export as export
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Decoder": ".inference.api",
     "Drafter": ".heads.exchange.hub",
+    "Proposer": ".inference.proposer",
     "Reply": ".inference.api",
     "Sampling": ".inference.settings",
     "UserError": ".heads.errors",
@@ -42,8 +44,8 @@ _MODULES = {
     "load": ".train.commands.python",
 }
 __all__ = [
-    "Decoder", "Drafter", "Reply", "Sampling", "UserError", "__version__", "evaluate", "export",
-    "load", "train",
+    "Decoder", "Drafter", "Proposer", "Reply", "Sampling", "UserError", "__version__", "evaluate",
+    "export", "load", "train",
 ]  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
+from ..heads.files import JsonObject
 from .conversations.formats import Conversation, RowError, conversation_of
-from .conversations.rows import prompt_ids
+from .conversations.rows import check_template_kwargs, prompt_ids
 from .decode import Generation, Request, Round, Step, decode, generate
 from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer
@@ -248,6 +249,7 @@ class Decoder:
         samples: int = 1,
         stop: str | Sequence[str] = (),
         raw: bool = False,
+        chat_template_kwargs: JsonObject | None = None,
         batch_size: int = MAX_BATCH,
         ignore_eos: bool = False,
         **sampling: Any,
@@ -255,7 +257,8 @@ class Decoder:
         """Decode one prompt to a `Reply`, or a list of prompts to a list of replies.
 
         With `samples` above 1 the result is a list: the samples of the first prompt, then those of
-        the second. Words are put into the target's chat template if it has one, unless `raw`.
+        the second. Words are put into the target's chat template if it has one, unless `raw`;
+        `chat_template_kwargs` are its variables, such as enable_thinking.
         A tokenizer's output can be given in place of prompts: `generate(**tokenizer(texts))`.
         `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
         what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
@@ -271,7 +274,7 @@ class Decoder:
         stops = _stops(stop)
         if input_ids is not None:
             prompts = _without_padding(prompts, input_ids, attention_mask)
-        requests, single = self._requests(prompts, raw, samples)
+        requests, single = self._requests(prompts, raw, chat_template_kwargs, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         generations: list[Generation] = []
         for start in range(0, len(requests), batch_size):
@@ -289,6 +292,7 @@ class Decoder:
         *,
         stop: str | Sequence[str] = (),
         raw: bool = False,
+        chat_template_kwargs: JsonObject | None = None,
         **sampling: Any,
     ) -> Stream:
         """Return an iterator over the text of one reply, or of a batch, as it is decided.
@@ -303,7 +307,7 @@ class Decoder:
         True
         """
         settings, stops = _known(Sampling, sampling), _stops(stop)
-        requests, single = self._requests(prompts, raw)
+        requests, single = self._requests(prompts, raw, chat_template_kwargs)
         steps = decode(self.target, self.proposer, requests, max_new_tokens, settings, None, stops)
         return Stream(steps, requests, self, stops, single)
 
@@ -311,20 +315,27 @@ class Decoder:
         """Return `stream` as an asynchronous iterator; arguments and errors are the same."""
         return AsyncStream(self.stream(*arguments, **options))
 
-    def _requests(self, prompts: Any, raw: bool, samples: int = 1) -> tuple[list[Request], bool]:
+    def _requests(
+        self, prompts: Any, raw: bool, template_kwargs: JsonObject | None, samples: int = 1
+    ) -> tuple[list[Request], bool]:
         """Return the requests for prompts, and True for one that is in no list; or `UserError`."""
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
         single = _is_one(given)
         requests = []
         for i, prompt in enumerate([given] if single else given):
-            ids = self.encode(prompt, raw)
+            ids = self.encode(prompt, raw, template_kwargs)
             requests += [Request(ids, i, sample) for sample in range(samples)]
         if not requests:
             raise UserError("there is no prompt; give at least one")
         return requests, single
 
-    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Return a prompt's token ids; `raw` words get no chat template. Raises `UserError`."""
+    def encode(
+        self, prompt: Prompt, raw: bool = False, template_kwargs: JsonObject | None = None
+    ) -> list[int]:
+        """Return a prompt's token ids; `raw` words get no chat template.
+
+        `template_kwargs` are variables of the chat template. Raises `UserError`.
+        """
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
         if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
             # a mapping is what a tokenizer returns
@@ -351,6 +362,8 @@ class Decoder:
                 "of something else"
             )
         try:
+            check_template_kwargs(template_kwargs or {})
+            conversation = conversation.with_arguments(template_kwargs or {})
             return prompt_ids(conversation, self.target.tokenizer, self.target.name)
         except RowError as error:
             raise UserError(f"a prompt cannot be encoded: {error}") from error

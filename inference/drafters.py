@@ -22,6 +22,7 @@ from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
+from .own_drafters import check_own, is_own, make_own
 from .proposer import Proposer
 from .settings import DTYPES, dtype_named
 from .targets.packed import pack_drafter
@@ -103,8 +104,8 @@ MODEL_FOLDER = Kind(
 """Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
-    f"a drafter's folder, a small model's folder, or one of {', '.join(UNTRAINED)}; settings "
-    "follow a colon: ngram:length=8"
+    f"a drafter's folder, a small model's folder, one of {', '.join(UNTRAINED)}, or "
+    "module:Class of your own; settings follow a colon: ngram:length=8"
 )
 
 WHOLE_NUMBERS = ("length", "width", "nodes", "slots", "layers", *LOOKUP_SETTINGS)
@@ -125,8 +126,9 @@ class Given(NamedTuple):
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Split `name[:key=value,...]` into name and settings. Raises `UserError`."""
     name, colon, rest = spec.rpartition(":")
-    # A colon may belong to a path: what follows it is settings only if it looks like them.
-    if not colon or "=" not in rest or "/" in rest:
+    # A colon may belong to a path: what follows it is settings only if it looks like them. Those
+    # of a drafter of another package may be paths.
+    if not colon or "=" not in rest or ("/" in rest and not is_own(name)):
         return spec, {}
     settings: dict[str, Any] = {}
     for item in rest.split(","):
@@ -166,13 +168,42 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     kind can have. The files of a folder are judged when it is loaded.
     """
     name, settings = parse_spec(str(spec))
-    if name not in UNTRAINED and not Path(name).is_dir():
+    first = name.partition(":")[0]
+    if first in UNTRAINED and first != name:
+        raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
+    if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
-    if settings and (kind := kind_of(name)) is not None:
+    check_name(name, settings.get("name"))
+    if is_own_drafter(name):
+        check_own(name, {key: value for key, value in settings.items() if key != "name"})
+    elif settings and (kind := kind_of(name)) is not None:
         check_settings(kind, name, settings)
     return name, settings
+
+
+def is_own_drafter(name: str) -> bool:
+    """Return True for a drafter of another package (`own_drafters`), not a name or folder here."""
+    return name not in UNTRAINED and not Path(name).is_dir() and is_own(name)
+
+
+def refuse_own(spec: str, what: str) -> None:
+    """Raise `UserError` if `spec` is a drafter of another package, which `what` cannot take."""
+    name, _ = parse_spec(spec)
+    if is_own_drafter(name):
+        raise UserError(f"{what} knows the trees of draftsmith's own drafters only, not {name}")
+
+
+def check_name(drafter: str, name: str | None) -> None:
+    """Raise `UserError` for a name, given by a user, that tables cannot show."""
+    if name is not None and not NAME.fullmatch(name):
+        raise UserError(
+            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
+            "+, at most 40"
+        )
+    if name in (*UNTRAINED, "plain"):
+        raise UserError(f"drafter {drafter}: name={name} is another drafter's; choose another")
 
 
 def kind_of(name: str) -> Kind | None:
@@ -200,13 +231,7 @@ def trained_kind(method: str) -> Kind | None:
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
     """Raise `UserError` for settings that no drafter of this kind can have."""
     made = kind.split(drafter, settings)
-    if (name := made.pop("name", None)) is not None and not NAME.fullmatch(name):
-        raise UserError(
-            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
-            "+, at most 40"
-        )
-    if name in (*UNTRAINED, "plain"):
-        raise UserError(f"drafter {drafter}: name={name} is another drafter's; choose another")
+    made.pop("name", None)
     check_drafter_dtype(settings.get("dtype"))
     for key, value in settings.items():
         if key in WHOLE_NUMBERS:
@@ -251,6 +276,12 @@ def load_proposer(
     name, settings = check_spec(spec)
     settings.pop("name", None)
     named = ",".join(f"{key}={value}" for key, value in settings.items())
+    if is_own_drafter(name):
+        if tuned is not None:
+            refuse_own(name, "a profile, tune or --like")
+        own = make_own(name, settings, target)
+        own.given = Given(spec)
+        return own
     settings |= tuned or {}
     chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}

@@ -186,6 +186,8 @@ SHELL_SCRIPTS: dict[str, str | None] = {
     "quickstart/make_drafters.sh": None,
     "bench/gpu_wheels.sh": "--out",
     "bench/peers/environments.sh": "--folder",
+    "equal_data.sh": "--seeds",
+    "site.sh": "--open",
     "test.sh": None,
     "types.sh": None,
 }

@@ -14,7 +14,7 @@ import yaml
 
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
-from ..inference.settings import BadRows, Sampling, TargetConfig, check_url
+from ..inference.settings import BadRows, Rule, Sampling, TargetConfig, check_url
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
@@ -148,6 +148,11 @@ class Evaluation:
     """Largest number of tokens of a reply."""
     tree_nodes: int = 16
     """Number of drafted nodes of the tree that is decoded with."""
+    chain: bool = False
+    """Decode with a chain, as most engines draft, in place of that tree."""
+    temperature: float = 0.0
+    """Temperature of the replies; 0 is greedy decoding. Above it the drafts are the drafter's best
+    tokens, as most engines choose them."""
     patience: int = 0
     """Number of evaluations without a better measured tau after which training stops; 0 never stops
     early."""
@@ -162,6 +167,16 @@ class Evaluation:
             )
         if self.patience < 0:
             raise UserError("evaluation.patience must be at least 0")
+        _ = self.sampling  # has its settings checked
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling of the target's replies, and of decoding them with the drafter."""
+        # In decoding, a repetition penalty from the target's own config would change the target's
+        # choices; replay knows nothing of it, so the two would differ. Under `match` a replay that
+        # drafts the best tokens along a reply counts the rounds of decoding it.
+        rule: Rule = "match" if self.temperature else "auto"
+        return Sampling(self.temperature, repetition_penalty=1.0, rule=rule)
 
 
 @dataclass

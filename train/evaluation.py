@@ -1,10 +1,10 @@
 """Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
-The texts are the target's own greedy replies to held-out prompts, written by the same loop that
-measures. Two pairs of taus have to agree (`warn_of_differences`): `tau_training`, replayed from
-what the training pass computes, and `tau_drafted`, drafted along the text on the same features;
-`tau_estimated`, drafted along the text as decoding would, and `tau_measured`, decoded with the
-saved artifact. The second pair is logged (docs/metrics.md#training-metrics).
+The texts are the target's own replies to held-out prompts, greedy ones by default, written by the
+same loop that measures. Two pairs of taus have to agree (`warn_of_differences`): `tau_training`,
+replayed from what the training pass computes, and `tau_drafted`, drafted along the text on the same
+features; `tau_estimated`, drafted along the text as decoding would, and `tau_measured`, decoded
+with the saved artifact. The second pair is logged (docs/metrics.md#training-metrics).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
 from ..inference.console import Progress
 from ..inference.conversations.choice import alternately, described
-from ..inference.decode import generate_one
+from ..inference.decode import Request, generate_one
 from ..inference.drafters import load_proposer, proposer_of
 from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
@@ -38,7 +38,6 @@ from ..inference.metrics import (
 )
 from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
-from ..inference.settings import Sampling
 from ..inference.targets.causal_model import Hidden
 from ..inference.targets.stored import HeldOutPrompt, HeldOutText
 from ..inference.targets.target import Target, TargetSource
@@ -48,9 +47,6 @@ from .method import AnyMethod
 
 log = logging.getLogger(__name__)
 
-# In decoding, a repetition penalty from the target's own config would change the target's choices;
-# replay knows nothing of it, so the two would differ.
-SAMPLING = Sampling(repetition_penalty=1.0)
 PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
 
 
@@ -88,11 +84,13 @@ class Measurement:
 
 @torch.no_grad()
 def write_text(
-    target: Target, prompt: HeldOutPrompt, taps: tuple[int, ...], max_new_tokens: int
+    target: Target, prompt: HeldOutPrompt, taps: tuple[int, ...], config: Evaluation
 ) -> HeldOutText:
-    """Return a prompt with the target's greedy reply and the features of both, on the CPU."""
-    start = prompt.token_ids
-    plain = generate_one(target, PlainDecoding(), start, max_new_tokens, sampling=SAMPLING)
+    """Return a prompt with the target's reply and the features of both, on the CPU."""
+    start, longest = prompt.token_ids, config.max_new_tokens
+    # Noise belongs to a request: prompts of different units have noise of their own.
+    request = Request(start, prompt.unit)
+    plain = generate_one(target, PlainDecoding(), request, longest, sampling=config.sampling)
     ids = start + plain.token_ids
     states = target.forward(torch.tensor([ids], device=target.device), taps=taps)
     return HeldOutText(ids, len(start), states.map(lambda x: x[0].cpu()), prompt.unit)
@@ -131,8 +129,7 @@ class HeldOutEvaluation:
             prompts = held_out_prompts(tables, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
-            longest = config.max_new_tokens
-            self.texts = [write_text(target, prompt, taps, longest) for prompt in progress]
+            self.texts = [write_text(target, prompt, taps, config) for prompt in progress]
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
 
@@ -168,9 +165,11 @@ class HeldOutEvaluation:
         for outcome, start in outcomes:
             by_root = self._method.accepted_by_root(outcome, artifact.calibration)
             trained.append(replay(by_root, start, len(by_root)))
-        emitted = self._replay(artifact)
-        # Otherwise the proposer's defaults already draft what the training pass computes.
-        drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
+        chain = self._config.chain
+        emitted = self._replay(artifact, **({"width": 1} if chain else {}))
+        drafted = emitted
+        if chain != self._method.replays_chain:  # what the training pass computes
+            drafted = self._replay(artifact, **({} if chain else {"width": 1}))
         # A round emits its accepted drafts and the bonus token.
         accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
         return Estimate(
@@ -196,15 +195,16 @@ class HeldOutEvaluation:
         """
         if not isinstance(self._target, Target):
             return None
-        proposer = load_proposer(drafter_folder, self._target, log.warning)
+        chain = {"width": 1} if self._config.chain else None
+        proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
         for text in Progress(self.texts, desc="decoding held-out prompts"):
             generation = generate_one(
                 self._target,
                 proposer,
-                text.ids[: text.start],
+                Request(text.ids[: text.start], text.unit),
                 self._config.max_new_tokens,
-                sampling=SAMPLING,
+                sampling=self._config.sampling,
             )
             equal = generation.token_ids == text.ids[text.start :]
             results.append((text.unit, text.start, emitted_per_round(generation), equal))
@@ -272,7 +272,7 @@ def warn_of_differences(estimate: Estimate, measured: Measurement, dtype: torch.
             why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell "
             why += "them from a bug"
         log.warning(
-            "%d of %d held-out replies differ from the target's own greedy text: %s",
+            "%d of %d held-out replies differ from the target's own text: %s",
             measured.different,
             len(measured.emitted),
             why,

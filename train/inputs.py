@@ -87,13 +87,12 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
             target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
         )
     prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
-    longest = run.evaluation.max_new_tokens
     return Inputs(
         target,
         tables,
         identity,
         lambda objective, *_: ServedFeatures(target, objective.taps),
-        lambda taps: on_first(lambda: served_texts(target, prompts, taps, longest)),
+        lambda taps: on_first(lambda: served_texts(target, prompts, taps, run.evaluation)),
     )
 
 
@@ -162,9 +161,9 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
     check(identity)
     said = "features of %s from %s, and its data: data.sources of this config are not read"
     log.info(said, target.name, store)
-    for name, stored in manifest.held_out.items():
+    for name, stored in {"temperature": 0.0, **manifest.held_out}.items():
         if (wanted := getattr(run.evaluation, name, stored)) != stored:
-            said = "evaluation.%s is %d in the store, which is used, not %d"
+            said = "evaluation.%s is %g in the store, which is used, not %g"
             log.info(said, name, stored, wanted)
 
     main = accelerator.is_main_process

@@ -8,7 +8,7 @@ Spec-Bench `turns`; and the token-exact rows that `draftsmith data regenerate` w
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,10 @@ class Conversation:
     """Further turns of the user; the replies between them are still to be written."""
     cut: bool = False
     """True if the last reply ended before its end token, at the limit of its length."""
+
+    def with_arguments(self, template_kwargs: JsonObject) -> Conversation:
+        """Return it with arguments of the chat template for all rows, of which its own ones win."""
+        return replace(self, template_kwargs={**template_kwargs, **self.template_kwargs})
 
     def words(self) -> str:
         """Return the text of user and model, by which rows are compared for overlap.

@@ -45,18 +45,20 @@ def read_prompts(
     limit: int | None = None,
     split: str = "train",
     bad_rows: BadRows = "stop",
+    template_kwargs: JsonObject | None = None,
 ) -> list[Prompt]:
     """Read the prompts of any source that `sources.rows_of` reads, at most `limit`.
 
     With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
-    order of the file. `target_name` is the target's name in messages. Raises `UserError` if there
-    are no prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
+    order of the file. `target_name` is the target's name in messages, `template_kwargs` are
+    arguments of its chat template, of which those of a row win. Raises `UserError` if there are no
+    prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
     rows: list[tuple[str, JsonObject, Conversation]] = []
     for name, raw in rows_of(str(path), split):
         try:
-            conversation = conversation_of(raw)
+            conversation = conversation_of(raw).with_arguments(template_kwargs or {})
             rows.append((name, raw, conversation))
             units.add(raw, conversation)
         except RowError as error:

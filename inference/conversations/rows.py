@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ...heads.errors import UserError, first_line
-from ...heads.files import no_constant
+from ...heads.files import JsonObject, no_constant
 from ..settings import BadRows
 from .formats import Conversation, RowError
 
@@ -119,6 +122,17 @@ def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
             path,
             plain,
         )
+
+
+TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+TEMPLATE_ARGUMENTS |= {"messages"}
+"""Arguments of `apply_chat_template` itself, which are no variables of a template."""
+
+
+def check_template_kwargs(template_kwargs: JsonObject) -> None:
+    """Raise `UserError` for arguments of chat templates that are no variables of theirs."""
+    if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
+        raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
 
 
 def template_of(tokenizer: Any, name: str) -> str:

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from ...heads.errors import UserError
 from ...heads.files import check_json
 from ..conversations.prompts import Prompt, read_prompts
+from ..conversations.rows import check_template_kwargs
 from ..conversations.sources import source_files
 from ..drafters import check_spec
+from ..keys import headers_with_key
 from ..settings import TargetConfig, check_url
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
@@ -36,7 +38,9 @@ def check(options: Options) -> list[Setting]:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if (options.features is None) == (options.prompts is None):
         raise UserError("give either --target and --prompts to decode, or --features to replay")
-    only_decoding = ("temperatures", "batch_sizes", "spec_bench", "profile", "like")
+    only_decoding = (
+        "temperatures", "batch_sizes", "spec_bench", "profile", "like", "chat_template_kwargs"
+    )  # fmt: skip
     given = [name for name in only_decoding if getattr(options, name)]
     if options.features is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -73,6 +77,7 @@ def prompts_of(options: Options | TuneOptions, tokenizer: Any = None) -> list[Pr
     before the target is loaded. Raises `UserError`.
     """
     assert options.prompts is not None
+    check_template_kwargs(options.chat_template_kwargs)
     return read_prompts(
         options.prompts,
         tokenizer_of(options.target) if tokenizer is None else tokenizer,
@@ -80,6 +85,7 @@ def prompts_of(options: Options | TuneOptions, tokenizer: Any = None) -> list[Pr
         options.limit,
         options.split,
         options.bad_rows,
+        options.chat_template_kwargs,
     )
 
 
@@ -93,13 +99,15 @@ def tokenizer_of(config: TargetConfig) -> Any:
 def check_server(options: Options) -> None:
     """Raise `UserError` for options that do not go with `server`, or only with it."""
     if options.server is None:
-        if options.concurrency is not None or options.server_model is not None:
+        of_server = ("concurrency", "server_model", "server_api_key_file")
+        if given := [name for name in of_server if getattr(options, name) is not None]:
             raise UserError(
-                "--concurrency and --server-model are of a server; name it with --server "
+                f"--{given[0].replace('_', '-')} is of a server; name it with --server "
                 "http://127.0.0.1:8000"
             )
         return
     check_url(options.server, "--server")
+    headers_with_key(options.server_api_key_file, "--server-api-key-file")
     if options.features is not None:
         raise UserError(
             "--features replays without a server; leave out one of --features and --server"

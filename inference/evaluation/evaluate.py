@@ -89,10 +89,11 @@ def run(options: Options) -> None:
         show(measured(options))
 
 
-def measured(options: Options, given: Target | None = None) -> Report:
+def measured(options: Options, given: Target | None = None, own: Sequence[Proposer] = ()) -> Report:
     """Return the report of what the options name, and write it to their file if there is one.
 
-    `given` is the target, if it is loaded already. Raises `UserError`.
+    `given` is the target, if it is loaded already; `own` are proposers to measure too. Raises
+    `UserError`.
     """
     settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -101,8 +102,8 @@ def measured(options: Options, given: Target | None = None) -> Report:
     if options.server is not None:
         at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
         served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
-    if served is None or options.drafter:
-        return evaluate_drafters(options, settings, started, served, given)
+    if served is None or options.drafter or own:
+        return evaluate_drafters(options, settings, started, served, given, own)
     report = facts_of(None, served.tokenizer, served.prompts, options, started)
     report.server = served.report
     write_report(report, options.json)
@@ -115,18 +116,19 @@ def evaluate_drafters(
     started: str,
     served: live_report.ServerMeasurement | None,
     given: Target | None = None,
+    own: Sequence[Proposer] = (),
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given` is the target, if it is loaded already. Greedy replies of a server, in `served`, are
-    compared with plain decoding. Raises `UserError`.
+    `given` is the target, if it is loaded already; `own` are proposers to measure too. Greedy
+    replies of a server, in `served`, are compared with plain decoding. Raises `UserError`.
     """
     prompts = prompts_of(options, given.tokenizer if given is not None else None)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
-    proposers = list(loaded.values())
+    proposers = [*loaded.values(), *own]
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
@@ -135,12 +137,15 @@ def evaluate_drafters(
     # to be written.
     names = distinct_names(proposers)
     sizes = {name: p.weight_bytes for name, p in zip(names, proposers, strict=True)}
-    origins = dict(zip(names, map(origin, loaded), strict=True))
+    specs = [*loaded, *(f"{type(one).__module__}:{type(one).__qualname__}" for one in own)]
+    origins = dict(zip(names, map(origin, specs), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
         report.server = served.report
-    journal = Journal(options.json, identity(report, options), "an evaluation")
+    # Of objects nobody can say whether they are those of an earlier call.
+    kept_in = None if own else options.json
+    journal = Journal(kept_in, identity(report, options), "an evaluation")
 
     def ways_in(setting: Setting) -> list[Way]:
         more = by_transformers if setting.batch == 1 else []

@@ -77,7 +77,7 @@ def break_even(acceptances: Sequence[float], length: int) -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of a GPU by its data sheet, of which programs reach about half."""
+    """Peaks of a GPU by its data sheet, of which programs reach a part."""
 
     tflops: float
     """Dense bf16 TFLOP/s."""
@@ -85,6 +85,10 @@ class Gpu:
     """Memory bandwidth in TB/s."""
     gb: float
     """Memory in GB."""
+
+    def reached(self, compute_share: float, bandwidth_share: float) -> Gpu:
+        """Return what a program reaches that has these shares of the peaks."""
+        return Gpu(self.tflops * compute_share, self.tb_s * bandwidth_share, self.gb)
 
 
 # A name that is the beginning of another comes after it: `train/pace.py` takes the first name that
@@ -140,8 +144,9 @@ def pass_seconds(model: Model, gpu: Gpu, batch: int, tokens: int, context: int) 
     """Return the roofline time, in seconds, of one forward pass of the target.
 
     The pass has `tokens` tokens for each of `batch` requests, and each request has `context`
-    positions before it. The time is the longer of two: reading weights and cache once, and
-    multiplying (2 FLOP for each parameter and token).
+    positions before it. Products with weights take the longer of two times: reading the weights
+    once, and multiplying (2 FLOP for each parameter and token). Attention comes after them, layer
+    by layer, and reads the cache once.
     """
     pass_tokens = batch * tokens
     params_read = params_used = model.params
@@ -149,9 +154,9 @@ def pass_seconds(model: Model, gpu: Gpu, batch: int, tokens: int, context: int) 
         touched = experts_touched(model.experts, model.active, pass_tokens)
         params_read += model.expert_params * touched / model.experts
         params_used += model.expert_params * model.active / model.experts
-    cache_bytes = batch * context * model.kv_bytes
-    reading = (params_read * model.weight_bytes + cache_bytes) / (gpu.tb_s * 1e12)
-    return max(reading, 2 * params_used * pass_tokens / (gpu.tflops * 1e12))
+    reading = params_read * model.weight_bytes / (gpu.tb_s * 1e12)
+    products = max(reading, 2 * params_used * pass_tokens / (gpu.tflops * 1e12))
+    return products + batch * context * model.kv_bytes / (gpu.tb_s * 1e12)
 
 
 def free_tokens(model: Model, gpu: Gpu) -> float:

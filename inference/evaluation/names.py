@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..drafters import UNTRAINED, Given, parse_spec
+from ..own_drafters import is_own, own_name
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
@@ -22,13 +23,16 @@ CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 def short_name(spec: str) -> str:
     """Return a drafter's name if there is no other.
 
-    `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays, and `..:name=mine` is `mine`.
+    `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays, `package.module:Mine` is `Mine`,
+    and `..:name=mine` is `mine`.
     """
     name, settings = parse_spec(spec)
     if "name" in settings:
         return str(settings["name"])
     if name in UNTRAINED:
         return PLAIN if name == "none" else with_settings(name, settings)
+    if is_own(name) and not Path(name).is_dir():
+        return with_settings(own_name(name), settings)
     return next(longer_names(name))
 
 

@@ -7,7 +7,7 @@ a mistyped option needs only this module. The docstrings are the help texts of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...heads.errors import UserError
 from ..settings import BadRows, Sampling, TargetConfig
@@ -50,18 +50,23 @@ class EvaluateOptions:
     """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
+    of a row win."""
     features: str | None = None
     """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
     texts (greedy)."""
     drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit; settings
-    follow a colon: ngram:length=8. May be given several times. Plain decoding is always measured
-    too."""
+    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit, or
+    module:Class of your own; settings follow a colon: ngram:length=8. May be given several times.
+    Plain decoding is always measured too."""
     server: str | None = None
     """Address of a running vLLM, SGLang or llama.cpp: its acceptance and speed are measured on the
     same prompts. Drafters are then measured here only if they are named."""
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
+    server_api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
+    """File with the API key that the server wants; DRAFTSMITH_SERVER_KEY if not given."""
     concurrency: str | None = None
     """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
     profile: str | None = None
@@ -164,11 +169,15 @@ class SimulateOptions:
     """Experts of a layer."""
     active: int = 0
     """Experts that a token passes through."""
+    compute_share: float = 0.5
+    """Share of the GPU's data-sheet TFLOP/s that the server's products reach (assumed)."""
+    bandwidth_share: float = 0.8
+    """Share of its data-sheet bandwidth at which the server reads weights and caches (assumed)."""
     profile: str | None = None
     """Profile that draftsmith tune wrote: gains are computed for its verification times, too."""
-    batch: str = "1,16,64,256"
+    batch: str = "1,16,64,256,512"
     """Batch sizes of the roofline."""
-    context: str = "1000,8000,32000"
+    context: str = "300,2000,16000"
     """Contexts of the roofline: positions that each request has already."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
@@ -185,6 +194,8 @@ class SimulateOptions:
             raise UserError(
                 "--profile, --gpu and --params go with --acceptance; a report has costs of its own"
             )
+        if not (0 < self.compute_share <= 1 and 0 < self.bandwidth_share <= 1):
+            raise UserError("--compute-share and --bandwidth-share must be above 0 and at most 1")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
         if self.gpu is not None and self.gpu not in GPUS:

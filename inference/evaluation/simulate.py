@@ -22,6 +22,7 @@ from .results import AGAIN, read_measured
 from .tuning.costs import between
 from .tuning.profile import ProfileFile
 
+MOST_REQUESTS = 1024  # at once, for which a number of drafts is given
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
 
 
@@ -76,12 +77,19 @@ def simulation(options: Options) -> JsonObject:
             options.active,
         )
         results["roofline"] = roofline(model, options, given)
+        results["by_load"] = by_load(model, options, given)
         # more tokens read more experts, so that no number of them is free
         if not model.experts:
-            results["free_tokens"] = gains.free_tokens(model, gains.GPUS[options.gpu])
+            results["free_tokens"] = gains.free_tokens(model, gpu_of(options))
     if options.profile is not None:
         results["measured_verification"] = from_profile(options, given)
     return results
+
+
+def gpu_of(options: Options) -> gains.Gpu:
+    """Return what the GPU of the options reaches."""
+    assert options.gpu is not None
+    return gains.GPUS[options.gpu].reached(options.compute_share, options.bandwidth_share)
 
 
 def roofline(model: gains.Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
@@ -89,16 +97,40 @@ def roofline(model: gains.Model, options: Options, acceptance: list[float]) -> l
 
     The keys are those of `_gains`. Raises `UserError` for lists that are not numbers.
     """
-    assert options.gpu is not None
-    gpu, rows = gains.GPUS[options.gpu], []
-    for batch in numbers(options.batch, "--batch", int, 1):
-        for context in numbers(options.context, "--context", int, 0):
-            # verifying k drafts runs k + 1 tokens of each request through the target
-            seconds = []
-            for drafts in range(options.longest + 1):
-                seconds.append(gains.pass_seconds(model, gpu, batch, drafts + 1, context))
-            rows.append(_gains(options, acceptance, batch, context, seconds))
-    return rows
+    return [
+        _gains(options, acceptance, batch, context, pass_times(model, options, batch, context))
+        for batch in numbers(options.batch, "--batch", int, 1)
+        for context in numbers(options.context, "--context", int, 0)
+    ]
+
+
+def pass_times(model: gains.Model, options: Options, batch: int, context: int) -> list[float]:
+    """Return the seconds of verifying 0, 1, .. `longest` drafts of each request."""
+    gpu = gpu_of(options)
+    # verifying k drafts runs k + 1 tokens of each request through the target
+    tokens = range(1, options.longest + 2)
+    return [gains.pass_seconds(model, gpu, batch, number, context) for number in tokens]
+
+
+def by_load(model: gains.Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
+    """Return the best chain for every number of requests up to the largest batch, by context.
+
+    There are none for more than `MOST_REQUESTS`, which no server runs at once.
+    `ranges` has `[first, last, drafts]` for requests from `first` to `last`, as vLLM takes them.
+    """
+    most = max(numbers(options.batch, "--batch", int, 1))
+    found = []
+    for context in numbers(options.context, "--context", int, 0):
+        ranges: list[list[int]] = []
+        for batch in range(1, min(most, MOST_REQUESTS) + 1):
+            seconds = pass_times(model, options, batch, context)
+            drafts = _gains(options, acceptance, batch, context, seconds)["best"]["length"]
+            if ranges and ranges[-1][2] == drafts:
+                ranges[-1][1] = batch
+            else:
+                ranges.append([batch, batch, drafts])
+        found.append({"context": context, "ranges": ranges})
+    return found
 
 
 def from_profile(options: Options, acceptance: list[float]) -> list[JsonObject]:
@@ -225,7 +257,7 @@ def show(found: JsonObject, console: Console) -> None:
     if "free_tokens" in found:
         free = f": a pass is free up to about {found['free_tokens']:.0f} tokens in all"
     titles = {
-        "roofline": f"roofline{free} (data-sheet peaks; expect half)",
+        "roofline": f"roofline{free} (by data sheet and the assumed shares of its peaks)",
         "measured_verification": "with verification as timed by draftsmith tune",
     }
     for name, title in titles.items():
@@ -242,6 +274,21 @@ def show(found: JsonObject, console: Console) -> None:
                 f"{row['best']['speedup']:.2f}x",
             )  # fmt: skip
         console.print(table)
+    if "by_load" in found:
+        show_by_load(found["by_load"], console)
+
+
+def show_by_load(found: list[JsonObject], console: Console) -> None:
+    """Print the best chain by the number of requests at once."""
+    for row in found:
+        parts = [
+            f"{drafts} up to {last}" if first == 1 else f"{drafts} from {first} to {last}"
+            for first, last, drafts in row["ranges"]
+        ]
+        console.print(f"drafts by requests at once, context {row['context']:,}: {', '.join(parts)}")
+    console.print(
+        "As the engine takes it: draftsmith export --by-load FILE, with the --json of one context."
+    )
 
 
 def show_measured(found: dict[str, JsonObject], console: Console) -> None:

@@ -7,19 +7,17 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 
 from __future__ import annotations
 
-import inspect
 import secrets
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from transformers import PreTrainedTokenizerBase
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..conversations.formats import Conversation, RowError
-from ..conversations.rows import parsed, prompt_ids
+from ..conversations.rows import TEMPLATE_ARGUMENTS, parsed, prompt_ids
 from ..decode import Request
 from ..settings import Sampling
 from ..targets.target import Target
@@ -29,8 +27,6 @@ MOST_CHOICES = 128
 MOST_STOPS = 4  # as in OpenAI's API
 LONGEST_STOP = 256  # characters; each token of a reply is compared with all of them
 WHOLE = 1 << 31  # bound of numbers that have none of their own
-TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-TEMPLATE_ARGUMENTS |= {"messages"}
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for `Generation.finish_reason`."""
 

@@ -21,6 +21,7 @@ from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
 from ..evaluation.tuning.profile import ProfileFile, TuningProfile
+from ..keys import read_key
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
 from ..targets.target import Target, load_for_decoding
@@ -88,20 +89,8 @@ def run(options: Options) -> None:
 
 def key_of(options: Options) -> str | None:
     """Return the key that requests have to carry; None if there is none. Raises `UserError`."""
-    key, source = options.api_key or os.environ.get(KEY), "the API key"
-    if options.api_key_file is not None:
-        source = f"--api-key-file {options.api_key_file}"
-        try:
-            key = Path(options.api_key_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise UserError(f"cannot read {source}: {reason}; check the path") from error
-        if not key:
-            raise UserError(f"{source} is empty; write the key into it")
-    # A header of HTTP can carry neither control characters nor spaces at its ends.
-    if key and (key != key.strip() or not key.isprintable()):
-        raise UserError(f"{source} has spaces around it or characters that cannot be sent")
-    return key or None
+    given = options.api_key or os.environ.get(KEY)
+    return read_key(given, options.api_key_file, "--api-key-file")
 
 
 def announce(service: Any, host: str, port: int) -> None:
@@ -128,7 +117,8 @@ def packages() -> tuple[Any, Any]:
         if error.name not in EXTRA:
             raise
         raise UserError(
-            f"draftsmith serve needs the package {error.name}; pip install 'draftsmith[serve]'"
+            f"draftsmith serve needs the package {error.name}; in the checkout: "
+            "pip install -c constraints.txt -e '.[serve]'"
         ) from error
     return app, connections
 

@@ -68,7 +68,7 @@ class Manifest(Document):
     """Root mean square of each tap, by its index."""
     files: dict[str, FileFacts]
     """Size and SHA-256 of the store's files by name. Shards and data have notes of their own."""
-    held_out: dict[str, int] = msgspec.field(default_factory=dict)
+    held_out: dict[str, float] = msgspec.field(default_factory=dict)
     """`evaluation.prompts` and `evaluation.max_new_tokens` of the extraction."""
     schema: Annotated[int, Meta(ge=1)] = 1
 

@@ -170,7 +170,8 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise UserError(
-            "a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'"
+            "a LoRA adapter needs peft; in the checkout: pip install -c constraints.txt -e "
+            "'.[lora]'"
         ) from error
     if Path(adapter).is_dir() and not Path(adapter, ADAPTER_WEIGHTS).is_file():
         raise UserError(

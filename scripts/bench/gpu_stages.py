@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,9 @@ def growing_attention(device: torch.device, lengths: list[int]) -> float:
 
 def tests(report: Report, device: torch.device, _tiny: bool) -> None:
     """The tests that want a GPU."""
+    if missing := [name for name in ("pytest", "hypothesis", "peft") if find_spec(name) is None]:
+        report.figure("tests", f"not run: install {', '.join(missing)}")
+        return
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     command += GPU_TESTS
     if device.type != "cuda":

@@ -23,6 +23,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_head_in
 from draftsmith.inference.targets.target import load_target
+from draftsmith.train.config import Evaluation
 from draftsmith.train.data.batches import PADDING, collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.served import Client, ServedFeatures, ServedTarget, served_texts
@@ -126,10 +127,11 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     target.client._http.post = lambda *args, **more: (asked.append(1), post(*args, **more))[1]  # type: ignore[method-assign]
     ids = [[3, 306, 341, 984, 1306, 12], [3, 306, 286, 1214], [5]]
     prompts = [HeldOutPrompt(prompt, unit) for unit, prompt in enumerate(ids)]
-    texts = served_texts(target, prompts, TAPS, 12)
+    config = Evaluation(max_new_tokens=12)
+    texts = served_texts(target, prompts, TAPS, config)
     assert len(asked) == len(prompts) and not list(folder.iterdir())
     for prompt, text in zip(prompts, texts, strict=True):
-        own = write_text(live, prompt, TAPS, 12)
+        own = write_text(live, prompt, TAPS, config)
         assert (text.ids, text.start) == (own.ids, own.start) and len(text.hidden.last) == len(
             text.ids
         )

@@ -18,8 +18,9 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round, tau
 from draftsmith.inference.targets.target import Target
+from draftsmith.train.config import Evaluation
 from draftsmith.train.data.tables import load
-from draftsmith.train.evaluation import PLAIN_PROMPT, SAMPLING, held_out_prompts
+from draftsmith.train.evaluation import PLAIN_PROMPT, held_out_prompts
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.data.test_tables import write
 from tests.train.test_loop import train
@@ -93,7 +94,8 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
 
     def judged(step: Path, prompts: list[list[int]]) -> float:
         proposer = load_proposer(step / "drafter", quickstart, lambda message: None)
-        found = [generate_one(quickstart, proposer, p, TOKENS, sampling=SAMPLING) for p in prompts]
+        greedy = Evaluation().sampling
+        found = [generate_one(quickstart, proposer, p, TOKENS, sampling=greedy) for p in prompts]
         return tau([emitted_per_round(generation) for generation in found])
 
     steps = sorted((tmp_path / "two" / "checkpoints").iterdir())

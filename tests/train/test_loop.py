@@ -577,3 +577,28 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, saved_tiny: Path
     config = make_config(tmp_path, saved_tiny, optim={"lr": 1e30, "clip_norm": 1e30})
     done = launch("-m", "draftsmith.train", "medusa", "--config", config)
     assert done.returncode != 0 and "the gradient is not finite at step" in done.stderr
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+def test_an_evaluation_like_an_engines_is_estimated_as_it_is_measured(
+    method: str, tmp_path: Path, saved_tiny: Path
+) -> None:
+    """Chains on replies at a temperature: replay counts the rounds of decoding, and the replies are
+    other ones than the greedy."""
+    said = {}
+    for name, temperature in (("greedy", 0.0), ("sampled", 0.9)):
+        evaluation = {
+            "every": 10, "prompts": 8, "max_new_tokens": 16, "tree_nodes": 6, "chain": True,
+            "temperature": temperature,
+        }  # fmt: skip
+        folder = tmp_path / name
+        folder.mkdir()
+        config = make_config(folder, saved_tiny, method, evaluation=evaluation, max_steps=10)
+        output = train(config, method=method).stderr
+        assert "part by more than chance" not in output and "differ from" not in output
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        (row,) = [row for row in map(json.loads, lines) if "tau_measured" in row]
+        assert row["tau_estimated"] == row["tau_measured"] >= 1
+        said[name] = row
+    if method != "eagle":  # which has learned nothing yet
+        assert said["greedy"] != said["sampled"]

@@ -23,6 +23,9 @@ OTHER_NAMES = {
 """Options of other tools by the last part of their names, and ours for the same."""
 
 
+MANY = "..."  # at the end of a form: values that are given without the option's name
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of a command."""
@@ -62,7 +65,10 @@ def fields_of(config_class: Any, prefix: str = "", made: Any = MISSING) -> Itera
         default = one.default if one.default_factory is MISSING else one.default_factory()
         default = default if made is MISSING else getattr(made, one.name)
         kind, name = kinds[one.name], prefix + one.name
-        yield Option(name, kind, default, config_class, one.metadata.get("form"))
+        form = one.metadata.get("form")
+        if "positional" in one.metadata:
+            form = f"{one.metadata['positional']}{MANY}"
+        yield Option(name, kind, default, config_class, form)
         if is_dataclass(kind):
             yield from fields_of(kind, f"{name}.", default)
 

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from .fields import (
+    MANY,
     SHORT_GROUPS,
     Option,
     alternatives,
@@ -48,6 +49,8 @@ def usage_of(option: Option) -> str:
     if kinds == [bool]:
         # What can be said in place of the default.
         return name.replace("--", "--no-", 1) if option.default else name
+    if option.form is not None and option.form.endswith(MANY):  # given without a name
+        return option.form
     words = (word for word, names in FORMS.items() if option.last.rstrip("_") in names.split())
     form = option.form or next(words, "NAME")
     if get_origin(kinds[0]) is Literal:
@@ -67,7 +70,7 @@ def explanation_of(option: Option) -> str:
     if value is MISSING:
         return f"{text} Required."
     if option.kind is bool and value:  # listed as --no-..., which its text does not say
-        return f"Without this option: {text[:1].lower()}{text[1:]}"
+        return f"Do not {text[:1].lower()}{text[1:]}"
     if value is None or isinstance(value, bool | dict) or value in ("", []):
         return text
     if isinstance(value, list | tuple):

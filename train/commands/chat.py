@@ -41,7 +41,8 @@ def chat(decoder: Decoder, options: Options) -> None:
     words: str | None = options.prompt or ""
     while (words := words or next_message()) is not None:
         messages.append({"role": "user", "content": words})
-        request = Request(decoder.encode(messages), 0, len(messages) // 2)
+        ids = decoder.encode(messages, template_kwargs=options.chat_template_kwargs)
+        request = Request(ids, 0, len(messages) // 2)
         reply = answer(decoder, request, options, one_interrupt() if terminal else None)
         messages.append({"role": "assistant", "content": reply.text})
         words = ""

@@ -51,12 +51,12 @@ def whole_parser() -> argparse.ArgumentParser:
 def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
     """Add the options of a dataclass, with choices, files and folders to complete."""
     for option in options_of_class(config_class):
+        if option.name == positional(config_class):
+            parser.add_argument(option.last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
+            continue
         words = usage_of(option).split(" ")
         if len(words) == 1:
             parser.add_argument(words[0], action="store_true")
-            continue
-        if option.name == positional(config_class):
-            parser.add_argument(option.last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
         literals = [one for one in alternatives(option.kind) if get_origin(one) is Literal]
         choices = [choice for one in literals for choice in get_args(one)]

@@ -6,17 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from msgspec import Meta, Struct
 
 from ...heads.artifact import Artifact
+from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
 from ...heads.exchange.card import CardFigures
+from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import ExportRequest
 from ...heads.exchange.exporter import WrittenExport, export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.files import check_output_folder, checksum
+from ...heads.files import check_output_folder, checksum, read_json
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
@@ -29,6 +33,8 @@ from ...inference.targets.target import TargetSource
 from ..data.templates import encode
 from ..methods.vocabulary import special_ids
 from .options import ExportOptions as Options
+
+Requests = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 def run(options: Options) -> None:
@@ -60,12 +66,16 @@ def write_export(options: Options) -> WrittenExport:
         target = embedding_and_head_in(options.target, cpu, "auto", StoredTarget)
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
+    by_load: tuple[tuple[int, int, int], ...] = ()
+    if options.by_load is not None:
+        by_load = read_by_load(options, artifact.drafter.most_drafts)
+        drafts = max(number for *_, number in by_load)
     if options.dtype == "auto":
         dtype = next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
     else:
         dtype = getattr(torch, options.dtype)
     serve_as = options.serve_as or artifact.fingerprint.name
-    request = ExportRequest(options.to, options.out, serve_as, drafts, dtype)
+    request = ExportRequest(options.to, options.out, serve_as, drafts, dtype, by_load)
     # The figures of a card are those of the very weights that are exported.
     if options.draft_vocab_size is not None and options.report:
         raise UserError(
@@ -87,6 +97,53 @@ def drafts_for(artifact: Artifact, asked: int | None) -> int:
     if asked is not None and most is not None and asked > most:
         raise UserError(f"--drafts {asked} is more than the {most} drafts that the drafter has")
     return asked or most or DRAFTS
+
+
+class LoadRow(Struct):
+    """Numbers of drafts for one context, see `simulate.by_load`."""
+
+    context: int
+    ranges: Annotated[
+        list[tuple[Requests, Requests, Annotated[int, Meta(ge=0, le=1 << 10)]]], Meta(min_length=1)
+    ]
+
+
+class Simulated(Struct):
+    """JSON of `draftsmith simulate`, as far as it is read here."""
+
+    by_load: Annotated[list[LoadRow], Meta(min_length=1)]
+
+
+def read_by_load(options: Options, most: int | None) -> tuple[tuple[int, int, int], ...]:
+    """Return the numbers of drafts by requests at once that the options name, at most `most`.
+
+    Raises `UserError` for an engine that takes none, and for a file without them, of several
+    contexts, or by which nothing would ever be drafted.
+    """
+    if not ENGINES[options.to].takes_by_load:
+        able = ", ".join(name for name, engine in ENGINES.items() if engine.takes_by_load)
+        raise UserError(f"{options.to} takes one number of drafts: --drafts; --by-load: {able}")
+    path = options.by_load or ""
+    try:
+        rows = convert(read_json(Path(path)), Simulated).by_load
+    except DocumentError as error:
+        raise UserError(
+            f"{path} has no drafts by load ({error}); write it with draftsmith simulate --gpu GPU "
+            "--params N --context N --json FILE"
+        ) from error
+    if len(rows) > 1:
+        contexts = ", ".join(str(row.context) for row in rows)
+        raise UserError(f"{path} is of several contexts ({contexts}); simulate one: --context N")
+    ranges = [(first, last, min(drafts, most or drafts)) for first, last, drafts in rows[0].ranges]
+    if not any(drafts for *_, drafts in ranges):
+        raise UserError(f"by {path} nothing is gained from drafting at any load")
+    starts = [1, *(last + 1 for _, last, _ in ranges)]
+    if any(
+        first != start or last < first
+        for (first, last, _), start in zip(ranges, starts, strict=False)
+    ):
+        raise UserError(f"{path}: the ranges of by_load do not follow one another from 1 on")
+    return tuple(ranges)
 
 
 def beside_target(artifact: Artifact, target: TargetSource, options: Options) -> Artifact:

@@ -168,13 +168,11 @@ class Extraction:
         target, taps, evaluation = self.target, self.layout.taps, self.config.evaluation
         prompts = held_out_prompts(tables, evaluation.prompts, target.max_positions - 2)
         if isinstance(target, ServedTarget):
-            texts = served_texts(target, prompts, taps, evaluation.max_new_tokens)
+            texts = served_texts(target, prompts, taps, evaluation)
         else:
             assert isinstance(target, Target), "only a served target cannot be run here"
             progress = Progress(prompts, desc="target writes held-out replies")
-            texts = [
-                write_text(target, prompt, taps, evaluation.max_new_tokens) for prompt in progress
-            ]
+            texts = [write_text(target, prompt, taps, evaluation) for prompt in progress]
         ids = batches.sample_ids(target.max_positions - 1)
         sample = {"ids": torch.tensor(ids)}
         if taps:
@@ -240,6 +238,8 @@ class Extraction:
             "held_out": {
                 "prompts": config.evaluation.prompts,
                 "max_new_tokens": config.evaluation.max_new_tokens,
+                # Left out where it is 0, as in stores of before there was such a key.
+                **({"temperature": heat} if (heat := config.evaluation.temperature) else {}),
             },
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...inference.console import warn
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.lines import STANDARD_INPUT, check_source, words_or_conversations
 from ...inference.conversations.prompts import Prompt, next_turn
-from ...inference.conversations.rows import prompt_ids
+from ...inference.conversations.rows import check_template_kwargs, prompt_ids
 from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
@@ -34,6 +34,7 @@ def run(options: Options) -> None:
     loaded; standard input with several prompts is read as it comes.
     """
     check_spec(options.drafter)
+    check_template_kwargs(options.chat_template_kwargs)
     if options.profile is not None:
         read_profile(options.profile)
     given: Iterable[tuple[str, str | Conversation]] = []
@@ -41,7 +42,7 @@ def run(options: Options) -> None:
         check_template(options.target)
     elif options.prompts is not None:
         check_source(options.prompts)
-        given = words_or_conversations(options.prompts, sys.stdin.buffer)
+        given = with_arguments(words_or_conversations(options.prompts, sys.stdin.buffer), options)
         if options.prompts != STANDARD_INPUT:
             given = list(given)
             if not given:
@@ -77,6 +78,16 @@ def one_prompt(text: str) -> str:
     if not words.strip():
         raise UserError("the prompt is empty; give --prompt some words")
     return words
+
+
+def with_arguments(
+    given: Iterable[tuple[str, str | Conversation]], options: Options
+) -> Iterator[tuple[str, str | Conversation]]:
+    """Yield prompts, the conversations among them with the template's arguments of the options."""
+    for name, prompt in given:
+        if isinstance(prompt, Conversation):
+            prompt = prompt.with_arguments(options.chat_template_kwargs)
+        yield name, prompt
 
 
 def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
@@ -119,7 +130,8 @@ def answer_turns(
     """
     target = decoder.target
     if isinstance(given, str):
-        conversation, ids = Conversation(text=given), decoder.encode(given, options.raw)
+        conversation = Conversation(text=given)
+        ids = decoder.encode(given, options.raw, options.chat_template_kwargs)
     else:
         conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)

@@ -103,6 +103,8 @@ class ServerOptions:
     process."""
     model: str | None = None
     """Name of the model on the server; the target's path if not given."""
+    api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
+    """File with the API key that the server wants; DRAFTSMITH_SERVER_KEY if not given."""
     concurrency: int = 32
     """Number of requests under way at one time."""
     retries: int = 5
@@ -113,6 +115,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_url(self.url, "--server.url")
+        if self.url is None and self.api_key_file is not None:
+            raise UserError("--server.api-key-file is of a server; name it with --server.url")
         if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise UserError(
                 "server: concurrency must be at least 1, retries at least 0, timeout_s above 0"
@@ -211,6 +215,9 @@ class ExportOptions:
     drafts: int | None = None
     """Number of drafts per round in the serve command; if not given, all heads of a Medusa drafter,
     all drafts of a block, else 3."""
+    by_load: str | None = field(default=None, metadata={"form": "FILE"})
+    """JSON that draftsmith simulate wrote for one context: its numbers of drafts by the number of
+    requests at once go into the serve command of vLLM and TensorRT-LLM."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights; auto keeps the drafter's."""
     report: list[str] = field(default_factory=list)
@@ -237,6 +244,8 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.drafts is not None and self.drafts < 1:
             raise UserError(f"drafts must be at least 1, not {self.drafts}")
+        if self.drafts is not None and self.by_load is not None:
+            raise UserError("give either --drafts or --by-load")
         if (self.draft_vocab_size is None) != (not self.vocab_data):
             raise UserError(
                 "--draft-vocab-size and --vocab-data go together: tokens are kept by how often "
@@ -313,6 +322,7 @@ class GenerateOptions:
         "prompt",
         "prompts",
         "chat",
+        "compare",
         "max_new_tokens",
         "sampling.temperature",
     )
@@ -341,6 +351,8 @@ class GenerateOptions:
     than once."""
     color: bool | None = None
     """Colour accepted drafts; if not given, only on a terminal."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
     raw: bool = False
     """Give the prompt to the target as it is, without the chat template."""
     compare: bool = False
@@ -349,6 +361,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
+        if self.raw and self.chat_template_kwargs:
+            raise UserError("--raw gives no chat template; leave out --chat-template-kwargs")
         if self.prompt is None and self.prompts is None and not self.chat:
             raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
         if self.prompts is not None and (self.chat or self.prompt is not None):

@@ -18,11 +18,12 @@ from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import parse
+from ..config import RunConfig
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
-from ..planning.costs import DECODE_SHARE, plan_for
+from ..planning.costs import DECODE_SHARE, READ_SHARE, ROWS_HERE, plan_for, steps_of
 from ..planning.options import PlanOptions as Options
 from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
@@ -50,12 +51,15 @@ def run(options: Options) -> None:
         except UserError as error:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
-    found = {"options": asdict(options), "verdict": figures, "shape": asdict(shape), "plan": plan}
+    steps = steps_of(options, config)
+    found: dict[str, Any] = {"options": asdict(options), "verdict": figures}
+    found |= {"shape": asdict(shape), "plan": plan, "steps": steps}
     network = Network(options.link, options.network)
     if output_json(options.json, {**found, **as_json(memory, step, network)}):
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options)
+    Console().print(steps_note(steps, options, config), highlight=False)
     if note:
         Console().print(note)
     show_sending(step, network, options.gpus)
@@ -72,6 +76,18 @@ def written_note(share: float | None) -> str:
         f"Replies are {share:.0%} of the tokens, as in the first {ROWS} rows of each source; "
         "--reply-share changes it."
     )
+
+
+def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> str:
+    """Return a sentence about the steps of the run; their rows grow with the number of GPUs."""
+    said = (
+        f"A step on {options.gpus} GPUs has {steps['rows']} packed rows ({config.batch_rows} x "
+        f"accumulation {config.accumulation} x {options.gpus}), {steps['positions']:,} positions: "
+        f"{steps['steps']:,} steps, {steps['evaluations']:,} evaluations."
+    )
+    if options.gpus > 1:
+        said += " For the steps of one GPU divide accumulation or batch_rows by the number of GPUs."
+    return said
 
 
 def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
@@ -122,7 +138,9 @@ def show(
     table = Table("what", "how much", "of it")
     table.add_row("features, if stored", size(plan["feature_bytes"]), per_token)
     table.add_row("features, if stored in fp8", size(plan["feature_bytes_fp8"]), "")
-    table.add_row("regenerate replies", hours(plan["regenerate_gpu_hours"]), decoding)
+    table.add_row("regenerate replies, by a server", hours(plan["regenerate_gpu_hours"]), decoding)
+    here = f"not in the sum; {ROWS_HERE} at once, weights read at {READ_SHARE:.0%} of the bandwidth"
+    table.add_row("... in this process", hours(plan["regenerate_here_gpu_hours"]), here)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
     for name, bytes_, note in memory_rows(shape, memory, sharded) if memory else []:
@@ -144,9 +162,10 @@ def show(
 
 def show_sending(step: Step, network: Network, gpus: int) -> None:
     """Print what GPUs send each other in a step, and what stops growing with their number."""
-    table = Table("a step sends", "GB a GPU", *(f"on {number} GPUs, s" for number in GPU_COUNTS))
+    per_gpu = f"GB a GPU of {gpus}"
+    table = Table("a step sends", per_gpu, *(f"on {number} GPUs, s" for number in GPU_COUNTS))
     times = [seconds(step, network, number) for number in GPU_COUNTS]
-    for name, bytes_ in sent(step, GPU_COUNTS[-1]).items():
+    for name, bytes_ in sent(step, gpus).items():
         cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]
         table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
     console = Console()

@@ -15,6 +15,7 @@ from ...inference import api
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
 from ...inference.evaluation.tuning.profile import TuningProfile
+from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
@@ -84,7 +85,7 @@ def train(
 
 def evaluate(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
-    drafter: AnyPath | Drafter | Sequence[AnyPath | Drafter],
+    drafter: AnyPath | Drafter | Proposer | Sequence[AnyPath | Drafter | Proposer],
     prompts: AnyPath,
     *,
     tokenizer: Any = None,
@@ -92,9 +93,10 @@ def evaluate(
 ) -> Report:
     """Return acceptance and speed of drafters on held-out prompts, compared with plain decoding.
 
-    `drafter` is a folder, a name such as ngram, or several of them; `prompts` a file of prompts;
-    `target` a path, or a loaded model with its `tokenizer`. `options` are those of the command,
-    such as `temperatures="0,1"`, `limit=20`, `baselines=False` and `json=FILE`. Raises `UserError`.
+    `drafter` is a folder, a name such as ngram, a proposer of your own, or several of them;
+    `prompts` a file of prompts; `target` a path, or a loaded model with its `tokenizer`. `options`
+    are those of the command, such as `temperatures="0,1"`, `limit=20`, `baselines=False` and
+    `json=FILE`. Raises `UserError`.
     """
     from ...inference.evaluation.evaluate import measured
     from ..command_line.parse import options_from
@@ -105,7 +107,14 @@ def evaluate(
     if not isinstance(prompts, str | PathLike):
         raise UserError("prompts is a file of prompts, such as held_out.jsonl")
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
-    values = {"drafter": [_path_of(one) for one in several], "prompts": prompts, **options}
+    own = [with_name(one) for one in several if isinstance(one, Proposer)]
+    others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
+    if wrong := [one for one in others if not isinstance(one, str | PathLike)]:
+        raise UserError(
+            f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__} "
+            f"{str(wrong[0])[:60]!r}"
+        )
+    values = {"drafter": others, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):
         loaded = target
@@ -113,7 +122,7 @@ def evaluate(
         loaded = target_of(target, tokenizer)
     values["target"] = target if loaded is None else loaded.name
     made = options_from(EvaluateOptions, values)
-    return measured(made, loaded)
+    return measured(made, loaded, own)
 
 
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:

@@ -26,6 +26,7 @@ from ...inference.conversations.formats import RowError
 from ...inference.conversations.rows import SHARES, LeftOut, warn_of_plain_text
 from ...inference.conversations.sources import rows_of
 from ...inference.decode import Request, decode
+from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.targets.target import Target, load_for_decoding
 from .options import RegenerateOptions as Options
@@ -73,6 +74,8 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         log.info(held, options.out, len(finished), len(tasks), of_share)
     if not tasks:
         return
+    if options.server.url is not None:  # an unreadable key leaves no empty file
+        headers_with_key(options.server.api_key_file, "--server.api-key-file")
     with (
         out.open("a", encoding="utf-8") as file,
         Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,

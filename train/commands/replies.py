@@ -17,6 +17,7 @@ from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.conversations.formats import RowError
+from ...inference.keys import OF_SERVER, headers_with_key
 from .options import RegenerateOptions as Options
 from .tasks import Sink, Task
 
@@ -49,7 +50,8 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
     """
     limits = asyncio.Semaphore(options.server.concurrency)
     warned = False
-    async with httpx.AsyncClient(timeout=options.server.timeout_s) as client:
+    headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
+    async with httpx.AsyncClient(headers=headers, timeout=options.server.timeout_s) as client:
 
         async def work(task: Task) -> None:
             """Run one conversation when it is its turn, and append it to `sink`."""
@@ -186,6 +188,8 @@ async def _post(
         # These are about this request, such as a prompt too long; others may go through.
         if response.status_code in (400, 413, 422):
             raise RowError(problem)
+        if response.status_code in (401, 403):
+            problem += f"; give its API key with --server.api-key-file, or in {OF_SERVER}"
         if response.status_code != 429 and response.status_code < 500:
             break
     raise UserError(

@@ -41,9 +41,7 @@ class Task:
         Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
         without anything to answer.
         """
-        conversation = conversation_of(row)
-        # Arguments of the row win over those for all rows.
-        conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
+        conversation = conversation_of(row).with_arguments(template_kwargs)
         messages = conversation.messages
         if messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")

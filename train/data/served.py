@@ -33,9 +33,11 @@ from ...heads.files import JsonObject
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.console import Progress
+from ...inference.keys import OF_SERVER, headers_with_key
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
+from ..config import Evaluation
 from .batches import PADDING, Batch
 from .features import Features
 
@@ -93,7 +95,8 @@ class Client:
         """
         self.layers, self._model, self._timeout = layers, model, timeout_s
         self.hidden_size = hidden_size
-        self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
+        headers = headers_with_key()
+        self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout_s)
         self._pool = ThreadPoolExecutor(concurrency)
 
     def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
@@ -103,20 +106,28 @@ class Client:
         """
         return self._pool.map(lambda ids: self._one(ids, 1), prompts)
 
-    def write(self, prompts: list[list[int]], max_tokens: int) -> Iterator[FeatureReply]:
-        """Yield a greedy reply of at most `max_tokens` to each prompt, with the states of both.
+    def write(
+        self, prompts: list[list[int]], max_tokens: int, temperature: float = 0.0
+    ) -> Iterator[FeatureReply]:
+        """Yield a reply of at most `max_tokens` to each prompt, with the states of both.
 
         States come from the pass that writes the reply, so the last token has none.
         """
-        return self._pool.map(lambda ids: self._one(ids, max_tokens), prompts)
+        numbers = range(len(prompts))
+        return self._pool.map(
+            lambda ids, number: self._one(ids, max_tokens, temperature, number), prompts, numbers
+        )
 
-    def _one(self, ids: list[int], max_tokens: int) -> FeatureReply:
+    def _one(
+        self, ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> FeatureReply:
         """Make one request; see `ask` (`max_tokens` 1) and `write`. Raises `UserError`."""
         request: JsonObject = {
-            "model": self._model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0,
-            "return_token_ids": True,
-            "repetition_penalty": 1.0,
+            "model": self._model, "prompt": ids, "max_tokens": max_tokens,
+            "temperature": temperature, "return_token_ids": True, "repetition_penalty": 1.0,
         }  # fmt: skip
+        if temperature:  # what is not given, the server takes from the model's own settings
+            request |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": seed}
         if max_tokens > 1:
             request["kv_transfer_params"] = {"include_output_tokens": True}
         try:
@@ -126,6 +137,11 @@ class Client:
                 f"server {self._http.base_url} does not answer ({error or type(error).__name__}); "
                 "check it"
             ) from error
+        if answer.status_code in (401, 403):
+            raise UserError(
+                f"server {self._http.base_url} wants another API key, or one at all; set "
+                f"{OF_SERVER}"
+            )
         if answer.status_code != 200:
             raise UserError(
                 f"server {self._http.base_url} refuses {len(ids)} tokens ({answer.text[:200]}); "
@@ -307,10 +323,14 @@ def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int])
 
 
 def served_texts(
-    target: ServedTarget, prompts: list[HeldOutPrompt], taps: tuple[int, ...], max_new_tokens: int
+    target: ServedTarget,
+    prompts: list[HeldOutPrompt],
+    taps: tuple[int, ...],
+    config: Evaluation,
 ) -> list[HeldOutText]:
-    """Return the server's greedy replies to prompts, with the features of both, on the CPU."""
-    replies = target.client.write([prompt.token_ids for prompt in prompts], max_new_tokens)
+    """Return the server's replies to prompts, with the features of both, on the CPU."""
+    ids = [prompt.token_ids for prompt in prompts]
+    replies = target.client.write(ids, config.max_new_tokens, config.temperature)
     texts = []
     for prompt, reply in zip(
         Progress(prompts, desc="server writes held-out replies"), replies, strict=True

@@ -60,7 +60,8 @@ def encode(
     if conversation.messages is None:
         return [_plain_text(conversation, tokenizer)]
     template_of(tokenizer, target_name)
-    kwargs = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools}
+    given = conversation.with_arguments(template_kwargs).template_kwargs
+    kwargs = {**given, "tools": conversation.tools}
     try:
         rendering = _Rendering(conversation.messages, tokenizer, kwargs)
         return _by_turns(rendering, eos_ids, conversation.cut)

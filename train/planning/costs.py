@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
 from ..estimate import STATE_BYTES, RunSizes, step_bytes
 from .options import PlanOptions
 
-DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
+DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
+ROWS_HERE = 32  # replies that are decoded at once in this process (`data regenerate --batch-size`)
+READ_SHARE = 0.5  # of a GPU's bandwidth at which this process reads the weights for each step
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
@@ -23,6 +27,9 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
     decoding_hour = peak_hour * DECODE_SHARE
     regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
+    # Here each step reads all weights for a few rows, and their time is all that counts.
+    step = 2 * shape.target_params / (GPUS[options.gpu].tb_s * 1e12 * READ_SHARE)
+    here = options.tokens * reply_share / ROWS_HERE * step / 3600
     extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
     operations = shape.training_operations(reply_share) * options.tokens * config.epochs
     train = operations / (peak_hour * options.mfu)
@@ -34,6 +41,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "feature_bytes": per_token * options.tokens,
         "feature_bytes_fp8": per_token * options.tokens / 2,
         "regenerate_gpu_hours": regenerate,
+        "regenerate_here_gpu_hours": here,
         "extract_gpu_hours": extract,
         "extractions": extractions,
         "train_gpu_hours": train,
@@ -41,4 +49,18 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
         "activation_bytes": step_bytes(shape, config),
+    }
+
+
+def steps_of(options: PlanOptions, config: RunConfig) -> dict[str, int]:
+    """Return the packed rows and positions of a step, the steps of the run, and its evaluations."""
+    rows = config.batch_rows * config.accumulation * options.gpus
+    positions = rows * config.data.max_length
+    steps = config.max_steps or max(1, math.ceil(options.tokens * config.epochs / positions))
+    # There is always one at the end.
+    return {
+        "rows": rows,
+        "positions": positions,
+        "steps": steps,
+        "evaluations": math.ceil(steps / config.evaluation.every),
     }

@@ -32,6 +32,9 @@ class ExportRequest:
     """Drafts of a round in the serve command."""
     dtype: torch.dtype
     """Type in which floating tensors are stored."""
+    by_load: tuple[tuple[int, int, int], ...] = ()
+    """Drafts of a round by the number of requests at once: the first number, the last, and the
+    drafts. Empty: always `drafts`."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,8 @@ class ServingEngine:
     """Place in lists of engines."""
     chains_only: bool = True
     """True if its drafts are a chain, false if they may be a tree."""
+    takes_by_load: bool = False
+    """True if its number of drafts can follow the number of requests."""
     like: Like | None = None
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None

@@ -19,6 +19,10 @@ CONVERTER = (
     "`convert_hf_to_gguf.py` is in llama.cpp's sources and reads folders: fetch a target of the "
     "hub with `hf download`."
 )
+TARGET_TYPE = (
+    "The first command converts the target in its own type. `--outtype f32` there lets you compare "
+    "texts exactly; to serve, quantise it (`llama-quantize target.gguf target-q8.gguf Q8_0`)."
+)
 CUT = "`--spec-draft-p-min` ends a block at the first draft of less confidence than that."
 
 
@@ -44,7 +48,7 @@ def _three_taps(facts: DrafterFacts) -> str | None:
     return f"it fuses {len(facts.shape.taps)} taps, and the engine reads exactly three"
 
 
-BLOCK_NOTES = (limits.CHAIN, limits.FEWER, CONVERTER)
+BLOCK_NOTES = (limits.CHAIN, limits.FEWER, CONVERTER, TARGET_TYPE)
 BLOCK = (
     *limits.BLOCK,
     limits.ATTENTION_BIAS,
@@ -131,7 +135,7 @@ ENGINE = ServingEngine(
     recipes={
         "eagle3": Recipe(
             partial(_serve, "draft-eagle3"),
-            (limits.CHAIN, CONVERTER, *limits.EAGLE_NOTES),
+            (limits.CHAIN, CONVERTER, TARGET_TYPE, *limits.EAGLE_NOTES),
             (
                 limits.ACTIVATION,
                 limits.FC_BIAS,
@@ -150,10 +154,10 @@ ENGINE = ServingEngine(
         "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, BLOCK),
         "dspark": Recipe(
             partial(_serve, "draft-dspark"),
-            (limits.CHAIN, limits.FEWER, CUT, CONVERTER),
+            (limits.CHAIN, limits.FEWER, CUT, CONVERTER, TARGET_TYPE),
             (*BLOCK, limits.TRANSITION),
         ),
-        "draft_model": Recipe(partial(_serve, "draft-simple"), (CONVERTER,)),
+        "draft_model": Recipe(partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE)),
     },
     like=Like(
         {"drafts": 3},  # draft n-max

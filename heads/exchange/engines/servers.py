@@ -80,6 +80,9 @@ class ServerProtocol:
     counts: CounterNames | ReplyCounts
     definition: str
     """Definition of the server's tau."""
+    counts_of_replies: ReplyCounts | None = None
+    """Counts that come with the replies where the server was asked for them on its start; they are
+    taken in place of shared counters."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of all requests."""
     no_metrics: str = "give --server the engine itself, not a gateway before it"

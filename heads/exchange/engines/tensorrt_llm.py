@@ -1,4 +1,4 @@
-"""TensorRT-LLM, of which the PyTorch backend is meant."""
+"""TensorRT-LLM, of which the PyTorch backend is meant; facts of 1.3 and 1.4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
+from ...errors import UserError
 from . import limits
 from .engine import ExportRequest, Recipe, ServingEngine
 
@@ -20,6 +21,16 @@ def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
         # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
         f"  speculative_model: {json.dumps(request.out)}",
     ]
+    if request.by_load:
+        lengths = [drafts for *_, drafts in request.by_load]
+        if lengths != sorted(lengths, reverse=True):
+            raise UserError(
+                "trtllm takes numbers of drafts that fall with the load, and these rise somewhere "
+                "(as for mixtures of experts); give --drafts in place of --by-load"
+            )
+        # Each key is the last batch size of its range; above the last key nothing is drafted.
+        schedule = {last: drafts for _, last, drafts in request.by_load if drafts}
+        lines.append(f"  draft_len_schedule: {schedule}")
     # The engine counts layers from 0.
     if kind == "Eagle3":
         lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")
@@ -37,6 +48,7 @@ ENGINE = ServingEngine(
     name="trtllm",
     title="TensorRT-LLM",
     place=3,
+    takes_by_load=True,
     recipes={
         "eagle3": Recipe(
             partial(_serve, "Eagle3"),

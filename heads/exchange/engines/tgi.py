@@ -1,4 +1,4 @@
-"""TGI, Hugging Face's text-generation-inference, of 2026."""
+"""TGI, Hugging Face's text-generation-inference, of 2026: in maintenance mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from . import limits
 from .engine import DrafterFacts, ExportRequest, Recipe, ServingEngine
+
+MAINTENANCE = "TGI is in maintenance mode; its own page recommends vLLM, SGLang and llama.cpp."
 
 
 def _serve(request: ExportRequest, _: Any) -> str:
@@ -27,7 +29,7 @@ ENGINE = ServingEngine(
     recipes={
         "medusa": Recipe(
             _serve,
-            (limits.CHAIN, limits.READ_ONLY, limits.shared_head),
+            (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
             (_shared_head_of_one_layer,),
         )
     },

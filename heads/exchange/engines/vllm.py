@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ...errors import UserError
 from . import limits
@@ -24,11 +25,11 @@ from .engine import (
     Settings,
 )
 from .like import block, chain, lookup
-from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
+from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtocol, Token
 
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
-NO_MEDUSA = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
+NO_MEDUSA = "Medusa needs vLLM 0.32 or older and its V1 runner; 0.33 does not list it any more."
 METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
 """vLLM's names of kinds that it calls otherwise."""
 
@@ -36,7 +37,13 @@ METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
 def _serve(method: str, request: ExportRequest, _: Any) -> str:
     """Return the serve command with this speculative method."""
     # The method is named, since vLLM would otherwise guess it from the path (`guess`).
-    config = {"method": method, "model": request.out, "num_speculative_tokens": request.drafts}
+    config: dict[str, Any] = {
+        "method": method,
+        "model": request.out,
+        "num_speculative_tokens": request.drafts,
+    }
+    if request.by_load:  # the last range holds for all larger batches too
+        config["num_speculative_tokens_per_batch_size"] = [list(part) for part in request.by_load]
     speculation = quote(json.dumps(config))
     return f"vllm serve {quote(request.target)} --speculative-config {speculation}"
 
@@ -99,11 +106,30 @@ class VllmChoice(Struct):
     finish_reason: str | None = None
 
 
+class VllmSpeculation(Struct):
+    """Counts of a request's speculation, of a vLLM started with --per-request-spec-decode-metrics.
+
+    0.29 and newer have that option.
+    """
+
+    num_spec_steps: Count
+    num_draft_tokens: Count
+    num_accepted_draft_tokens: Count
+    acceptance_histogram: list[Count]
+
+
+class VllmMetrics(Struct):
+    """Figures of a request."""
+
+    speculative_decoding: VllmSpeculation | None = None
+
+
 class VllmChunk(Struct):
     """Event of `/v1/completions`; the last one of a stream has `usage` and no piece."""
 
     choices: list[VllmChoice] | None = None
     usage: VllmUsage | None = None
+    metrics: VllmMetrics | None = None
 
 
 def _recognise(answers: Sequence[Any]) -> ServerFacts:
@@ -136,6 +162,8 @@ def _read(reply: Any, chunk: VllmChunk, now: float) -> None:
     # A vLLM that sends no ids counts its tokens in the event after the last chunk.
     if chunk.usage is not None and reply.ids is None:
         reply.tokens = chunk.usage.completion_tokens
+    if chunk.metrics is not None and chunk.metrics.speculative_decoding is not None:
+        reply.meta |= asdict(chunk.metrics.speculative_decoding)
     for choice in chunk.choices or []:
         if choice.token_ids:
             reply.ids = [*(reply.ids or []), *choice.token_ids]
@@ -159,6 +187,7 @@ ENGINE = ServingEngine(
     name="vllm",
     title="vLLM",
     place=0,
+    takes_by_load=True,
     guess=guess,
     recipes={
         "eagle3": Recipe(partial(_serve, "eagle3"), NOTES, limits.EAGLE3),
@@ -197,6 +226,13 @@ ENGINE = ServingEngine(
         counts=COUNTERS,
         definition="1 + accepted / drafts of its counters: without steps that had no draft, with "
         "drafts accepted after a reply's end",
+        counts_of_replies=ReplyCounts(
+            rounds="num_spec_steps",
+            accepted=("num_accepted_draft_tokens",),
+            drafted=("num_draft_tokens",),
+            histograms=("acceptance_histogram",),
+            definition="1 + accepted / drafts",
+        ),
         no_tokens="counts no tokens in /metrics as a vLLM does; start the vLLM without "
         "--disable-log-stats, and name the engine itself, not a gateway before it",
     ),

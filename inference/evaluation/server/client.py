@@ -23,6 +23,7 @@ from ....heads.exchange.engines import ENGINES
 from ....heads.exchange.engines.servers import CounterNames, ServerFacts, ServerProtocol
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
+from ...keys import OF_SERVER
 from ...settings import Sampling, check_url
 from .counters import Counters, read_counters
 
@@ -125,8 +126,11 @@ Follow = Callable[[Prompt, list[int]], Prompt | None]
 """Function of a prompt and its reply's token ids: the conversation's next prompt, or `None`."""
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    """Return a client for the server at `url`. Raises `UserError` for what is no address."""
+def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
+    """Return a client for the server at `url`, whose requests carry `headers`.
+
+    Raises `UserError` for what is no address.
+    """
     root = url.rstrip("/").removesuffix("/v1")
     check_url(url, "--server")
     # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
@@ -135,7 +139,10 @@ def client_of(url: str) -> httpx.AsyncClient:
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
     )
     return httpx.AsyncClient(
-        base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits
+        base_url=root,
+        headers=headers,
+        timeout=httpx.Timeout(SILENCE_S, connect=10.0),
+        limits=limits,
     )
 
 
@@ -265,8 +272,8 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
-            f"{client.base_url} wants an API key, which this command does not send; start it "
-            "without one"
+            f"{client.base_url} wants another API key, or one at all; put it into a file and "
+            f"name that with --server-api-key-file, or set {OF_SERVER}"
         )
     try:
         return response.json() if response.status_code == 200 else None

@@ -1,6 +1,7 @@
 """Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM and llama.cpp have Prometheus counters that all requests share. A step without a draft (n-grams
+vLLM and llama.cpp have Prometheus counters that all requests share; a vLLM can be asked to send
+those of a request with its reply, and then these are taken. A step without a draft (n-grams
 that find nothing) is in none of them, so 1 + accepted / drafts can be above the tokens emitted per
 step, and drafts accepted after an end token count as accepted. SGLang sends its counts with every
 reply. docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
@@ -62,6 +63,26 @@ class Counters:
             prefix_hits=self.prefix_hits - before.prefix_hits,
             prefix_queries=self.prefix_queries - before.prefix_queries,
         )
+
+
+def counted_in_replies(names: ReplyCounts | None, metas: Sequence[JsonObject]) -> Counters | None:
+    """Return what came with the measured replies themselves; None where nothing did.
+
+    A reply without a draft has no counts.
+    """
+    counted = [meta for meta in metas if names is not None and names.rounds in meta]
+    if names is None or not counted:
+        return None
+    drafted = _firsts(counted, names.drafted) or []
+    accepted = _firsts(counted, names.accepted) or []
+    histograms = _firsts(counted, names.histograms) or []
+    deepest = max(map(len, histograms), default=1)
+    return Counters(
+        drafts=sum(meta[names.rounds] for meta in counted),
+        drafted=sum(drafted),
+        accepted=sum(accepted),
+        by_position=[sum(sum(each[depth:]) for each in histograms) for depth in range(1, deepest)],
+    )
 
 
 def read_counters(text: str, names: CounterNames) -> Counters:

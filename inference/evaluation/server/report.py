@@ -23,6 +23,7 @@ from ....heads.pretrained import clear_errors, end_ids, read_config, read_tokeni
 from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn
 from ...decode import Generation
+from ...keys import headers_with_key
 from ...metrics import quantiles
 from ...settings import Sampling, TargetConfig
 from ...targets.target import Target
@@ -51,7 +52,7 @@ from .client import (
     load,
     settled,
 )
-from .counters import Speculation, of_counters, of_replies
+from .counters import Speculation, counted_in_replies, of_counters, of_replies
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 # Share of the time from which the client counts as too slow. Only runs of a second or more are
@@ -139,7 +140,8 @@ async def _measure(
 ) -> ServerMeasurement:
     """Check the server, then measure every setting one after the other; see `measure`."""
     assert options.server is not None
-    async with client_of(options.server) as client:
+    headers = headers_with_key(options.server_api_key_file, "--server-api-key-file")
+    async with client_of(options.server, headers) as client:
         server = await connect(client, reader.name, options.server_model)
         await check_tokenizer(client, server, reader.tokenizer)
         check_lengths(prompts, server)
@@ -217,11 +219,16 @@ async def _one(
         metas = [reply.meta for reply in run.replies]
         return run, of_replies(protocol, metas, tokens, server.speculates)
     delta = (await settled(client, protocol, before, tokens)).since(before)
+    ran_before = before.running
+    own = counted_in_replies(protocol.counts_of_replies, [reply.meta for reply in run.replies])
+    if own is not None:  # of these replies alone, whatever else the server does
+        own.prefix_hits, own.prefix_queries = delta.prefix_hits, delta.prefix_queries
+        delta, ran_before = own, 0
     if server.speculates is False:
         delta.drafts = None  # llama.cpp counts its drafts, none, without speculation too
     chunks = sum(len(reply.arrivals) for reply in run.replies)
     replies = len(run.replies)
-    return run, of_counters(protocol, delta, tokens, replies, chunks, before.running)
+    return run, of_counters(protocol, delta, tokens, replies, chunks, ran_before)
 
 
 def figures_of_load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ....heads.errors import UserError
 from ...settings import BadRows, Sampling, TargetConfig
@@ -49,6 +49,9 @@ class TuneOptions:
     """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
+    of a row win."""
     limit: int = 24
     """Number of prompts to use, drawn evenly over their categories."""
     max_new_tokens: int = 96

@@ -24,7 +24,7 @@ from ...console import Console, Progress, plain_table, warn
 from ...conversations.prompts import Prompt, check_batches, check_room
 from ...conversations.sources import source_files
 from ...decode import Request, generate
-from ...drafters import check_spec, load_proposer
+from ...drafters import check_spec, load_proposer, refuse_own
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
@@ -173,6 +173,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
     """
     for spec in options.drafter:
         check_spec(spec)
+        refuse_own(spec, "tune")
     keys = [key_of(spec) for spec in options.drafter]
     if len(set(keys)) < len(keys):
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import datasets
 import pytest
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.api import load
 from draftsmith.inference.conversations.prompts import check_room, read_prompts
 from draftsmith.inference.targets.target import Target
 from tests.conftest import ROOT
@@ -96,3 +98,25 @@ def test_a_prompt_without_room_is_named(quickstart: Target, tmp_path: Path) -> N
     check_room(prompts, len(prompts[0].token_ids) + 1)
     with pytest.raises(UserError, match="prompt x has"):
         check_room(prompts, len(prompts[0].token_ids))
+
+
+def test_arguments_of_the_template_are_for_all_rows_and_a_rows_own_win(
+    quickstart: Target, tmp_path: Path
+) -> None:
+    """As thinking on and off; the Python API renders words in the same way."""
+    tokenizer = copy.deepcopy(quickstart.tokenizer)
+    tokenizer.chat_template = "{% if enable_thinking %}think {% endif %}" + tokenizer.chat_template
+    asked = {"messages": [{"role": "user", "content": "def f():"}]}
+    path = tmp_path / "p.jsonl"
+    rows = [asked, asked | {"chat_template_kwargs": {"enable_thinking": False}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain, _ = read_prompts(path, tokenizer, "t")
+    think, own = read_prompts(path, tokenizer, "t", template_kwargs={"enable_thinking": True})
+    assert own.token_ids == plain.token_ids
+    assert tokenizer.decode(think.token_ids) == "think " + tokenizer.decode(plain.token_ids)
+
+    target = copy.copy(quickstart)
+    target.tokenizer = tokenizer
+    decoder = load(target)
+    assert decoder.encode("def f():", template_kwargs={"enable_thinking": True}) == think.token_ids
+    assert decoder.encode("def f():") == plain.token_ids

@@ -78,6 +78,10 @@ class Plan:
     """Replies to prompts, a token a chunk; others get `STEPS`."""
     together: threading.Barrier | None = None
     """Requests wait here for each other."""
+    key: str | None = None
+    """API key that every request has to carry."""
+    counts_in_replies: bool = False
+    """vLLM: counts of speculation come with each reply (--per-request-spec-decode-metrics)."""
 
     lock: Any = field(default_factory=threading.Lock)
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -102,8 +106,18 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def keyless(self) -> bool:
+        """Whether the request was refused since it lacks the key."""
+        given = self.headers.get("authorization")
+        if refused := self.plan.key is not None and given != f"Bearer {self.plan.key}":
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.answer({"error": "Unauthorized"}, 401)
+        return refused
+
     def do_GET(self) -> None:
         plan, path = self.plan, self.path
+        if self.keyless():
+            return
         if path in plan.gone:
             return self.answer({"detail": "Not Found"}, 404)
         if path == "/v1/models":
@@ -154,6 +168,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         plan = self.plan
+        if self.keyless():
+            return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/tokenize" and plan.probe is not None:
             return self.answer({"tokens": plan.probe})
@@ -211,7 +227,21 @@ class Handler(BaseHTTPRequestHandler):
             )
         # an event of usage alone; some versions have no choices in it, others null
         if plan.engine == "vllm":
-            self.event({"choices": None, "usage": {"completion_tokens": at}})
+            metrics = self.counted(steps) if plan.counts_in_replies else None
+            self.event({"choices": None, "usage": {"completion_tokens": at}, "metrics": metrics})
+
+    def counted(self, steps: list[tuple[int, int]]) -> dict[str, Any]:
+        """The counts of one request, in vLLM's form; nothing of a request without drafts."""
+        accepted = [tokens - 1 for tokens, drafted in steps if drafted]
+        if not accepted:
+            return {"speculative_decoding": None}
+        counts = {
+            "num_spec_steps": len(accepted), "num_draft_tokens": 3 * len(accepted),
+            "num_accepted_draft_tokens": sum(accepted), "num_spec_tokens": 3,
+            "acceptance_histogram": [accepted.count(n) for n in range(4)],
+            "mean_acceptance_length": 1 + sum(accepted) / len(accepted),
+        }  # fmt: skip
+        return {"speculative_decoding": counts}
 
     def count(self, steps: list[tuple[int, int]], tokens: int) -> None:
         plan = self.plan
@@ -431,6 +461,39 @@ def test_what_others_do_is_said(
     assert (s["tau_emitted"] is None) == ("prefix_hits" not in settings), (
         "steps of others are no steps of ours"
     )
+
+
+def test_counts_that_come_with_the_replies_are_of_nobody_else(
+    serve: Serve, saved_tiny: Path, prompts: Path
+) -> None:
+    """The worked example once more, while others use the server."""
+    url, _ = serve(counts_in_replies=True, foreign=2, running=3)
+    (s,) = evaluate(url, saved_tiny, prompts)["server"]["settings"]
+    assert (s["drafts"], s["drafted"], s["accepted"], s["rounds"]) == (12, 36, 20, 16)
+    assert s["tau_incl_bonus"] == pytest.approx(8 / 3) and s["tau_emitted"] == pytest.approx(9 / 4)
+    assert s["survival"] == pytest.approx([2 / 3, 2 / 3, 1 / 3]) and not s["warnings"]
+
+
+def test_a_server_with_an_api_key(
+    serve: Serve, saved_tiny: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = serve(key="secret")
+    folder = prompts.parent / "keys"
+    folder.mkdir()
+    for name, text in (("right", "secret\n"), ("wrong", "other"), ("empty", " ")):
+        (folder / name).write_text(text)
+    for file, why in (
+        (None, "another API key, or one at all; put it into a file"),
+        ("wrong", "another API key"),
+        ("empty", "is empty; write the key into it"),
+        ("absent", "cannot read --server-api-key-file .*: No such file"),
+    ):
+        with pytest.raises(UserError, match=why):
+            file_path = None if file is None else str(folder / file)
+            evaluate(url, saved_tiny, prompts, server_api_key_file=file_path, limit=1)
+    evaluate(url, saved_tiny, prompts, server_api_key_file=str(folder / "right"), limit=1)
+    monkeypatch.setenv("DRAFTSMITH_SERVER_KEY", "secret")
+    evaluate(url, saved_tiny, prompts, limit=1)
 
 
 def test_a_server_without_speculation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
 
@@ -178,8 +178,43 @@ def test_costs_erase_the_gain() -> None:
     assert found["tokens"] == pytest.approx(3.68928)
     gains = [row["speedup"] for row in found["costs"]]
     assert gains == sorted(gains, reverse=True) and gains[0] == pytest.approx(3.68928)
-    by_batch = {row["batch"]: row for row in found["roofline"] if row["context"] == 1000}
+    by_batch = {row["batch"]: row for row in found["roofline"] if row["context"] == 2000}
     assert by_batch[256]["speedup"] < by_batch[64]["speedup"] <= by_batch[1]["speedup"]
+
+
+def test_the_best_length_falls_with_the_load() -> None:
+    """At 40% of the FLOP/s and 80% of the bandwidth, with a long context too."""
+    options = Options(
+        acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8,
+        batch="1,32,128,512", context="300,2000", compute_share=0.4, bandwidth_share=0.8,
+    )  # fmt: skip
+    rows = simulation(options)["roofline"]
+    for context in (300, 2000):
+        lengths = [row["best"]["length"] for row in rows if row["context"] == context]
+        gains = [row["best"]["speedup"] for row in rows if row["context"] == context]
+        assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[-1] <= 2
+        assert gains[0] > 2.6 and gains[-1] < 1.6
+    with pytest.raises(UserError, match="--compute-share and --bandwidth-share"):
+        Options(acceptance="0.8", compute_share=0.0)
+
+
+def test_the_schedule_by_load_is_the_best_length_of_every_batch() -> None:
+    """Ranges as vLLM takes them, of equal length next to one another, up to the last batch."""
+    options = Options(
+        acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8, context="300", batch="1,256"
+    )
+    (found,) = simulation(options)["by_load"]
+    ranges = found["ranges"]
+    assert found["context"] == 300 and ranges[0][0] == 1 and ranges[-1][1] == 256
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
+    lengths = [drafts for *_, drafts in ranges]
+    assert lengths == sorted(lengths, reverse=True) and len({*lengths}) == len(lengths) > 2
+    for first, last, drafts in ranges:
+        several = Options(
+            acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8, context="300",
+            batch=f"{first},{last}",
+        )  # fmt: skip
+        assert {row["best"]["length"] for row in simulation(several)["roofline"]} == {drafts}
 
 
 def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None:

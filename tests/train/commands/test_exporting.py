@@ -400,6 +400,9 @@ def test_a_vocabulary_cut_after_training(
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
         (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
         (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),
+        (["--to", "vllm", "--out", "x", "--by-load", "nowhere.json"], "nowhere.json"),
+        (["--to", "llamacpp", "--out", "x", "--by-load", "y"], "--by-load: vllm, trtllm"),
+        (["--to", "vllm", "--out", "x", "--by-load", "y", "--drafts", "3"], "either --drafts or"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -412,6 +415,44 @@ def test_wrong_options_are_one_line(
     monkeypatch.chdir(tmp_path)
     refused(["export", "--drafter", str(DRAFTERS / "eagle3"), *arguments], says, capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("by_load", "says"),
+    [
+        ([], "has no drafts by load"),
+        ([{"context": 1, "ranges": [[1, 4, 0]]}], "nothing is gained from drafting at any load"),
+        ([{"context": 1, "ranges": [[2, 4, 3]]}], "do not follow one another from 1 on"),
+        ([{"context": 1, "ranges": [[1, 4, 3]]}] * 2, "is of several contexts (1, 1)"),
+    ],
+)
+def test_drafts_by_load_that_cannot_be_used(
+    by_load: list[object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "load.json"
+    file.write_text(json.dumps({"by_load": by_load}))
+    command = ["export", "--drafter", str(DRAFTERS / "eagle3_plain"), "--to", "vllm"]
+    refused([*command, "--out", str(tmp_path / "x"), "--by-load", str(file)], says, capsys)
+
+
+def test_drafts_by_load_are_in_the_serve_commands(tmp_path: Path) -> None:
+    """Each engine in its form: ranges, and the last number of each range."""
+    file = tmp_path / "load.json"
+    ranges = [[1, 8, 9], [9, 20, 2], [21, 64, 0]]
+    file.write_text(json.dumps({"by_load": [{"context": 300, "ranges": ranges}]}))
+    said = {}
+    for engine in ("vllm", "trtllm"):
+        drafter, out = str(DRAFTERS / "eagle3_plain"), str(tmp_path / engine)
+        options = exporting.Options(drafter, engine, out, by_load=str(file))
+        said[engine] = exporting.write_export(options).serve
+    assert '"num_speculative_tokens": 9' in said["vllm"]
+    assert f'"num_speculative_tokens_per_batch_size": {ranges}' in said["vllm"]
+    assert "max_draft_len: 9" in said["trtllm"]
+    assert "draft_len_schedule: {8: 9, 20: 2}" in said["trtllm"]
+    rising = {"context": 300, "ranges": [[1, 8, 2], [9, 20, 7], [21, 64, 1]]}
+    file.write_text(json.dumps({"by_load": [rising]}))
+    with pytest.raises(UserError, match="numbers of drafts that fall with the load"):
+        exporting.write_export(options)
 
 
 def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> None:

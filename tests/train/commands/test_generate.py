@@ -260,7 +260,9 @@ def test_the_chat_command_reads_lines_of_a_pipe(
     asked: list[Any] = []
     decoder = Decoder(quickstart, PlainDecoding())
     encode = decoder.encode
-    monkeypatch.setattr(decoder, "encode", lambda given: asked.append([*given]) or encode(given))
+    monkeypatch.setattr(
+        decoder, "encode", lambda given, **more: asked.append([*given]) or encode(given, **more)
+    )
     typed(monkeypatch, "a\nb\n")
     chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
     assert [len(messages) for messages in asked] == [1, 3]

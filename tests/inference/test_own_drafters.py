@@ -1,0 +1,139 @@
+"""Drafters of other packages: by module and class, by entry point, and as objects."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftsmith
+from draftsmith.heads.errors import UserError
+from draftsmith.inference import own_drafters
+from draftsmith.inference.api import load
+from draftsmith.inference.drafters import check_spec, load_proposer
+from draftsmith.inference.evaluation.names import distinct_labels
+from draftsmith.inference.evaluation.tuning import tune
+from draftsmith.inference.evaluation.tuning.options import TuneOptions
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import Target
+from tests.conftest import ROOT
+
+PROMPTS = ["def add(a, b):", "def close(self):", "def read(path, mode):"]
+MODULE = "scripts.my_drafter"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a command of the documents is started."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("spec", [f"{MODULE}:LastSeen:length=6", f"{MODULE}:OneMore"])
+def test_they_write_the_targets_text(quickstart: Target, spec: str) -> None:
+    decoder, plain = load(quickstart, spec), load(quickstart)
+    for settings in (
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.0, "rule": "rejection"},
+    ):
+        replies = decoder.generate(PROMPTS, 24, **settings)
+        if settings.get("rule") is None:
+            expected = plain.generate(PROMPTS, 24, **settings)
+            assert [r.token_ids for r in replies] == [r.token_ids for r in expected]
+    drafted = [
+        n for r in decoder.generate(PROMPTS, 24) for round_ in r.rounds for n in [round_.drafted]
+    ]
+    assert max(drafted) == (6 if "LastSeen" in spec else 1)
+
+
+def test_guesses_are_what_followed() -> None:
+    sys.path.insert(0, str(ROOT))
+    from scripts.my_drafter import guess
+
+    assert guess([1, 2, 3, 4, 2], 2) == [3, 4]
+    assert guess([1, 2, 3, 2, 5, 2], 9) == [5, 2]
+    assert guess([7, 8], 3) == [] and guess([7], 3) == []
+
+
+def test_the_command_and_python_measure_them(quickstart: Target, tmp_path: Path) -> None:
+    """One table with a class by its name, another with settings, and an object."""
+    prompts = tmp_path / "p.jsonl"
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Mine(draftsmith.Proposer):
+        max_drafted = 0
+
+        def propose(self, root: Any, draws: Any) -> Any:
+            from draftsmith.inference.rounds.tree import DraftTree, TreeShape
+
+            return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
+
+    report = draftsmith.evaluate(
+        quickstart, [f"{MODULE}:LastSeen", f"{MODULE}:LastSeen:length=1", Mine()], prompts,
+        max_new_tokens=48, repeats=1, baselines=False, json=tmp_path / "r.json",
+    )  # fmt: skip
+    drafters = report.settings[0].drafters
+    assert {*drafters} == {"plain", "LastSeen", "LastSeen:length=1", "Mine"}
+    assert all(found.equal_to_ar == 3 for name, found in drafters.items() if name != "plain")
+    assert drafters["LastSeen"].tau_incl_bonus >= drafters["LastSeen:length=1"].tau_incl_bonus > 1  # type: ignore[operator]
+    assert drafters["Mine"].tau_incl_bonus == 1
+    assert report.drafters["Mine"].spec.endswith(
+        ":test_the_command_and_python_measure_them.<locals>.Mine"
+    )
+
+
+def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("last-seen", f"{MODULE}:LastSeen", own_drafters.GROUP)
+    monkeypatch.setattr(own_drafters, "entry_points", lambda group: [point])
+    proposer = load_proposer("last-seen:length=2", quickstart, pytest.fail)
+    assert proposer.max_drafted == 2
+    specs = ["last-seen", "last-seen:length=3", f"{MODULE}:LastSeen:name=mine"]
+    assert [*distinct_labels(specs).values()] == ["last-seen", "last-seen:length=3", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("no_such_module:Mine", "drafter no_such_module:Mine cannot be imported: No module named"),
+        (f"{MODULE}:Absent", "has no attribute 'Absent'"),
+        (f"{MODULE}:LastSeen:width=3", "unexpected keyword argument 'width'; it takes length"),
+        (f"{MODULE}:guess", "missing a required argument"),
+        (f"{MODULE}:NO_NODE", "is nothing that can be called"),
+        (f"{MODULE}:TreeShape:parents=3", r"cannot be made: TypeError: .* \(--debug shows where\)"),
+        (f"{MODULE}:OneMore:file=a/b.safetensors", "cannot be made: FileNotFoundError"),
+        (f"{MODULE}:OneMore:target=3", "target is given by draftsmith; leave it out"),
+        ("ngram:length", "settings are written key=value, such as ngram:length=8"),
+        ("json:JSONEncoder", "makes a JSONEncoder; it has to be a subclass of draftsmith.Proposer"),
+        ("lookahed", "did you mean lookahead"),
+        (f"{MODULE}:LastSeen:name=a b", "is no name for tables"),
+    ],
+)
+def test_what_is_none_is_refused_in_one_line(quickstart: Target, spec: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as caught:
+        check_spec(spec)
+        load_proposer(spec, quickstart, pytest.fail)
+    assert "\n" not in str(caught.value)
+
+
+def test_tune_and_profiles_refuse_them(quickstart: Target, tmp_path: Path) -> None:
+    spec = f"{MODULE}:LastSeen:length=6"
+    with pytest.raises(UserError, match="knows the trees of draftsmith's own drafters only"):
+        load(quickstart, spec, tuned={"length": 2})
+    (tmp_path / "p.jsonl").write_text("{}")
+    options = TuneOptions(
+        TargetConfig("t"), str(tmp_path / "p.jsonl"), str(tmp_path / "o.json"), [spec]
+    )
+    with pytest.raises(UserError, match="tune knows the trees of draftsmith's own"):
+        tune.check(options)
+
+
+def test_an_object_of_another_kind_is_refused(quickstart: Target, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n')
+    with pytest.raises(UserError, match="drafter is a folder, a name or a proposer, not object"):
+        draftsmith.evaluate(quickstart, object(), prompts)  # type: ignore[arg-type]

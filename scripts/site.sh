@@ -14,8 +14,10 @@ out=$(python -c 'import os, sys; print(os.path.abspath(sys.argv[1]))' "${1:-site
 source_folder=$(mktemp -d)
 trap 'rm -rf "$source_folder"' EXIT
 mkdir "$source_folder/pages"
-git ls-files -z -- '*.md' '*.yaml' '*.png' '*.ipynb' '*.sh' '*.py' LICENSE CITATION.cff 'scripts/slurm/*' 'scripts/docker/*' |
-    grep -zv -E '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
+# Of a copy without .git, all files but those of an environment and of runs.
+files() { git ls-files -z 2>/dev/null || find . -type f -not -path './.venv/*' -not -path './runs/*' -not -path './models/*' -print0 | sed -z 's#^\./##'; }
+files | grep -zE '\.(md|yaml|png|ipynb|sh|py|sbatch|Dockerfile)$|^(LICENSE|CITATION.cff)$' |
+    grep -zvE '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
 # Blocks that tests run are marked as such, which this Markdown does not take for blocks.
 find "$source_folder/pages" -name '*.md' | xargs perl -pi -e 's/^```(bash|python) runnable$/```$1/'
 cp scripts/site/api.md "$source_folder/pages/docs/"

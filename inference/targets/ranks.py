@@ -1,4 +1,4 @@
-"""What the first rank does alone, while the others wait for it."""
+"""Work that the first rank does alone, while the others wait for it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_prompt_without_room_is_named(quickstart: Target, tmp_path: Path) -> N
 def test_arguments_of_the_template_are_for_all_rows_and_a_rows_own_win(
     quickstart: Target, tmp_path: Path
 ) -> None:
-    """As thinking on and off; the Python API renders words in the same way."""
+    """Thinking on and off, for one; the Python API renders words in the same way."""
     tokenizer = copy.deepcopy(quickstart.tokenizer)
     tokenizer.chat_template = "{% if enable_thinking %}think {% endif %}" + tokenizer.chat_template
     asked = {"messages": [{"role": "user", "content": "def f():"}]}

@@ -28,7 +28,7 @@ MODULE = "scripts.my_drafter"
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a command of the documents is started."""
+    """Start where a command of the documents is started."""
     monkeypatch.chdir(ROOT)
 
 

@@ -137,11 +137,9 @@ def read_by_load(options: Options, most: int | None) -> tuple[tuple[int, int, in
     ranges = [(first, last, min(drafts, most or drafts)) for first, last, drafts in rows[0].ranges]
     if not any(drafts for *_, drafts in ranges):
         raise UserError(f"by {path} nothing is gained from drafting at any load")
-    starts = [1, *(last + 1 for _, last, _ in ranges)]
-    if any(
-        first != start or last < first
-        for (first, last, _), start in zip(ranges, starts, strict=False)
-    ):
+    starts = [1, *(last + 1 for _, last, _ in ranges[:-1])]
+    ends = zip(ranges, starts, strict=True)
+    if any(first != start or last < first for (first, last, _), start in ends):
         raise UserError(f"{path}: the ranges of by_load do not follow one another from 1 on")
     return tuple(ranges)
 

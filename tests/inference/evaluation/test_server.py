@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def keyless(self) -> bool:
-        """Whether the request was refused since it lacks the key."""
+        """Return True if the request was refused since it lacks the key."""
         given = self.headers.get("authorization")
         if refused := self.plan.key is not None and given != f"Bearer {self.plan.key}":
             self.rfile.read(int(self.headers.get("content-length") or 0))

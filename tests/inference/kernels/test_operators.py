@@ -213,7 +213,7 @@ def test_parts_of_the_keys() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_number_that_is_none_does_not_vanish(parts: int) -> None:
-    """As where keys overflow: plausible text would be worse."""
+    """Keys may overflow, and plausible text would be worse."""
     queries, keys = torch.randn(1, 1, 2, 16), torch.randn(1, 2, 256, 16)
     keys[0, 0, 70, 3] = float("nan")
     some = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,10 @@ class Measurement:
     """Number of replies that are not the target's own: must be 0 in fp32."""
     by_position: dict[str, float]
     """Tau by position of the round's root."""
+
+
+class GivenUp(Exception):
+    """Exception of a measurement that was given up because the run was asked to end."""
 
 
 @torch.no_grad()
@@ -188,17 +192,27 @@ class HeldOutEvaluation:
             emitted.append(rounds_on_text(proposer, ids, start, hidden))
         return self._gather(emitted)
 
-    def measure(self, drafter_folder: Path) -> Measurement | None:
+    def measure(
+        self, drafter_folder: Path, asked: Callable[[], bool] = lambda: False
+    ) -> Measurement | None:
         """Decode the prompts with the drafter in `drafter_folder`, loaded as a user would load it.
 
-        Returns None if there is no whole target to decode with.
+        Returns None if there is no whole target to decode with. Raises `GivenUp` on every rank once
+        `asked`, which is called before each prompt, has returned true on any of them.
         """
         if not isinstance(self._target, Target):
             return None
         chain = {"width": 1} if self._config.chain else None
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
+        given_up = False
         for text in Progress(self.texts, desc="decoding held-out prompts"):
+            given_up = asked()
+            if self._target.together:
+                # No rank may leave the passes that all of them make.
+                given_up = any(gather_object([given_up]))
+            if given_up:
+                break
             generation = generate_one(
                 self._target,
                 proposer,
@@ -208,6 +222,8 @@ class HeldOutEvaluation:
             )
             equal = generation.token_ids == text.ids[text.start :]
             results.append((text.unit, text.start, emitted_per_round(generation), equal))
+        if any(self._gather([given_up])):
+            raise GivenUp
         results = self._gather(results)
         emitted = [rounds for _, _, rounds, _ in results]
         return Measurement(

@@ -36,6 +36,8 @@ from .objectives import Objective
 
 log = logging.getLogger(__name__)
 
+HELD_OUT_REPLIES = "held-out-replies.json"  # file in a run's output, of a server's replies
+
 
 @dataclass
 class Inputs:
@@ -87,12 +89,13 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
             target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
         )
     prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
+    replies = folder / HELD_OUT_REPLIES
     return Inputs(
         target,
         tables,
         identity,
         lambda objective, *_: ServedFeatures(target, objective.taps),
-        lambda taps: on_first(lambda: served_texts(target, prompts, taps, run.evaluation)),
+        lambda taps: on_first(lambda: served_texts(target, prompts, taps, run.evaluation, replies)),
     )
 
 

@@ -38,7 +38,7 @@ from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
 from .estimate import check_affordable
-from .evaluation import HeldOutEvaluation, warn_of_differences
+from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
@@ -252,7 +252,7 @@ class TrainingLoop:
         # A run that was asked to stop left this step's evaluation to the one that goes on.
         if self._evaluation_due() and (state.evaluated != state.step or state.best_step < 0):
             self._evaluate_and_save()
-        finished = state.step >= total or self._out_of_patience()
+        finished = self._finished()
         trainer.pace.restart()
         rank = self.accelerator.process_index
         with profiler(self.config.profile, self.folder.path, rank) as profiled:
@@ -281,7 +281,7 @@ class TrainingLoop:
                 # evaluation.
                 if evaluating and not trainer.stopping:
                     self._evaluate_and_save()
-                    finished = state.step == total or self._out_of_patience()
+                    finished = self._finished()
                 elif saving:
                     trainer.gather()
                     calibration, _ = self.held_out.calibrate(trainer.drafter)
@@ -289,13 +289,13 @@ class TrainingLoop:
                 # Neither is a part of the steps whose speed is reported.
                 if evaluating or saving:
                     trainer.pace.restart()
-                if trainer.stopping and not finished:
-                    finished = True
-                    log.warning(
-                        "asked to stop: saved step %d of %d; the same command goes on from there",
-                        state.step,
-                        total,
-                    )
+                finished = finished or trainer.stopping
+        if trainer.stopping:
+            log.warning(
+                "asked to stop: saved step %d of %d; the same command goes on from there",
+                state.step,
+                total,
+            )
         self.progress.close()
         if self.accelerator.is_main_process:
             shutil.rmtree(self.folder.path / CANDIDATE, ignore_errors=True)
@@ -335,6 +335,11 @@ class TrainingLoop:
         """Return whether tau has not risen for as many evaluations as the run allows."""
         # A patience of 0 never stops a run.
         return 0 < self.config.evaluation.patience <= self.state.evaluations_without_gain
+
+    def _finished(self) -> bool:
+        """Return whether no step is left to do, now or at all."""
+        done = self.state.step >= self.trainer.total_steps or self._out_of_patience()
+        return done or self.trainer.stopping
 
     def _log_training(self, sums: Sums, norm: float) -> None:
         """Log the metrics `sums` of the steps since the last log.
@@ -387,7 +392,10 @@ class TrainingLoop:
             )
 
     def _evaluate_and_save(self) -> None:
-        """Measure the drafter as saved, note if it is the best, write a checkpoint, and log."""
+        """Measure the drafter as saved, note if it is the best, write a checkpoint, and log.
+
+        If the run is asked to stop meanwhile, the checkpoint is written without a measurement.
+        """
         trainer, state, held_out = self.trainer, self.state, self.held_out
         trainer.gather()
         calibration, outcomes = held_out.calibrate(trainer.drafter)
@@ -398,7 +406,14 @@ class TrainingLoop:
             artifact.save(candidate)
         # The other ranks load the folder as well, and must not look for it earlier.
         self.accelerator.wait_for_everyone()
-        measured = held_out.measure(candidate)
+        try:
+            measured = held_out.measure(candidate, lambda: trainer.stop.asked)
+        except GivenUp:
+            # The state says that no evaluation of this step was done, so that the run that goes on
+            # begins with it.
+            trainer.stopping = True
+            self._save(artifact)
+            return
         if measured is not None:
             warn_of_differences(estimate, measured, trainer.target.dtype)
         tau = estimate.tau if measured is None else measured.tau

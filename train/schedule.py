@@ -10,6 +10,7 @@ from torch import nn
 
 from ..heads.errors import UserError
 from .config import Optim
+from .muon import Muon
 
 
 def rate_at(optim: Optim, step: int, total: int) -> float:
@@ -57,7 +58,7 @@ def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torc
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=fused or None)
     if not orthogonal:
         return adamw
-    muon = torch.optim.Muon(
+    muon = Muon(
         orthogonal,
         lr=optim.lr,
         momentum=optim.momentum,

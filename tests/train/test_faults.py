@@ -141,20 +141,26 @@ def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
-def test_a_run_stopped_where_an_evaluation_was_due_makes_up_for_it(
-    tmp_path: Path, saved_tiny: Path
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_stop_gives_an_evaluation_up_and_the_next_start_makes_up_for_it(
+    tmp_path: Path, saved_tiny: Path, ranks: int
 ) -> None:
-    """Evaluations after every step, so that the stop meets one: each is there once in the end, the
-    last one too."""
-    evaluation = {"every": 1, "prompts": 2, "max_new_tokens": 8, "tree_nodes": 4}
-    config = make_config(tmp_path, saved_tiny, evaluation=evaluation, max_steps=10)
-    code, _, errors = disturb(command_of(config), 4, signal.SIGTERM)
-    assert code == 143 and "asked to stop" in errors
-    train(config)
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["step"] for row in rows if "tau_measured" in row] == list(range(1, 11))
+    """Evaluations after every step. The line of a step is printed before its evaluation, so the
+    stop meets that of step 4; of two ranks only the second one is asked. In the end each evaluation
+    is there once, the last one too."""
+    evaluation = {"every": 1, "prompts": 8, "max_new_tokens": 40, "tree_nodes": 4}
+    config = make_config(tmp_path, saved_tiny, evaluation=evaluation, max_steps=6)
+
+    def evaluated() -> list[int]:
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return [row["step"] for row in map(json.loads, lines) if "tau_measured" in row]
+
+    asked = None if ranks == 1 else 1
+    code, _, errors = disturb(command_of(config, ranks=ranks), 4, signal.SIGTERM, rank=asked)
+    assert code == (143 if ranks == 1 else 1) and "asked to stop: saved step 4 of 6" in errors
+    assert evaluated() == [1, 2, 3]
+    assert resumed_at(train(config, ranks=ranks)) == 4
+    assert evaluated() == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ Shapes: S positions of a text, F layers that the server gives, Ht hidden size of
 from __future__ import annotations
 
 import fcntl
+import json
 import stat
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ...heads.documents import Token, convert
 from ...heads.errors import UserError, first_line
-from ...heads.files import JsonObject
+from ...heads.files import JsonObject, whole_file
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.console import Progress
@@ -327,13 +328,27 @@ def served_texts(
     prompts: list[HeldOutPrompt],
     taps: tuple[int, ...],
     config: Evaluation,
+    file: Path | None = None,
 ) -> list[HeldOutText]:
-    """Return the server's replies to prompts, with the features of both, on the CPU."""
+    """Return the server's replies to prompts, with the features of both, on the CPU.
+
+    The replies are kept in `file`, so that a run that resumes is measured on the same ones: a
+    server may write others, at a temperature or in another batch.
+    """
     ids = [prompt.token_ids for prompt in prompts]
-    replies = target.client.write(ids, config.max_new_tokens, config.temperature)
+    asked: JsonObject = {
+        "target": target.fingerprint().weights_hash, "prompts": ids,
+        "max_new_tokens": config.max_new_tokens, "temperature": config.temperature,
+    }  # fmt: skip
+    kept = _kept_replies(file, asked)
+    if kept is None:
+        replies = target.client.write(ids, config.max_new_tokens, config.temperature)
+    else:
+        # Without the last token, which has no state when it is written either.
+        replies = target.client.ask([text[:-1] for text in kept])
     texts = []
-    for prompt, reply in zip(
-        Progress(prompts, desc="server writes held-out replies"), replies, strict=True
+    for i, reply in enumerate(
+        Progress(replies, total=len(prompts), desc="server writes held-out replies")
     ):
         hidden = target.hidden_of(reply.states, taps)
         # The last token has no state, and none is read, since nothing is drafted after it. The
@@ -341,6 +356,20 @@ def served_texts(
         last, *tapped = (
             torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps)
         )
+        text = reply.ids if kept is None else kept[i]
         hidden = Hidden(last, tuple(tapped))
-        texts.append(HeldOutText(reply.ids, len(prompt.token_ids), hidden, prompt.unit))
+        texts.append(HeldOutText(text, len(ids[i]), hidden, prompts[i].unit))
+    if file is not None and kept is None:
+        with whole_file(file) as aside:
+            aside.write_text(json.dumps({**asked, "texts": [text.ids for text in texts]}))
     return texts
+
+
+def _kept_replies(file: Path | None, asked: JsonObject) -> list[list[int]] | None:
+    """Return the texts in `file` if they were written to what is `asked` now, else None."""
+    try:
+        found = None if file is None else json.loads(file.read_text())
+        texts = convert(found.pop("texts"), list[list[Token]]) if found else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return texts if found == asked else None

@@ -231,7 +231,8 @@ ENGINE = ServingEngine(
             accepted=("num_accepted_draft_tokens",),
             drafted=("num_draft_tokens",),
             histograms=("acceptance_histogram",),
-            definition="1 + accepted / drafts",
+            definition="1 + accepted / drafts of its replies' own counts: without steps that had "
+            "no draft, with drafts accepted after a reply's end",
         ),
         no_tokens="counts no tokens in /metrics as a vLLM does; start the vLLM without "
         "--disable-log-stats, and name the engine itself, not a gateway before it",

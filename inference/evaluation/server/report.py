@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from ....heads.errors import UserError
-from ....heads.exchange.engines.servers import CounterNames
+from ....heads.exchange.engines.servers import CounterNames, ServerProtocol
 from ....heads.pretrained import clear_errors, end_ids, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn
@@ -52,7 +52,7 @@ from .client import (
     load,
     settled,
 )
-from .counters import Speculation, counted_in_replies, of_counters, of_replies
+from .counters import Counters, Speculation, counted_in_replies, of_counters, of_replies
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 # Share of the time from which the client counts as too slow. Only runs of a second or more are
@@ -204,9 +204,7 @@ async def _one(
     length = min(WARM_UP, options.max_new_tokens)
     warm = await load(client, server, prompts[:1], 1, sampling, length, lambda prompt, reply: None)
     if before is not None:
-        before = await settled(
-            client, protocol, before, sum(reply.tokens for reply in warm.replies)
-        )
+        before = (await _counted(client, protocol, before, warm))[0]
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
@@ -218,9 +216,8 @@ async def _one(
     if before is None:
         metas = [reply.meta for reply in run.replies]
         return run, of_replies(protocol, metas, tokens, server.speculates)
-    delta = (await settled(client, protocol, before, tokens)).since(before)
-    ran_before = before.running
-    own = counted_in_replies(protocol.counts_of_replies, [reply.meta for reply in run.replies])
+    now, own = await _counted(client, protocol, before, run)
+    delta, ran_before = now.since(before), before.running
     if own is not None:  # of these replies alone, whatever else the server does
         own.prefix_hits, own.prefix_queries = delta.prefix_hits, delta.prefix_queries
         delta, ran_before = own, 0
@@ -228,7 +225,25 @@ async def _one(
         delta.drafts = None  # llama.cpp counts its drafts, none, without speculation too
     chunks = sum(len(reply.arrivals) for reply in run.replies)
     replies = len(run.replies)
-    return run, of_counters(protocol, delta, tokens, replies, chunks, ran_before)
+    speculation = of_counters(protocol, delta, tokens, replies, chunks, ran_before)
+    if own is not None and protocol.counts_of_replies is not None:
+        speculation.tau_definition = protocol.counts_of_replies.definition
+    return run, speculation
+
+
+async def _counted(
+    client: httpx.AsyncClient, protocol: ServerProtocol, before: Counters, run: Load
+) -> tuple[Counters, Counters | None]:
+    """Return the shared counters after `run`, and the counts of its replies; None without them.
+
+    Only without them it is waited until the shared ones hold all of the run: `before` are those
+    before it.
+    """
+    own = counted_in_replies(protocol.counts_of_replies, [reply.meta for reply in run.replies])
+    if own is not None:
+        return await counters_of(client, protocol), own
+    tokens = sum(reply.tokens for reply in run.replies)
+    return await settled(client, protocol, before, tokens), None
 
 
 def figures_of_load(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from safetensors.torch import save, save_file
 
 from draftsmith.heads.errors import UserError
-from draftsmith.train.data.served import Client
+from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_head_in
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.config import Evaluation
+from draftsmith.train.data.served import Client, FeatureReply, ServedTarget, served_texts
 from tests.robust.test_servers import serving, whole
 
 IDS, REPLY, LAYERS, WIDTH = [5, 6, 7], [9], [2, 8], 4
@@ -136,3 +140,56 @@ def test_an_answer_of_another_form_is_one_line(more: dict[str, Any], tmp_path: P
     with pytest.raises(UserError, match="unknown form|gives no hidden states|cannot read"):
         ask(path, **more)
     assert path.exists()
+
+
+class Answers(Client):
+    """What a server would answer with the states of `live`; each reply that it writes is another
+    one."""
+
+    def __init__(self, live: Target, layers: list[int]) -> None:
+        self.layers, self._live, self.written = layers, live, 0
+
+    def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
+        for ids in prompts:
+            inputs: list[torch.Tensor] = []  # of the final norm: layer L, as vLLM counts
+            norm: Any = self._live.model.model.norm  # type: ignore[union-attr]
+            hook = norm.register_forward_pre_hook(lambda _, given, to=inputs: to.append(given[0]))
+            taps = self._live.forward(torch.tensor([ids]), taps=(*self.layers[:-1],)).taps
+            hook.remove()
+            yield FeatureReply(ids, torch.stack([*(tap[0] for tap in taps), inputs[0][0]], 1))
+
+    def write(
+        self, prompts: list[list[int]], max_tokens: int, temperature: float = 0.0
+    ) -> Iterator[FeatureReply]:
+        for ids in prompts:
+            self.written += 1
+            text = ids + [7 + (self.written + i) % 50 for i in range(max_tokens)]
+            (reply,) = self.ask([text[:-1]])
+            yield FeatureReply(text, reply.states)
+
+
+def test_a_run_that_resumes_is_measured_on_the_same_replies(
+    tmp_path: Path, tiny: Target, saved_tiny: Path
+) -> None:
+    """The replies are in a file, and their features are asked for again; another length, other
+    prompts or a damaged file let the server write."""
+    served = embedding_and_head_in(str(saved_tiny), torch.device("cpu"), "auto", ServedTarget)
+    served.client = answers = Answers(tiny, [1, tiny.num_layers])
+    prompts = [HeldOutPrompt([3, 4, 5], 0), HeldOutPrompt([6, 7], 1)]
+    file, config = tmp_path / "replies.json", Evaluation(max_new_tokens=6, temperature=0.7)
+    first = served_texts(served, prompts, (1,), config, file)
+    again = served_texts(served, prompts, (1,), config, file)
+    assert answers.written == 2 and [len(text.ids) for text in first] == [9, 8]
+    for one, other in zip(first, again, strict=True):
+        assert (one.ids, one.start, one.unit) == (other.ids, other.start, other.unit)
+        assert torch.equal(one.hidden.last, other.hidden.last)
+        assert torch.equal(one.hidden.taps[0], other.hidden.taps[0])
+        live = tiny.forward(torch.tensor([one.ids]), taps=(1,))
+        torch.testing.assert_close(one.hidden.last[:-1], live.last[0, :-1])
+    longer = replace(config, max_new_tokens=7)
+    assert len(served_texts(served, prompts, (1,), longer, file)[0].ids) == 10
+    served_texts(served, prompts[:1], (1,), longer, file)
+    assert answers.written == 5
+    file.write_text(file.read_text()[:-9])
+    served_texts(served, prompts[:1], (1,), longer, file)
+    assert answers.written == 6

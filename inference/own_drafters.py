@@ -11,15 +11,19 @@ import inspect
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
-from ..heads.errors import UserError, first_line
+from ..heads.errors import UserError, first_line, out_of_memory
 from .proposer import Proposer
+from .rounds.tree import NO_NODE, DraftTree
 
 GROUP = "draftsmith.proposers"
 CLASS = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 """`package.module:Class`."""
+METHODS = ("prefill", "commit", "keep", "stop", "finish")  # of a proposer, besides `propose`
 
 
 def is_own(name: str) -> bool:
@@ -83,9 +87,7 @@ def make_own(name: str, settings: dict[str, Any], target: Any) -> Proposer:
             f"drafter {name} makes a {type(proposer).__name__}; it has to be a subclass of "
             "draftsmith.Proposer"
         )
-    if not isinstance(getattr(proposer, "max_drafted", None), int):
-        raise UserError(f"drafter {name} has no max_drafted, the most tokens that it drafts")
-    return with_name(proposer)
+    return guarded(with_name(proposer), name, target.vocab_size)
 
 
 def _said(error: Exception) -> str:
@@ -98,6 +100,85 @@ def with_name(proposer: Proposer) -> Proposer:
     if not getattr(proposer, "name", None):
         proposer.name = type(proposer).__name__
     return proposer
+
+
+def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
+    """Return the files that decide what a drafter does, as far as they are known.
+
+    These are the module of its class, and files that its settings name.
+    """
+    source = inspect.getsourcefile(_maker(name))
+    named = (Path(value) for value in settings.values() if isinstance(value, str))
+    return [*([Path(source)] if source else []), *(path for path in named if path.is_file())]
+
+
+def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
+    """Return a proposer of a user's class, whose mistakes become one line that names `label`.
+
+    An exception in one of its methods, and a tree that cannot be verified, raise `UserError`.
+    Proposers of draftsmith's own stay as they are, and so do those whose methods are a part of a
+    recorded round. Raises `UserError` for one without a sound `max_drafted`.
+    """
+    most = getattr(proposer, "max_drafted", None)
+    if most is None:
+        raise UserError(f"drafter {label} has no max_drafted, the most tokens that it drafts")
+    if isinstance(most, bool) or not isinstance(most, int):
+        raise UserError(f"max_drafted of drafter {label} is {most!r}, not a whole number")
+    if type(proposer).propose is Proposer.propose:
+        raise UserError(f"drafter {label} has no method propose, which drafts")
+    own = type(proposer).__module__.split(".")[0] != __name__.split(".")[0]
+    if own and not proposer.traceable and not isinstance(proposer.propose, _Guarded):
+        for name in METHODS:
+            setattr(proposer, name, _Guarded(getattr(proposer, name), label))
+        proposer.propose = _CheckedTree(proposer, label, vocab_size)  # type: ignore[method-assign]
+    return proposer
+
+
+class _Guarded:
+    """Method of a user's class, whose exceptions are told as the user's own."""
+
+    def __init__(self, method: Callable[..., Any], label: str) -> None:
+        self._method, self._label = method, label
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self._method(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            name = getattr(self._method, "__name__", "a method")
+            raise UserError(f"drafter {self._label} failed in {name}: {_said(error)}") from error
+
+
+class _CheckedTree(_Guarded):
+    """Method `propose` of a user's class, whose trees are checked."""
+
+    def __init__(self, proposer: Proposer, label: str, vocab_size: int) -> None:
+        super().__init__(proposer.propose, label)
+        self._proposer, self._vocab_size = proposer, vocab_size
+
+    def __call__(self, *arguments: Any) -> DraftTree:
+        root, tree = arguments[0], super().__call__(*arguments)
+        if not isinstance(tree, DraftTree):
+            wrong = f"propose returned {type(tree).__name__}; it has to return a DraftTree"
+            raise UserError(f"drafter {self._label}: {wrong}")
+        tokens, most = tree.tokens, self._proposer.max_drafted
+        wrong = None
+        if tokens.ndim != 2 or len(tokens) != len(root) or tokens.is_floating_point():
+            kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            wrong = f"tokens of its tree are {kind}, not int64 [{len(root)}, nodes]"
+        elif tokens.shape[1] - 1 > most:
+            wrong = f"it drafted {tokens.shape[1] - 1} tokens; its max_drafted is {most}"
+        elif (tokens[:, 0] != root).any():
+            wrong = "node 0 of its tree is not the root, the token that propose was given"
+        elif (outside := (tokens >= self._vocab_size) | (tokens < NO_NODE)).any():
+            token = int(tokens[outside][0])
+            wrong = f"it drafted token {token}; the target has {self._vocab_size}"
+        if wrong is not None:
+            raise UserError(f"drafter {self._label}: {wrong}")
+        return tree
 
 
 def _maker(name: str) -> Any:

@@ -15,6 +15,9 @@ read -r first first_config <<<"$3"
 read -r second second_config <<<"$4"
 shift 4
 [ "${1:-}" = -- ] && shift
+for config in "$first_config" "$second_config"; do
+    [ -f "$config" ] || { echo "error: $config is not there; give \"METHOD CONFIG\", such as \"eagle configs/eagle/quickstart.yaml\"" >&2; exit 2; }
+done
 
 target=$(python - "$first_config" <<'END'
 import sys, yaml

@@ -78,8 +78,9 @@ class OneMore(Proposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         logits = self._target.head(self._state @ self._weight.T)
-        tokens = torch.stack([root, logits.argmax(dim=-1)], dim=1)
-        return DraftTree(tokens, TreeShape.chain(1), informed=False)
+        # Chosen with the target's noise, as draftsmith's own drafters do at a temperature.
+        draft = draws.guess(logits[:, None], 0, None)[:, 0]
+        return DraftTree(torch.stack([root, draft], dim=1), TreeShape.chain(1))
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)

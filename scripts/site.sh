@@ -20,7 +20,9 @@ files | grep -zE '\.(md|yaml|png|ipynb|sh|py|sbatch|Dockerfile)$|^(LICENSE|CITAT
     grep -zvE '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
 # Blocks that tests run are marked as such, which this Markdown does not take for blocks.
 find "$source_folder/pages" -name '*.md' | xargs perl -pi -e 's/^```(bash|python) runnable$/```$1/'
-cp scripts/site/api.md "$source_folder/pages/docs/"
-cp scripts/site/mkdocs.yml "$source_folder/mkdocs.yml"
+pages=$source_folder/pages/docs
+cp scripts/site/api.md "$pages/"
+cp scripts/site/mkdocs.yml scripts/site/doctests.py "$source_folder/"
+python scripts/site/notebook.py docs/draftsmith.ipynb "$pages/notebook.md"
 NO_MKDOCS_2_WARNING=1 PYTHONPATH="$root" python -m mkdocs build --strict --quiet -f "$source_folder/mkdocs.yml" -d "$out"
 echo "wrote $out/index.html" >&2

@@ -141,11 +141,18 @@ def test_no_document_outside_of_the_repository_is_cited() -> None:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """Return the words of every draftsmith command in the fenced blocks of a document."""
+    """Return the words of every draftsmith command in the blocks of a document.
+
+    Variables that the document sets to options, such as `SAMPLING="--top-k 20"`, are replaced.
+    """
+    for name, options in re.findall(r'^([A-Z]+)="(--[^"]*)"', text, flags=re.MULTILINE):
+        text = text.replace(f"${name}", options)
+    fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced.findall(text) if language == "bash"]
+    blocks += re.findall(r"\n    ((?:draftsmith|accelerate launch) .*)", fenced.sub("", text))
     commands = []
-    for block in re.findall(r"^```bash[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+    for block in blocks:
         lines = re.sub(r"\\\n", " ", block).split("\n")
-        lines += re.findall(r"\n    ((?:draftsmith|accelerate launch) .*)", text)
         for line in lines:
             if not re.match(r"\s*(draftsmith|accelerate launch|python -m draftsmith.train) ", line):
                 continue
@@ -157,6 +164,8 @@ def commands_of(text: str) -> list[list[str]]:
 
 def options_of(words: list[str]) -> tuple[Any, list[str]]:
     """Return the class of a command's options, and the words behind the command."""
+    if words[:2] == ["draftsmith", "train"]:
+        return method_named(words[2]).run_class, words[3:]
     if words[0] == "draftsmith":
         count = 2 if words[1] == "data" else 1
         return options_of_verb(" ".join(words[1 : 1 + count])), words[1 + count :]

@@ -33,7 +33,8 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..drafters import load_proposer, parse_spec
+from ..drafters import is_own_drafter, load_proposer, parse_spec
+from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -128,6 +129,7 @@ def evaluate_drafters(
     target = given or load_for_decoding(options.target)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
+    own = [guarded(one, one.name, target.vocab_size) for one in own]
     proposers = [*loaded.values(), *own]
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):
@@ -137,8 +139,9 @@ def evaluate_drafters(
     # to be written.
     names = distinct_names(proposers)
     sizes = {name: p.weight_bytes for name, p in zip(names, proposers, strict=True)}
-    specs = [*loaded, *(f"{type(one).__module__}:{type(one).__qualname__}" for one in own)]
-    origins = dict(zip(names, map(origin, specs), strict=True))
+    classes = (f"{type(one).__module__}:{type(one).__qualname__}" for one in own)
+    known = [*map(origin, loaded), *(DrafterOrigin(spec=spec) for spec in classes)]
+    origins = dict(zip(names, known, strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
@@ -354,9 +357,11 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
 
 
 def origin(spec: str) -> DrafterOrigin:
-    """Return a drafter's spec and the hashes of its weight files."""
-    name, _ = parse_spec(spec)
+    """Return a drafter's spec and the hashes of its weight files, or of its class's module."""
+    name, settings = parse_spec(spec)
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    if is_own_drafter(name):
+        files = files_of(name, settings)
     return DrafterOrigin(spec=spec, sha256=" ".join(map(checksum, files)) or None)
 
 

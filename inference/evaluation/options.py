@@ -133,6 +133,7 @@ class SimulateOptions:
         "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 "
         "--params 8B",
         "draftsmith simulate --report out.json",
+        "draftsmith simulate --report out.json --gpu H100 --params 8B --context 2000",
     )
     first: ClassVar[tuple[str, ...]] = (
         "acceptance",
@@ -148,6 +149,9 @@ class SimulateOptions:
     0.85,0.8,0.75."""
     report: str | None = None
     """JSON of draftsmith evaluate, whose measured acceptances are used in place of --acceptance."""
+    drafter: str | None = None
+    """Drafter of the report whose acceptances --gpu or --profile take, by its name in the tables;
+    the one of the longest chain if not given."""
     draft_length: int = 5
     """Drafts in a chain."""
     draft_cost: float = 0.05
@@ -189,11 +193,8 @@ class SimulateOptions:
             raise UserError(
                 "--draft-length must be at least 1 and at most --longest, --draft-cost at least 0"
             )
-        # a report has measured costs, which those of a profile or roofline would contradict
-        if self.report is not None and any((self.profile, self.gpu, self.params)):
-            raise UserError(
-                "--profile, --gpu and --params go with --acceptance; a report has costs of its own"
-            )
+        if self.drafter is not None and self.report is None:
+            raise UserError("--drafter names a drafter of --report; give both")
         if not (0 < self.compute_share <= 1 and 0 < self.bandwidth_share <= 1):
             raise UserError("--compute-share and --bandwidth-share must be above 0 and at most 1")
         if (self.gpu is None) != (self.params is None):

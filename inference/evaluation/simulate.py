@@ -5,7 +5,8 @@ It is arithmetic on assumed or measured acceptances; the formulas are in `gains.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 
 from rich.table import Table
@@ -30,24 +31,31 @@ def run(options: Options) -> None:
     """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
     console = Console()
     check_json(options.json)
+    results: JsonObject = {}
     if options.report is not None:
-        results: JsonObject = {"measured": from_report(options.report, options.longest)}
-    else:
-        results = simulation(options)
+        results["measured"] = from_report(options.report, options.longest)
+    if options.report is None or options.gpu is not None or options.profile is not None:
+        results |= simulation(options)
     if output_json(options.json, {"options": asdict(options), **results}):
         return
-    if options.report is not None:
+    if "measured" in results:
         show_measured(results["measured"], console)
-    else:
+    if "tokens" in results:
         show(results, console)
 
 
 def simulation(options: Options) -> JsonObject:
-    """Return every number that is shown, from an assumed acceptance. Raises `UserError`."""
-    assert options.acceptance is not None
-    given = numbers(options.acceptance, "--acceptance", float)
-    if not all(0 <= a <= 1 for a in given):
-        raise UserError("--acceptance must lie between 0 and 1")
+    """Return every number that is shown, from an assumed or measured acceptance.
+
+    Of a report no longer chains are tried than the drafter's was. Raises `UserError`.
+    """
+    name, given = acceptance_of(options)
+    if name is not None:
+        options = replace(
+            options,
+            draft_length=min(options.draft_length, len(given)),
+            longest=min(options.longest, len(given)),
+        )
     length, longest = options.draft_length, options.longest
     by_position = gains.stretched(given, length)
     tokens = gains.profile_tokens(by_position)
@@ -58,6 +66,7 @@ def simulation(options: Options) -> JsonObject:
             {"draft_cost": cost, "speedup": gains.speedup(tokens, length, cost), "best": best}
         )
     results: JsonObject = {
+        "drafter": name,
         "acceptance": by_position,
         "draft_length": length,
         "draft_cost": options.draft_cost,
@@ -84,6 +93,30 @@ def simulation(options: Options) -> JsonObject:
     if options.profile is not None:
         results["measured_verification"] = from_profile(options, given)
     return results
+
+
+def acceptance_of(options: Options) -> tuple[str | None, list[float]]:
+    """Return the acceptances of the options, and the drafter's name if a report has them.
+
+    Of several drafters it is the one that is named, or the one of the longest chain. Raises
+    `UserError` if there is none.
+    """
+    if options.acceptance is not None:
+        given = numbers(options.acceptance, "--acceptance", float)
+        if not all(0 <= a <= 1 for a in given):
+            raise UserError("--acceptance must lie between 0 and 1")
+        return None, given
+    assert options.report is not None
+    found: dict[str, list[float]] = {}
+    for setting in read_measured(options.report).settings:
+        for name, drafter in setting.drafters.items():
+            seen = list(takewhile(lambda share: share is not None, drafter.cond_accept))
+            if seen and options.drafter in (None, name):
+                found.setdefault(name, [share for share in seen if share is not None])
+    if not found:
+        wanted = "drafter" if options.drafter is None else repr(options.drafter)
+        raise UserError(f"{options.report} has no acceptances of a {wanted}; {AGAIN}")
+    return max(found.items(), key=lambda item: len(item[1]))
 
 
 def gpu_of(options: Options) -> gains.Gpu:
@@ -232,6 +265,9 @@ def from_report(path: str, longest: int) -> dict[str, JsonObject]:
 
 def show(found: JsonObject, console: Console) -> None:
     """Print the results of `simulation` as sentences and tables."""
+    if found["drafter"] is not None:
+        shares = ", ".join(f"{share:.2f}" for share in found["acceptance"])
+        console.print(f"\nWith the acceptances of {found['drafter']}, {shares}:")
     console.print(
         f"{found['tokens']:.3f} tokens a round, {found['speedup']:.2f}x at draft cost "
         f"{found['draft_cost']:g}."

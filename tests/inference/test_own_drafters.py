@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.inference import own_drafters
 from draftsmith.inference.api import load
 from draftsmith.inference.drafters import check_spec, load_proposer
+from draftsmith.inference.evaluation.evaluate import origin
 from draftsmith.inference.evaluation.names import distinct_labels
 from draftsmith.inference.evaluation.tuning import tune
 from draftsmith.inference.evaluation.tuning.options import TuneOptions
+from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import ROOT
@@ -118,6 +123,84 @@ def test_what_is_none_is_refused_in_one_line(quickstart: Target, spec: str, why:
         check_spec(spec)
         load_proposer(spec, quickstart, pytest.fail)
     assert "\n" not in str(caught.value)
+
+
+def drafts(tree: Callable[[Tensor], Any]) -> type[draftsmith.Proposer]:
+    """A class whose trees are `tree` of the roots."""
+
+    class Mine(draftsmith.Proposer):
+        max_drafted = 2
+
+        def propose(self, root: Tensor, draws: Any) -> Any:
+            return tree(root)
+
+    return Mine
+
+
+def chain(*columns: Tensor) -> DraftTree:
+    return DraftTree(torch.stack(columns, dim=1), TreeShape.chain(len(columns) - 1))
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        (lambda root: root.absent, "failed in propose: AttributeError: .*absent"),
+        (lambda root: root[:, None], "propose returned Tensor; it has to return a DraftTree"),
+        (lambda root: chain(root + 1, root), "node 0 of its tree is not the root"),
+        (lambda root: chain(*[root] * 4), "it drafted 3 tokens; its max_drafted is 2"),
+        (lambda root: chain(root, root * 0 + 10**6), "it drafted token 1000000; the target has "),
+        (lambda root: chain(root, root * 0 - 2), "it drafted token -2"),
+        (lambda root: chain(root[:1]), r"int64 \[1, 1\], not int64 \[2, nodes\]"),
+        (lambda root: chain(root.float()), r"float32 \[2, 1\], not int64"),
+    ],
+)
+def test_a_tree_that_cannot_be_verified_is_refused(
+    quickstart: Target, tree: Callable[[Tensor], Any], why: str
+) -> None:
+    with pytest.raises(UserError, match=f"drafter Mine.*{why}") as caught:
+        load(quickstart, drafts(tree)()).generate(PROMPTS[:2], 8)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_in_other_methods_name_them(quickstart: Target) -> None:
+    class Silent(draftsmith.Proposer):
+        max_drafted = 1
+
+    with pytest.raises(UserError, match="drafter Silent has no method propose"):
+        load(quickstart, Silent())
+    mine = drafts(chain)
+    mine.max_drafted = "2"  # type: ignore[assignment]
+    with pytest.raises(UserError, match="max_drafted of drafter Mine is '2', not a whole number"):
+        load(quickstart, mine())
+
+    class Forgets(drafts(chain)):  # type: ignore[misc]
+        def commit(self, accepted: Any) -> None:
+            raise KeyError("state")
+
+    with pytest.raises(UserError, match=r"drafter Forgets failed in commit: KeyError: .*--debug"):
+        load(quickstart, Forgets()).generate(PROMPTS[:2], 8)
+    proposer = drafts(chain)()
+    for _ in range(2):  # an object that is used twice is guarded once
+        load(quickstart, proposer)
+    assert type(proposer.propose._method).__name__ == "method"  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"a name or a draftsmith.Proposer, not int"):
+        load(quickstart, 3)  # type: ignore[arg-type]
+
+
+def test_changed_code_and_weights_are_another_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation that was stopped goes on only with the same hashes."""
+    monkeypatch.chdir(tmp_path)
+    module, weights = tmp_path / "changing_drafter.py", tmp_path / "w.bin"
+    module.write_text("class Mine: pass\n")
+    weights.write_bytes(b"1")
+    found = [origin("changing_drafter:Mine:file=w.bin").sha256]
+    weights.write_bytes(b"2")
+    found.append(origin("changing_drafter:Mine:file=w.bin").sha256)
+    module.write_text("class Mine: more = 1\n")
+    found.append(origin("changing_drafter:Mine:file=w.bin").sha256)
+    assert None not in found and len({*found}) == 3
 
 
 def test_tune_and_profiles_refuse_them(quickstart: Target, tmp_path: Path) -> None:

@@ -245,7 +245,3 @@ def test_accelerate_configs_are_read_by_accelerate(path: Path) -> None:
             assert str(tried.get(name, value)).lower() == str(value).lower(), name
     if path.stem.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
-
-
-def test_the_slurm_script_is_a_shell_script() -> None:
-    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "slurm" / "train.sbatch")], check=True)

@@ -134,6 +134,16 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
         fail(str(error))
 
 
+def config_with(config_class: type[T], path: str, changes: list[str], prog: str) -> T:
+    """Return the config of the YAML file `path` with `changes`, each KEY=VALUE as in `--set`.
+
+    Raises `UserError` for a change without a value, and ends as `parse` does on other mistakes.
+    """
+    if wrong := [change for change in changes if "=" not in change]:
+        raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
+    return parse(config_class, ["--config", path, *(f"--{change}" for change in changes)], prog)
+
+
 def options_from(
     config_class: type[T], given: Mapping[str, Any], config: str | PathLike[str] | None = None
 ) -> T:

@@ -46,7 +46,7 @@ from ...inference.targets.stored import (
     verify_noted,
 )  # fmt: skip
 from ...inference.targets.target import Target, TargetSource, load_target
-from ..command_line.parse import options_from
+from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..data.batches import Batches, collate
 from ..data.features import FeatureSource, LiveTarget
@@ -85,7 +85,7 @@ def run(options: Options) -> None:
     check_output_folder(options.out, "--out")
     name = method_for(options.config, options.method)
     method = method_named(name)
-    config = options_from(method.run_class, {}, options.config)
+    config = config_with(method.run_class, options.config, options.set, "draftsmith data extract")
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

@@ -54,6 +54,8 @@ class ExtractOptions:
     """Number of packed rows in a shard."""
     ring: int | None = None
     """Largest number of shards that are kept: those that the training needs next."""
+    set: list[str] = field(default_factory=list)
+    """Change of a key of the run, such as target.dtype=float32; may be given several times."""
 
     def __post_init__(self) -> None:
         if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):

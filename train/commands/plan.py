@@ -17,7 +17,7 @@ from rich.table import Table
 from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console
-from ..command_line.parse import parse
+from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
@@ -108,10 +108,8 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     config, and exits with status 2 for a config file that is not one.
     """
     method = method_named(method_for(options.config, options.method))
-    changes = [f"--{change}" for change in options.set]
-    if target is not None:
-        changes.append(f"--target.path={target}")
-    config = parse(method.run_class, ["--config", options.config, *changes], "draftsmith data plan")
+    changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
+    config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
     try:
         shape = shape_of(method, config)
     except UserError as error:

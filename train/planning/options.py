@@ -69,8 +69,6 @@ class PlanOptions:
     enough); may be given several times."""
 
     def __post_init__(self) -> None:
-        if wrong := [change for change in self.set if "=" not in change]:
-            raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
         if self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
         if (

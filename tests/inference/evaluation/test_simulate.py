@@ -246,7 +246,8 @@ def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None
         ({"acceptance": "0.8", "draft_length": 0}, "at least 1"),
         ({"acceptance": "1.2"}, "between 0 and 1"),
         ({"acceptance": "high"}, "numbers with commas"),
-        ({"report": "r.json", "profile": "p.json"}, "--profile, --gpu and --params go with"),
+        ({"acceptance": "0.8", "drafter": "mine"}, "names a drafter of --report"),
+        ({"report": "no.json", "gpu": "H100", "params": 1e9}, "no.json"),
     ],
 )
 def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
@@ -287,8 +288,19 @@ def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
         assert row["tokens"] == pytest.approx(row["tau_untruncated"])
         assert row["speedup_predicted"] == written[name]["predicted_speedup"] > 0
         assert row["speedup_measured"] == written[name]["speedup"] > 0
-    done = run_cli("simulate", "--report", str(report))
-    assert done.returncode == 0 and "measured" in done.stdout
+    load = ("--gpu", "H100", "--params", "8e9", "--batch", "1,64", "--context", "300")
+    done = run_cli("simulate", "--report", str(report), *load, "--drafter", "ngram")
+    assert done.returncode == 0 and "measured" in done.stdout, done.stderr
+    seen = written["ngram"]["cond_accept"]
+    assert f"acceptances of ngram, {seen[0]:.2f}, " in done.stdout
+    # The same as with these acceptances given, up to the length of the drafter's chain.
+    options = {"gpu": "H100", "params": 8e9, "batch": "1,64", "context": "300"}
+    given = {"acceptance": ",".join(map(str, seen)), "longest": len(seen), "draft_length": 5}
+    mine = simulation(Options(report=str(report), drafter="ngram", **options))  # type: ignore[arg-type]
+    theirs = simulation(Options(**given, **options))  # type: ignore[arg-type]
+    assert mine.pop("drafter") == "ngram" and theirs.pop("drafter") is None and mine == theirs
+    with pytest.raises(UserError, match="no acceptances of a 'mine'"):
+        simulation(Options(report=str(report), drafter="mine", **options))  # type: ignore[arg-type]
     report.write_text("{}")
     with pytest.raises(UserError, match="not a report"):
         from_report(str(report), 16)

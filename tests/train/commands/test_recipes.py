@@ -354,4 +354,4 @@ def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["shape"]["drafter_params"] == shape.drafter_params
     assert run.batch_rows == 4 and run.heads.draft_vocab_size == 16000
     with pytest.raises(UserError, match="--set batch_rows sets nothing"):
-        Options(str(recipe), "eagle", set=["batch_rows"])
+        planned(Options(str(recipe), "eagle", set=["batch_rows"]))

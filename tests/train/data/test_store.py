@@ -244,8 +244,9 @@ def test_the_main_process_waits_for_other_workers_while_shards_come(tmp_path: Pa
 def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: Path) -> None:
     """Two workers write what one writes, to the bit; a second call writes what is missing and
     touches nothing else."""
+    config = config_for(tmp_path / "run", tmp_path / "elsewhere", "eagle")
+    extract(config, tmp_path / "one", "eagle", "--set", f"target.path={saved_tiny}")
     config = config_for(tmp_path / "run", saved_tiny, "eagle")
-    extract(config, tmp_path / "one", "eagle")
     arguments = [
         "data",
         "extract",

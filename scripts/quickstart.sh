@@ -19,8 +19,8 @@ train() {
 }
 
 say "1/5 prompts: functions of this Python's standard library"
-python scripts/quickstart/functions.py --split train --count 1300 --out $run/train.prompts.jsonl
-python scripts/quickstart/functions.py --split valid --count 60 --out $run/valid.prompts.jsonl
+python scripts/quickstart/functions.py --split train --count 1200 --out $run/train.prompts.jsonl
+python scripts/quickstart/functions.py --split valid --count 32 --out $run/valid.prompts.jsonl
 python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
 
 say "2/5 the target writes the replies (sampled: small models loop under greedy decoding)"
@@ -37,7 +37,7 @@ train eagle
 say "5/5 held-out prompts: plain decoding and both drafters"
 # The target is so small that one thread decodes faster than two.
 OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --drafter $run/eagle/best \
-    --no-baselines --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
+    --no-baselines --repeats 1 --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
 draftsmith report $run --out $run/report.html
 say "done. Open $run/report.html for curves and replies token by token, or see a reply with its accepted drafts in green:
        source .venv/bin/activate

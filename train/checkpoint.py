@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -200,7 +201,7 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
             )
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        stored = options_from(type(run), {}, newest / "config.yaml")
+        stored = options_from(type(run), stored_config(newest, folder.state_of(steps[-1])))
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
@@ -213,6 +214,18 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
                 f"now it is {now.get(key)}); choose another output, or the same config"
             )
     return steps[-1]
+
+
+def stored_config(checkpoint: Path, state: TrainerState) -> JsonObject:
+    """Return the config of a checkpoint.
+
+    One of a version before 2026-11-27 has the forward passes of a rank, `accumulation`, in place of
+    the rows of a step, which the state has.
+    """
+    values = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    if isinstance(values, dict) and values.pop("accumulation", None) is not None:
+        values["rows_per_step"] = state.rows_per_step
+    return values
 
 
 # Keys that a resume may change: none of them changes what a step learns. They decide what is

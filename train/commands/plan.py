@@ -19,6 +19,7 @@ from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import config_with
 from ..config import RunConfig
+from ..division import divided
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..planning.communication import COUNTS as GPU_COUNTS
@@ -47,7 +48,7 @@ def run(options: Options) -> None:
         method = method_named(method_for(options.config, options.method))
         memory, step = None, step_for(shape, options, config)
         try:
-            memory = memory_of_step(method, config, options.written_share)
+            memory = memory_of_step(method, config, options.written_share, options.gpus)
         except UserError as error:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
@@ -79,15 +80,20 @@ def written_note(share: float | None) -> str:
 
 
 def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> str:
-    """Return a sentence about the steps of the run; their rows grow with the number of GPUs."""
-    said = (
-        f"A step on {options.gpus} GPUs has {steps['rows']} packed rows ({config.batch_rows} x "
-        f"accumulation {config.accumulation} x {options.gpus}), {steps['positions']:,} positions: "
-        f"{steps['steps']:,} steps, {steps['evaluations']:,} evaluations."
+    """Return a sentence about the steps of the run, and how the GPUs share their rows."""
+    division = divided(config, options.gpus)
+    return (
+        f"A step has {counted(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
+        f"each GPU {counted(division.passes, 'forward pass')} of {counted(division.rows, 'row')}. "
+        f"{counted(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
+        f"{counted(steps['evaluations'], 'evaluation')}."
     )
-    if options.gpus > 1:
-        said += " For the steps of one GPU divide accumulation or batch_rows by the number of GPUs."
-    return said
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things, such as `1 row`, `2 passes`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{plural if number != 1 else ''}"
 
 
 def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def show_sending(step: Step, network: Network, gpus: int) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"A GPU computes {few(step.seconds)} s in a step of {step.accumulation} micro-batches. "
+        f"A GPU computes {few(step.seconds)} s in its share of a step. "
         "Next to it: the time to send, if nothing overlaps."
     )
     for sentence in limits(step, network, gpus):

@@ -88,7 +88,11 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
             {"heads": {"num_heads": 100, "num_layers": 100}},
             "times the target's own forward pass",
         ),
-        ("eagle", {"batch_rows": 10**6, "heads": {"taps": [1]}}, "training needs about"),
+        (
+            "eagle",
+            {"rows_per_step": 10**6, "batch_rows": 10**6, "heads": {"taps": [1]}},
+            "training needs about",
+        ),
     ],
 )
 def test_what_nobody_means_is_refused_with_its_price(

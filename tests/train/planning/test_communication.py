@@ -8,7 +8,7 @@ from draftsmith.train.planning.communication import Network, Step, limits, secon
 
 STEP = Step(
     drafter_params=1000, target_params=8000, target_layers=3, hidden=10, positions=100,
-    accumulation=2, seconds=1.0,
+    passes=2, rows=16, seconds=1.0,
 )  # fmt: skip
 
 

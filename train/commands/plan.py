@@ -178,7 +178,7 @@ def show_sending(step: Step, network: Network, gpus: int) -> None:
         f"A GPU computes {few(step.seconds)} s in its share of a step. "
         "Next to it: the time to send, if nothing overlaps."
     )
-    for sentence in limits(step, network, gpus):
+    for sentence in limits(step, network):
         console.print(sentence)
 
 

@@ -104,7 +104,7 @@ def seconds(step: Step, network: Network, gpus: int) -> dict[str, float]:
     return {name: bytes_ / rate for name, bytes_ in sent(step, gpus).items()}
 
 
-def limits(step: Step, network: Network, gpus: int) -> list[str]:
+def limits(step: Step, network: Network) -> list[str]:
     """Return a sentence for each thing that stops growing with the number of GPUs."""
     found = [
         f"The {step.rows} rows of a step can be shared between as many GPUs. More GPUs need more "

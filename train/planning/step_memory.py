@@ -261,7 +261,10 @@ def give_numbers(module: nn.Module) -> None:
 
 
 def full_batch(run: RunConfig, reply_share: float, gpus: int = 1) -> Batch:
-    """Return a batch of full rows, as one of `gpus` has it, in documents of at most `LONGEST` tokens; ids are zero."""
+    """Return a batch of full rows, as one of `gpus` has it; ids are zero.
+
+    Documents have at most `LONGEST` tokens.
+    """
     length = run.data.max_length
     documents = []
     for start in range(0, length, LONGEST):

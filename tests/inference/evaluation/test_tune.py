@@ -38,6 +38,7 @@ from draftsmith.inference.evaluation.tuning.costs import (
     _fit,
     between,
     features,
+    four_tokens,
     predicted,
     run,
 )

@@ -201,7 +201,12 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
             )
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        stored = options_from(type(run), stored_config(newest, folder.state_of(steps[-1])))
+        path = newest / "config.yaml"
+        if (former := former_config(path)) is None:
+            stored = options_from(type(run), {}, path)
+        else:
+            rows = folder.state_of(steps[-1]).rows_per_step
+            stored = options_from(type(run), {**former, "rows_per_step": rows})
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
@@ -216,15 +221,17 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
     return steps[-1]
 
 
-def stored_config(checkpoint: Path, state: TrainerState) -> JsonObject:
-    """Return the config of a checkpoint.
+def former_config(path: Path) -> JsonObject | None:
+    """Return the config of a run from before 2026-11-27, without the key that is gone; else None.
 
-    One of a version before 2026-11-27 has the forward passes of a rank, `accumulation`, in place of
-    the rows of a step, which the state has.
+    It has the forward passes of a rank, `accumulation`, in place of the rows of a step.
     """
-    values = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    if isinstance(values, dict) and values.pop("accumulation", None) is not None:
-        values["rows_per_step"] = state.rows_per_step
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):  # which whoever reads it says
+        return None
+    if not isinstance(values, dict) or values.pop("accumulation", None) is None:
+        return None
     return values
 
 

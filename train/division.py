@@ -33,13 +33,17 @@ def divided(run: RunConfig, ranks: int) -> Division:
     share, left_over = divmod(rows, ranks)
     if left_over or not share:
         nearest = [number * ranks for number in (share, share + 1) if number]
-        fewer = max(number for number in range(1, min(rows, ranks) + 1) if rows % number == 0)
         raise UserError(
             f"a step of {rows} rows cannot be shared evenly by {ranks} ranks; use --rows-per-step "
-            f"{' or '.join(map(str, nearest))}, or {fewer} ranks"
+            f"{' or '.join(map(str, nearest))}, or {most_ranks(rows, ranks)} ranks"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
     return Division(share // passes, passes)
+
+
+def most_ranks(rows: int, ranks: int) -> int:
+    """Return the most of at most `ranks` ranks that can share `rows` evenly."""
+    return max(number for number in range(1, min(rows, ranks) + 1) if rows % number == 0)
 
 
 def interval(every: float, total_steps: int) -> int:

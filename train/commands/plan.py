@@ -19,7 +19,7 @@ from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import config_with
 from ..config import RunConfig
-from ..division import divided
+from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..planning.communication import COUNTS as GPU_COUNTS
@@ -32,6 +32,7 @@ from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
 
 log = logging.getLogger(__name__)
+GPUS = 8  # that a plan is for if nothing is said
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -110,12 +111,14 @@ def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str
 def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
-    `target` is a folder in place of the config's target. Raises `UserError` for a target without a
+    `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
+    Raises `UserError` for a target without a
     config, and exits with status 2 for a config file that is not one.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
     config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
+    options.gpus = options.gpus or most_ranks(config.rows_per_step, GPUS)
     try:
         shape = shape_of(method, config)
     except UserError as error:

@@ -239,7 +239,7 @@ def former_config(path: Path) -> JsonObject | None:
 # reported and kept, when the run stops, and how the same features reach the trainer.
 FREE_TO_CHANGE = {
     "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep",
-    "evaluation.patience", "profile.first",
+    "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.concurrency",
 }  # fmt: skip

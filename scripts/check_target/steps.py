@@ -288,7 +288,7 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
 
 def shared_trainings(plan: Plan) -> list[Step]:
     """Several processes: a copy each, FSDP2, DeepSpeed ZeRO-3."""
-    run = ["--config", plan.at("eagle.yaml"), "--out"]
+    run = ["--config", plan.at("eagle.yaml"), "--rows-per-step", str(plan.ranks), "--out"]
     launch = [
         "accelerate",
         "launch",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -200,7 +201,12 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
             )
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        stored = options_from(type(run), {}, newest / "config.yaml")
+        path = newest / "config.yaml"
+        if (former := former_config(path)) is None:
+            stored = options_from(type(run), {}, path)
+        else:
+            rows = folder.state_of(steps[-1]).rows_per_step
+            stored = options_from(type(run), {**former, "rows_per_step": rows})
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
@@ -215,11 +221,25 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
     return steps[-1]
 
 
+def former_config(path: Path) -> JsonObject | None:
+    """Return the config of a run from before 2026-11-27, without the key that is gone; else None.
+
+    It has the forward passes of a rank, `accumulation`, in place of the rows of a step.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):  # which whoever reads it says
+        return None
+    if not isinstance(values, dict) or values.pop("accumulation", None) is None:
+        return None
+    return values
+
+
 # Keys that a resume may change: none of them changes what a step learns. They decide what is
 # reported and kept, when the run stops, and how the same features reach the trainer.
 FREE_TO_CHANGE = {
     "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep",
-    "evaluation.patience", "profile.first",
+    "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.concurrency",
 }  # fmt: skip

@@ -140,8 +140,9 @@ class Evaluation:
     The measured tau, never a loss, decides which checkpoint is the best.
     """
 
-    every: int = 200
-    """Number of steps between evaluations; there is always one at the end."""
+    every: float = 0.1
+    """Number of steps between evaluations, or below 1 the share of the run; there is always one at
+    the end."""
     prompts: int = 32
     """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128
@@ -158,8 +159,10 @@ class Evaluation:
     early."""
 
     def __post_init__(self) -> None:
-        if min(self.every, self.prompts, self.tree_nodes) < 1:
-            raise UserError("evaluation.every, prompts and tree_nodes must be at least 1")
+        if self.every <= 0 or min(self.prompts, self.tree_nodes) < 1:
+            raise UserError(
+                "evaluation.every must be above 0, evaluation.prompts and tree_nodes at least 1"
+            )
         if self.max_new_tokens < 2:
             raise UserError(
                 "evaluation.max_new_tokens must be at least 2: the first token of a reply comes "
@@ -344,8 +347,8 @@ class RunConfig:
     """Training run: the part that all methods share."""
 
     first: ClassVar[tuple[str, ...]] = (
-        "target.path", "data.sources", "out", "optim.lr", "epochs", "batch_rows", "precision",
-        "init_from",
+        "target.path", "data.sources", "out", "optim.lr", "epochs", "rows_per_step",
+        "batch_rows", "precision", "init_from",
     )  # fmt: skip
     out: str
     """Folder for checkpoints and the finished drafter."""
@@ -361,11 +364,12 @@ class RunConfig:
     """Number of passes over the data; fractions are fine."""
     max_steps: int | None = None
     """Number of optimiser steps, in place of epochs; the schedule ends there too."""
+    rows_per_step: int = 4
+    """Number of packed rows in an optimiser step, which all ranks share: a step means the same on
+    any number of them."""
     batch_rows: int = 4
-    """Number of packed rows in a forward pass of one rank."""
-    accumulation: int = 1
-    """Number of forward passes of one rank in an optimiser step; a resume on another number of
-    ranks adjusts it, so that steps keep their rows."""
+    """Most packed rows in a forward pass of one rank, as its memory allows; a rank whose share of
+    the step is larger adds up the gradients of several passes."""
     precision: Literal["no", "bf16"] = "no"
     """Precision of the drafter's computation. no: float32; bf16: autocast with float32 weights."""
     init_from: str | None = None
@@ -383,9 +387,9 @@ class RunConfig:
     """Name of the project in the tracker."""
 
     def __post_init__(self) -> None:
-        if self.batch_rows < 1 or self.accumulation < 1 or self.epochs <= 0 or self.log_every < 1:
+        if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:
             raise UserError(
-                "batch_rows, accumulation and log_every must be at least 1, epochs above 0"
+                "rows_per_step, batch_rows and log_every must be at least 1, epochs above 0"
             )
         if self.seed < 0 or not self.data.sources:
             raise UserError("seed must be at least 0, and data.sources name at least one source")

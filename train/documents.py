@@ -33,8 +33,7 @@ class TrainerState(Document, kw_only=True):
     """Last step that was evaluated. A run that is asked to stop at a step that is to be evaluated
     leaves the evaluation to the resumed run."""
     rows_per_step: Annotated[int, Meta(ge=1, le=1 << 20)]
-    """Ranks times accumulation times batch rows; a resume with another product would skip or repeat
-    data."""
+    """Packed rows of a step; a resume with another number would skip or repeat data."""
     ranks: Annotated[int, Meta(ge=1)] = 1
     """Number of processes that wrote the checkpoint."""
     engine: str = "replicated"

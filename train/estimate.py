@@ -17,6 +17,7 @@ from ..heads.files import check_space
 from ..heads.pretrained import make_causal_lm
 from ..inference.targets.target import resolve_device
 from .config import RunConfig
+from .division import divided
 from .method import AnyMethod
 from .outline import ConfigOnly, Work, config_at, outlined
 
@@ -82,9 +83,9 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     )  # fmt: skip
 
 
-def step_bytes(shape: RunSizes, config: RunConfig) -> float:
+def step_bytes(shape: RunSizes, config: RunConfig, ranks: int) -> float:
     """Return the bytes of features, activations and logits that a rank holds in a training step."""
-    positions = config.batch_rows * config.data.max_length
+    positions = divided(config, ranks).rows * config.data.max_length
     # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
     # the backward pass about 20 vectors in fp32 for each state of each layer.
     states = positions * shape.passes * shape.layers
@@ -118,7 +119,7 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     drafter_bytes = float(STATE_BYTES * shape.drafter_params)
     checkpoint = drafter_bytes * 3 / 4
     check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
-    needed = drafter_bytes / ranks + step_bytes(shape, run)
+    needed = drafter_bytes / ranks + step_bytes(shape, run, ranks)
     available = float(psutil.virtual_memory().total)
     if (device := resolve_device(run.target.device)).type == "cuda":
         available = float(torch.cuda.get_device_properties(device).total_memory)

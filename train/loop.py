@@ -2,7 +2,7 @@
 
 A step (`trainer.Trainer.step`) adds up the weights of its micro-batches over all ranks, runs each
 micro-batch forward and backward with these sums as denominators, clips the gradient and steps. So
-ranks and accumulation share work and do not change the objective
+ranks and forward passes share the rows of a step and do not change the objective
 (docs/objectives.md#global-denominators).
 """
 
@@ -36,6 +36,7 @@ from ..inference.targets.target_files import check_there
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .data.batches import Batches
+from .division import divided, interval
 from .endings import Stopped
 from .estimate import check_affordable
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
@@ -67,7 +68,9 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     the user can correct.
     """
     check_before_loading(run)
-    check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    divided(run, ranks)
+    check_affordable(run, method, ranks)
     accelerator = make_accelerator(run)
     log_engine(accelerator)
     load_models_whole(accelerator)
@@ -82,9 +85,9 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     # system may show a folder to some machines later than to others.
     resume_from = on_first(lambda: find_resume(folder, run))
     if resume_from is not None:
-        accelerator.gradient_accumulation_steps = resumed_accumulation(
-            run, folder, resume_from, accelerator
-        )
+        check_resume(run, folder, resume_from, accelerator)
+    division = divided(run, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = division.passes
 
     def check(identity: JsonObject) -> None:
         if resume_from is not None:
@@ -94,8 +97,8 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     set_seed(run.seed)
     inputs = inputs_of(run, accelerator, folder.path, check)
     batches = Batches(
-        inputs.tables.train, run.data.max_length, run.batch_rows,
-        accelerator.gradient_accumulation_steps, accelerator.num_processes, run.seed,
+        inputs.tables.train, run.data.max_length, division.rows, division.passes,
+        accelerator.num_processes, run.seed,
     )  # fmt: skip
     steps_of_epochs = math.ceil(run.epochs * batches.packs / batches.rows_per_step)
     total_steps = run.max_steps or max(1, steps_of_epochs)
@@ -131,17 +134,13 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
     return folder.path / "best"
 
 
-def resumed_accumulation(
-    run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator
-) -> int:
-    """Return the micro-batches of a rank with which a resume from `step` keeps the rows of a step.
+def check_resume(run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator) -> None:
+    """Raise `UserError` if this launch cannot read the checkpoint of `step`.
 
-    Warns where they are others than the config's. Raises `UserError` if this launch cannot read the
-    checkpoint (another engine, or another number of ranks under DeepSpeed), or if its ranks cannot
-    share the rows evenly.
+    That is one of another engine, or of another number of ranks under DeepSpeed. Warns where other
+    ranks share the rows of a step.
     """
-    before = on_first(lambda: folder.state_of(step))
-    ranks, rows = accelerator.num_processes, before.rows_per_step
+    before, ranks = on_first(lambda: folder.state_of(step)), accelerator.num_processes
     if before.engine != (now := engine_of(accelerator)):
         raise UserError(
             f"{run.out} was trained under {before.engine}, this launch is {now}; use the same "
@@ -153,20 +152,12 @@ def resumed_accumulation(
             f"be read by {ranks}; use as many, or start another output with "
             f"init_from {folder.path}/last"
         )
-    accumulation, left_over = divmod(rows, run.batch_rows * ranks)
-    if left_over:
-        raise UserError(
-            f"{run.out} was trained with {rows} rows a step, which {ranks} ranks of "
-            f"{run.batch_rows} rows cannot share evenly; use another number of ranks, or the same "
-            "as before"
-        )
-    if accumulation != run.accumulation and accelerator.is_main_process:
+    if before.ranks != ranks and accelerator.is_main_process:
         log.warning(
-            "going on with %d ranks and accumulation %d instead of %d: the same rows in each "
-            "step, added up in another order, so equal to the uninterrupted run but for rounding",
-            ranks, accumulation, run.accumulation,
+            "going on with %d ranks instead of %d: the same rows in each step, added up in another "
+            "order, so equal to the uninterrupted run but for rounding",
+            ranks, before.ranks,
         )  # fmt: skip
-    return accumulation
 
 
 def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
@@ -234,6 +225,7 @@ class TrainingLoop:
         """Log what is about to be trained, and begin to show the progress."""
         self.trainer, self.folder, self.state, self.held_out = trainer, folder, state, held_out
         self.config, self.accelerator = trainer.run, trainer.accelerator
+        self._evaluate_every = interval(self.config.evaluation.every, trainer.total_steps)
         self._announce()
         self.progress = Progress(
             total=trainer.total_steps,
@@ -307,18 +299,25 @@ class TrainingLoop:
         trainer, batches = self.trainer, self.trainer.batches
         size = sum(p.numel() for p in trainer.drafter.parameters())
         start = f", going on from step {self.state.step}" if self.state.step else ""
+        total, rows = trainer.total_steps, batches.rows_per_step
         log.info(
-            "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full), %d rows a step, "
-            "%d steps on %d ranks%s",
+            "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full)",
             trainer.drafter.method, size / 1e6, trainer.target.name, batches.packs,
-            100 * batches.fill, batches.rows_per_step, trainer.total_steps,
-            self.accelerator.num_processes, start,
+            100 * batches.fill,
+        )  # fmt: skip
+        log.info(
+            "a step has %d rows, at most %d tokens: %d on each of %d ranks in %d passes; %d steps, "
+            "%d of warm-up, %d evaluations%s",
+            rows, rows * batches.max_length, rows // self.accelerator.num_processes,
+            self.accelerator.num_processes, batches.accumulation, total,
+            round(self.config.optim.warmup_share * total),
+            math.ceil(total / self._evaluate_every), start,
         )  # fmt: skip
 
     def _log_possible(self, step: int) -> bool:
         """Return whether a log may be due after `step` steps: metrics are of its last step."""
         config = self.config
-        intervals = (config.log_every, config.evaluation.every, config.checkpoints.every)
+        intervals = (config.log_every, self._evaluate_every, config.checkpoints.every)
         return step == self.trainer.total_steps or any(step % every == 0 for every in intervals)
 
     def _evaluation_due(self) -> bool:
@@ -329,7 +328,7 @@ class TrainingLoop:
         step = self.state.step
         if step == 0:
             return self.config.init_from is not None
-        return step == self.trainer.total_steps or step % self.config.evaluation.every == 0
+        return step == self.trainer.total_steps or step % self._evaluate_every == 0
 
     def _out_of_patience(self) -> bool:
         """Return whether tau has not risen for as many evaluations as the run allows."""

@@ -45,7 +45,6 @@ def make_accelerator(run: RunConfig) -> Accelerator:
         return Accelerator(
             # draftsmith sets the precision itself, see above.
             mixed_precision="no",
-            gradient_accumulation_steps=run.accumulation,
             log_with=None if run.tracker == "none" else run.tracker,
             project_dir=run.out,
             kwargs_handlers=[time_limit()],

@@ -72,7 +72,7 @@ class Trainer:
         # `DistillObjective`).
         optimizer = make_optimizer(run.optim, module, fuses_optimizer(accelerator))
         self.module, self.optimizer = prepare(
-            accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
+            accelerator, module, optimizer, batches.rows, run.optim.clip_norm
         )
         batches.written_parts = self._written_parts(method)
         # The shape of a run that begins with a drafter is that drafter's, not the config's.

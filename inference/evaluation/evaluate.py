@@ -62,6 +62,7 @@ from .results import (
 )
 from .server import report as live_report
 from .spec_bench import write_spec_bench
+from .tuning.costs import four_tokens
 from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
 
 CONCURRENCY = (1, 8, 32, 64)
@@ -415,6 +416,7 @@ def conditions_of(target: Target) -> Conditions:
         load_before=load(),
         layout="packed" if target.packed_bytes else "as stored",
         packed_bytes=target.packed_bytes,
+        four_tokens=four_tokens(target),
     )
 
 

@@ -310,6 +310,8 @@ class Conditions(Struct, kw_only=True):
     layout: str | None = None
     """`packed`, or `as stored`: the order of the target's matrices."""
     packed_bytes: Count | None = None
+    four_tokens: Number = None
+    """Time of a pass over four tokens as a multiple of one over one, for one request."""
 
     def __str__(self) -> str:
         loads = [f"{load:.1f}" for load in (self.load_before, self.load_after) if load is not None]
@@ -318,6 +320,7 @@ class Conditions(Struct, kw_only=True):
             None if self.cores is None else f"cores: {self.cores}",
             f"load before and after: {', '.join(loads)}" if loads else None,
             None if self.layout is None else f"matrices {self.layout}",
+            None if self.four_tokens is None else f"four tokens cost {self.four_tokens:.2f} of one",
         ]
         return ", ".join(part for part in parts if part)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError
 from ...heads.pretrained import end_ids
-from .packed import PackedLinear, is_plain
+from .packed import PackedLinear, is_plain, packable
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
@@ -240,7 +240,9 @@ class ModelHead:
         rows.weight = nn.Parameter(whole.weight.detach()[ids].to(dtype), requires_grad=False)
         if whole.bias is not None:
             rows.bias = nn.Parameter(whole.bias.detach()[ids].to(dtype), requires_grad=False)
-        multiply = PackedLinear(rows, packed.least_rows) if packed else rows
+        multiply = rows
+        if packed and packable(dtype):
+            multiply = PackedLinear(rows, packed.least_rows)
         return lambda last: self._finished(multiply(last.to(dtype)))
 
     def _finished(self, logits: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -139,6 +140,16 @@ torch.library.register_fake("draftsmith::packed_linear", _empty_product, lib=_OP
 
 def _packed(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+
+
+@cache
+def packable(dtype: torch.dtype) -> bool:
+    """Return whether this machine packs matrices of `dtype`; bfloat16 needs its instructions."""
+    try:
+        _packed(torch.ones(ROWS, ROWS, dtype=dtype))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

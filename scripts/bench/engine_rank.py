@@ -2,7 +2,7 @@
 accelerate's launcher keeps to GPUs.
 
     torchrun --standalone --nproc_per_node 2 scripts/bench/engine_rank.py \
-        fsdp2|zero2|zero3 METHOD --config FILE ...
+        fsdp2|zero2|zero3 METHOD --config FILE --rows-per-step N ...
 
 Only the launch is another: with the process group there first, accelerate takes these engines on a
 CPU as well.

@@ -79,8 +79,8 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
         "5",
     ]
     arguments += [
-        "--accumulation",
-        "2" if engine == "one rank" else "1",
+        "--rows-per-step",
+        "2",
         "--evaluation.prompts",
         "2",
         "--evaluation.every",

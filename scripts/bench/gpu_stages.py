@@ -434,7 +434,7 @@ def peers(report: Report, device: torch.device, tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_data(Path(folder), length, 7, Sizes() if tiny else EIGHT_B)
         options = ("--device", device.type, "--bf16")
-        found = compare(Path(folder), libraries, length, repeats, *options)
+        found = compare(Path(folder), libraries, length, repeats, 1, *options)
     for library, row in found.items():
         report.figure(f"{library}, S = {length}", row)
 

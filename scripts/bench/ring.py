@@ -115,9 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ring", type=int, default=4)
     parser.add_argument("--rows-per-shard", type=int, default=8)
-    parser.add_argument(
-        "--rows-per-step", type=int, default=1, help="batch_rows times accumulation of the config"
-    )
+    parser.add_argument("--rows-per-step", type=int, default=1, help="rows_per_step of the config")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     # no shard that is never read

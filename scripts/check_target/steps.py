@@ -144,7 +144,7 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
             "max_length": ROW,
             "max_lost_share": 0.9,  # a target may answer some questions with an end token alone
         },
-        "batch_rows": 1,
+        "rows_per_step": 1,
         "max_steps": plan.steps,
         "log_every": 1,
         "evaluation": {"every": 1000, "prompts": 2, "max_new_tokens": plan.tokens, "tree_nodes": 8},
@@ -288,7 +288,7 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
 
 def shared_trainings(plan: Plan) -> list[Step]:
     """Several processes: a copy each, FSDP2, DeepSpeed ZeRO-3."""
-    run = ["--config", plan.at("eagle.yaml"), "--out"]
+    run = ["--config", plan.at("eagle.yaml"), "--rows-per-step", str(plan.ranks), "--out"]
     launch = [
         "accelerate",
         "launch",

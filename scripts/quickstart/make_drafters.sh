@@ -32,7 +32,7 @@ data:
   held_out: {by: source, sources: [valid]}
   max_length: 448
 epochs: 2
-batch_rows: 1
+rows_per_step: 1
 log_every: 100
 checkpoints: {every: 1752}
 evaluation: {every: 1752, prompts: 24, max_new_tokens: 96, tree_nodes: 26}

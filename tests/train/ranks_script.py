@@ -16,6 +16,7 @@ from draftsmith.train.command_line.parse import parse
 from draftsmith.train.data.batches import Batch, Batches
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.tables import build
+from draftsmith.train.division import divided
 from draftsmith.train.endings import leave
 from draftsmith.train.inputs import Inputs
 from draftsmith.train.method import method_named
@@ -23,22 +24,24 @@ from draftsmith.train.trainer import Trainer
 
 
 def main() -> None:
-    name, config, accumulation, out, *blank = sys.argv[1:]
+    name, config, out, *blank = sys.argv[1:]
     method = method_named(name)
     run = parse(
         method.run_class,
-        ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"],
+        ["--config", config, "--rows-per-step", "4", "--optim.clip-norm", "1e9"],
         "x",
     )
-    accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
+    accelerator = Accelerator()
+    division = divided(run, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = division.passes
     set_seed(run.seed)
     target = load_target(run.target)
     tables = build(run.data, target, run.seed)
     batches = Batches(
         tables.train,
         run.data.max_length,
-        run.batch_rows,
-        run.accumulation,
+        division.rows,
+        division.passes,
         accelerator.num_processes,
         run.seed,
     )

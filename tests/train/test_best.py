@@ -73,7 +73,7 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
                 "sources": sources, "held_out": {"by": "row", "share": 0.3}, "max_length": 256,
                 "max_lost_share": 0.2, "decontaminate": False,
             },
-            "heads": {"num_heads": 3}, "epochs": 40, "max_steps": 24, "batch_rows": 4,
+            "heads": {"num_heads": 3}, "epochs": 40, "max_steps": 24, "rows_per_step": 4,
             "optim": {"lr": 3e-3},
             "evaluation": {"every": 8, "prompts": 12, "max_new_tokens": TOKENS, "tree_nodes": 8},
             "checkpoints": {"every": 8, "keep": 9},

@@ -66,11 +66,9 @@ def test_the_loss_curve_is_that_of_one_process(
 ) -> None:
     """Steps with clipping, accumulation and unequal token counts, within 1e-4; the artifact
     loads and weighs the same."""
-    for name, accumulation in (("one", 4), (engine, 2)):
+    for name in ("one", engine):
         (tmp_path / name).mkdir()
-        config = make_config(
-            tmp_path / name, saved_tiny, method, accumulation=accumulation, max_steps=steps
-        )
+        config = make_config(tmp_path / name, saved_tiny, method, rows_per_step=4, max_steps=steps)
         if name == "one":
             train(config, method=method)
         else:
@@ -97,8 +95,8 @@ def test_the_loss_curve_is_that_of_one_process(
         weights(tmp_path / engine / "run", steps),
     )
     assert mine.keys() == theirs.keys()
-    # Muon brings small singular values of a gradient to the size of the large ones, in bfloat16,
-    # and with them what is only rounding.
+    # Muon brings small singular values of a gradient to the size of the large ones, and
+    # with them what is only rounding.
     muon = METHODS[method].get("optim", {}).get("optimizer") == "muon"
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-3 if muon else 1e-4, rtol=1e-3)
@@ -115,13 +113,13 @@ def assert_shared(state: Path) -> None:
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
 def test_bf16_is_autocast_under_engines_too(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
     curves = []
-    for name, accumulation, options in (
-        ("bf16", 4, ["--precision", "bf16"]),
-        ("fp32", 4, []),
-        (engine, 2, ["--precision", "bf16"]),
+    for name, options in (
+        ("bf16", ["--precision", "bf16"]),
+        ("fp32", []),
+        (engine, ["--precision", "bf16"]),
     ):
         (tmp_path / name).mkdir()
-        config = make_config(tmp_path / name, saved_tiny, "eagle", accumulation=accumulation)
+        config = make_config(tmp_path / name, saved_tiny, "eagle", rows_per_step=4)
         if name == engine:
             assert train_under(engine, "eagle", config, *options).returncode == 0
         else:
@@ -175,7 +173,7 @@ def test_stopped_and_resumed_is_bit_identical(
 
 
 def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Path) -> None:
-    config = make_config(tmp_path, saved_tiny, "medusa", max_steps=2, accumulation=4)
+    config = make_config(tmp_path, saved_tiny, "medusa", max_steps=2, rows_per_step=4)
     train(config)
     done = train_under("fsdp2", "medusa", config)
     assert (

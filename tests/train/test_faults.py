@@ -269,6 +269,15 @@ def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
     assert find_resume(folder, now) == 5
     with pytest.raises(UserError, match="optim.momentum was 0.95, now it is 0.5"):
         find_resume(folder, replace(now, optim=replace(now.optim, momentum=0.5)))
+    # Before 2026-11-27 the config had passes of a rank in place of the rows of a step.
+    del older["rows_per_step"]
+    older |= {"accumulation": 2, "evaluation": older["evaluation"] | {"every": 200}}
+    (at / "config.yaml").write_text(yaml.safe_dump(older))
+    (at / CHECKSUMS).unlink()
+    write_checksums(at)
+    assert find_resume(folder, now) == 5
+    with pytest.raises(UserError, match="rows_per_step was 2, now it is 4"):
+        find_resume(folder, replace(now, rows_per_step=4))
 
 
 @pytest.mark.full
@@ -340,16 +349,15 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
 
 
 def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
-    """Two ranks with accumulation 2, then one with 4, which it works out by itself: the curve is
-    the same but for rounding."""
-    undisturbed(tmp_path / "whole", saved_tiny, 2)
-    config = make_config(tmp_path, saved_tiny)
+    """Two ranks with two passes each, then one with four: the curve is the same but for rounding.
+
+    Three ranks cannot share the four rows of a step.
+    """
+    undisturbed(tmp_path / "whole", saved_tiny, 2, rows_per_step=4)
+    config = make_config(tmp_path, saved_tiny, rows_per_step=4)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
     done = train(config)
-    assert (
-        "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr
-        and resumed_at(done) >= 7
-    )
+    assert "going on with 1 ranks instead of 2" in done.stderr and resumed_at(done) >= 7
     one, other = curve(tmp_path / "whole"), curve(tmp_path)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
@@ -360,10 +368,10 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
         "medusa",
         "--config",
         make_config(tmp_path, saved_tiny),
-        "--batch-rows",
-        "3",
+        "--rows-per-step",
+        "6",
     )
-    assert done.returncode != 0 and "batch_rows was 1, now it is 3" in done.stderr
+    assert done.returncode != 0 and "rows_per_step was 4, now it is 6" in done.stderr
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:

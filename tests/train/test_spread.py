@@ -28,10 +28,9 @@ def test_training_with_a_shared_target(
     found = []
     for kind in ("whole", spread):
         (tmp_path / kind).mkdir()
-        config = make_config(tmp_path / kind, saved_tiny, method)
+        config = make_config(tmp_path / kind, saved_tiny, method, rows_per_step=4)
         ranks = 1 if kind == "devices" else 2
-        options = ["--accumulation", 4 // ranks] if kind == spread == "devices" else []
-        done = train(config, "--target.spread", kind, *options, ranks=ranks, method=method)
+        done = train(config, "--target.spread", kind, ranks=ranks, method=method)
         found.append((curve(tmp_path / kind), logged(done.stdout, "tau_measured")))
     (one, tau), (other, others_tau) = found
     assert one.keys() == other.keys() == set(range(1, 21)) and tau.keys() == {10, 20}

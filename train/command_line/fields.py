@@ -17,7 +17,8 @@ SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no 
 OTHER_NAMES = {
     "model": "target.path", "learning_rate": "optim.lr", "num_train_epochs": "epochs",
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "dataset": "data.sources",
-    "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "accumulation",
+    "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "rows_per_step",
+    "accumulation": "rows_per_step", "global_batch_size": "rows_per_step",
     "output": "out", "output_dir": "out", "draft_model": "drafter", "speculative_model": "drafter",
 }  # fmt: skip
 """Options of other tools by the last part of their names, and ours for the same."""

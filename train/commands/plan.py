@@ -19,6 +19,7 @@ from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import config_with
 from ..config import RunConfig
+from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..planning.communication import COUNTS as GPU_COUNTS
@@ -31,6 +32,7 @@ from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
 
 log = logging.getLogger(__name__)
+GPUS = 8  # that a plan is for if nothing is said
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -47,7 +49,7 @@ def run(options: Options) -> None:
         method = method_named(method_for(options.config, options.method))
         memory, step = None, step_for(shape, options, config)
         try:
-            memory = memory_of_step(method, config, options.written_share)
+            memory = memory_of_step(method, config, options.written_share, options.gpus)
         except UserError as error:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
@@ -79,15 +81,20 @@ def written_note(share: float | None) -> str:
 
 
 def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> str:
-    """Return a sentence about the steps of the run; their rows grow with the number of GPUs."""
-    said = (
-        f"A step on {options.gpus} GPUs has {steps['rows']} packed rows ({config.batch_rows} x "
-        f"accumulation {config.accumulation} x {options.gpus}), {steps['positions']:,} positions: "
-        f"{steps['steps']:,} steps, {steps['evaluations']:,} evaluations."
+    """Return a sentence about the steps of the run, and how the GPUs share their rows."""
+    division = divided(config, options.gpus)
+    return (
+        f"A step has {counted(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
+        f"each GPU {counted(division.passes, 'forward pass')} of {counted(division.rows, 'row')}. "
+        f"{counted(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
+        f"{counted(steps['evaluations'], 'evaluation')}."
     )
-    if options.gpus > 1:
-        said += " For the steps of one GPU divide accumulation or batch_rows by the number of GPUs."
-    return said
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things, such as `1 row`, `2 passes`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{plural if number != 1 else ''}"
 
 
 def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
@@ -104,12 +111,14 @@ def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str
 def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
-    `target` is a folder in place of the config's target. Raises `UserError` for a target without a
+    `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
+    Raises `UserError` for a target without a
     config, and exits with status 2 for a config file that is not one.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
     config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
+    options.gpus = options.gpus or most_ranks(config.rows_per_step, GPUS)
     try:
         shape = shape_of(method, config)
     except UserError as error:
@@ -169,10 +178,10 @@ def show_sending(step: Step, network: Network, gpus: int) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"A GPU computes {few(step.seconds)} s in a step of {step.accumulation} micro-batches. "
+        f"A GPU computes {few(step.seconds)} s in its share of a step. "
         "Next to it: the time to send, if nothing overlaps."
     )
-    for sentence in limits(step, network, gpus):
+    for sentence in limits(step, network):
         console.print(sentence)
 
 

@@ -214,7 +214,7 @@ class Batches:
         self._packs = pack_rows([table.length(d) for d in self._documents], max_length)
         self.packs = len(self._packs)
         """Number of packed rows in an epoch, without those written during training."""
-        self._rows, self.accumulation, self._ranks = rows, accumulation, ranks
+        self.rows, self.accumulation, self._ranks = rows, accumulation, ranks
         self.rows_per_step = rows * accumulation * ranks
         self.max_length, self.seed = max_length, seed
         self.written_parts: list[Any] = []
@@ -234,8 +234,8 @@ class Batches:
         # The rows of a step are numbered by accumulation, then by rank. With 3 rows, 2 ranks and 2
         # accumulations: accumulation 0 has the rows 0 1 2 and 3 4 5, accumulation 1 has 6 7 8 and
         # 9 10 11, and the next step begins at 12.
-        first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
-        numbers = range(first, first + self._rows)
+        first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self.rows
+        numbers = range(first, first + self.rows)
         return collate([self._row(number) for number in numbers], tuple(numbers))
 
     def before_step(self, step: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
+from ..division import divided
 from ..estimate import RunSizes
 from .options import PlanOptions
 
@@ -31,8 +32,10 @@ class Step:
     hidden: int
     positions: int
     """Positions of one micro-batch of one GPU."""
-    accumulation: int
+    passes: int
     """Micro-batches of a step."""
+    rows: int
+    """Packed rows of a step of all GPUs."""
     seconds: float
     """Time that a GPU computes in a step."""
 
@@ -57,14 +60,15 @@ class Network:
 
 def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
-    positions = config.batch_rows * config.data.max_length
+    division = divided(config, options.gpus)
+    positions = division.rows * config.data.max_length
     operations = shape.training_operations(options.written_share)
     if config.features.store is None:
         operations += 2 * shape.active_params
     speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
     return Step(
         shape.drafter_params, shape.target_params, shape.target_layers, shape.hidden, positions,
-        config.accumulation, operations * positions * config.accumulation / speed,
+        division.passes, config.rows_per_step, operations * positions * division.passes / speed,
     )  # fmt: skip
 
 
@@ -82,7 +86,7 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     """
     share = (gpus - 1) / gpus
     weights = WEIGHT_BYTES * step.drafter_params * share
-    micro = step.accumulation
+    micro = step.passes
     states = TARGET_BYTES * step.positions * step.hidden * gpus
     return {
         "DDP": 2 * weights,
@@ -100,11 +104,11 @@ def seconds(step: Step, network: Network, gpus: int) -> dict[str, float]:
     return {name: bytes_ / rate for name, bytes_ in sent(step, gpus).items()}
 
 
-def limits(step: Step, network: Network, gpus: int) -> list[str]:
+def limits(step: Step, network: Network) -> list[str]:
     """Return a sentence for each thing that stops growing with the number of GPUs."""
     found = [
-        f"The rows of a step on {gpus} GPUs can be shared between {gpus * step.accumulation} at "
-        "most (accumulation 1). Beyond, a step has more rows: fewer steps, and another optim.lr."
+        f"The {step.rows} rows of a step can be shared between as many GPUs. More GPUs need more "
+        "rows in a step: fewer steps, and another optim.lr."
     ]
     for name in sent(step, COUNTS[0]):
         slow = [n for n in COUNTS if seconds(step, network, n)[name] > step.seconds]

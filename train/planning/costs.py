@@ -6,6 +6,7 @@ import math
 
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
+from ..division import interval
 from ..estimate import STATE_BYTES, RunSizes, step_bytes
 from .options import PlanOptions
 
@@ -48,19 +49,19 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": step_bytes(shape, config),
+        "activation_bytes": step_bytes(shape, config, options.gpus),
     }
 
 
 def steps_of(options: PlanOptions, config: RunConfig) -> dict[str, int]:
-    """Return the packed rows and positions of a step, the steps of the run, and its evaluations."""
-    rows = config.batch_rows * config.accumulation * options.gpus
-    positions = rows * config.data.max_length
+    """Return rows and positions of a step, the steps of the run, its warm-up and evaluations."""
+    positions = config.rows_per_step * config.data.max_length
     steps = config.max_steps or max(1, math.ceil(options.tokens * config.epochs / positions))
-    # There is always one at the end.
     return {
-        "rows": rows,
+        "rows": config.rows_per_step,
         "positions": positions,
         "steps": steps,
-        "evaluations": math.ceil(steps / config.evaluation.every),
+        "warmup": round(config.optim.warmup_share * steps),
+        # There is always one at the end.
+        "evaluations": math.ceil(steps / interval(config.evaluation.every, steps)),
     }

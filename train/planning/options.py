@@ -47,8 +47,9 @@ class PlanOptions:
     data, or 1 where data and tokenizer cannot be read here."""
     gpu: str = "H100"
     """Kind of GPU, by the name of its data sheet."""
-    gpus: int = 8
-    """Number of GPUs."""
+    gpus: int = 0
+    """Number of GPUs that share the steps; 0: 8, or the most below that can share the rows of a
+    step evenly."""
     gpu_memory: float | None = None
     """Memory of a GPU in GB; if not given, by the data sheet of its kind."""
     price_per_gpu_hour: float | None = None
@@ -73,11 +74,13 @@ class PlanOptions:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
         if (
             self.tokens <= 0
-            or self.gpus < 1
+            or self.gpus < 0
             or not 0 < self.mfu <= 1
             or not 0 < self.written_share <= 1
         ):
-            raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
+            raise UserError(
+                "tokens must be above 0, gpus at least 1, mfu and reply_share in (0, 1]"
+            )
         if self.link <= 0 or self.network <= 0:
             raise UserError("link and network must be above 0")
         if self.gpu_memory is not None and self.gpu_memory <= 0:

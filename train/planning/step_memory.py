@@ -45,6 +45,7 @@ from ...inference.targets.target import Target
 from ..config import RunConfig
 from ..data.batches import Batch, collate
 from ..data.features import Features
+from ..division import divided
 from ..method import AnyMethod
 from ..methods.backends import standing_in
 from ..methods.draft_model import runner_of
@@ -194,14 +195,16 @@ def without_memory() -> Iterator[None]:
         yield
 
 
-def memory_of_step(method: AnyMethod, run: Any, reply_share: float = 1.0) -> StepMemory:
-    """Return the memory of a step of `run`, a `RunConfig` of the method, on a GPU.
+def memory_of_step(
+    method: AnyMethod, run: Any, reply_share: float = 1.0, gpus: int = 1
+) -> StepMemory:
+    """Return the memory of a step of `run`, a `RunConfig` of the method, on one of `gpus` GPUs.
 
     Batches are full, and `reply_share` of each document is the reply. Raises `UserError` for a
     target without a config, heads that do not fit it, or a target whose code looks at numbers.
     """
     try:
-        return _memory_of_step(method, copy.deepcopy(run), reply_share)
+        return _memory_of_step(method, copy.deepcopy(run), reply_share, gpus)
     except NEEDS_NUMBERS as error:
         raise UserError(
             f"the memory of a step cannot be found for {run.target.path}, whose code looks at "
@@ -209,7 +212,7 @@ def memory_of_step(method: AnyMethod, run: Any, reply_share: float = 1.0) -> Ste
         ) from error
 
 
-def _memory_of_step(method: AnyMethod, run: Any, reply_share: float) -> StepMemory:
+def _memory_of_step(method: AnyMethod, run: Any, reply_share: float, gpus: int) -> StepMemory:
     if hasattr(run.objective, "out_of_vocabulary"):
         # Positions that lose nothing are only found and left out on a CPU.
         run.objective.out_of_vocabulary = "keep"
@@ -227,7 +230,7 @@ def _memory_of_step(method: AnyMethod, run: Any, reply_share: float) -> StepMemo
             # What `check_packing` finds out with numbers.
             packed.attends_in_documents = packed.window is None
             packed.masks_packed_rows = packed.window is not None
-        batch = full_batch(run, reply_share)
+        batch = full_batch(run, reply_share, gpus)
         live = run.features.store is None
         extraction, features = extracted(target, objective.taps, batch, live)
         bf16 = run.precision == "bf16"
@@ -257,15 +260,18 @@ def give_numbers(module: nn.Module) -> None:
                 part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def full_batch(run: RunConfig, reply_share: float) -> Batch:
-    """Return a batch of full rows, in documents of at most `LONGEST` tokens; ids are zero."""
+def full_batch(run: RunConfig, reply_share: float, gpus: int = 1) -> Batch:
+    """Return a batch of full rows, as one of `gpus` has it; ids are zero.
+
+    Documents have at most `LONGEST` tokens.
+    """
     length = run.data.max_length
     documents = []
     for start in range(0, length, LONGEST):
         count = min(LONGEST, length - start)
         written = np.arange(count) >= round(count * (1 - reply_share))
         documents.append((np.zeros(count, int), written))
-    return collate([documents] * run.batch_rows)
+    return collate([documents] * divided(run, gpus).rows)
 
 
 def extracted(

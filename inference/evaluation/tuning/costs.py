@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
+from ....heads.vocabulary import spread_ids
 from ...decode import Request, Round, decode
 from ...proposer import Prompts, Proposer
 from ...proposers.plain import PlainDecoding
@@ -36,6 +37,8 @@ from .replay_roots import KnownText
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of which verification is timed
 SHORTEST = 16  # tokens of a prompt
+CONTEXT = 64  # positions at which a pass over four tokens is timed
+FOUR_TOKENS = 9  # samples of it
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
 
@@ -156,15 +159,33 @@ def verification(
     return VerifyCosts(table)
 
 
-def _median_by_size(records: Sequence[Round]) -> dict[int, float]:
-    """Return the median verification time of each of `NODES`, from a run of `FixedSizes(NODES)`."""
-    sizes: dict[int, list[float]] = {size: [] for size in NODES}
+def four_tokens(target: Target) -> float | None:
+    """Return the time of a pass over four tokens as a multiple of one over one token.
+
+    It is a median over rounds of both kinds in turn, one request, `CONTEXT` positions; None for a
+    target with fewer, or on a device that has not reported its times. It takes a second, or ten of
+    a slow target.
+    """
+    sizes = (0, 3)
+    rounds = SETTLE + len(sizes) * (1 + FOUR_TOKENS)
+    if target.max_positions < CONTEXT + rounds + 4:
+        return None
+    prompt = spread_ids(target.vocab_size, CONTEXT).tolist()
+    until = time.monotonic() + 10, SETTLE + len(sizes) * (1 + FEWEST_ROUNDS)
+    records = run(target, FixedSizes(sizes), [prompt], rounds, GREEDY, until)
+    times = _median_by_size(records, sizes)
+    return times[3] / times[0] if times.keys() == {*sizes} else None
+
+
+def _median_by_size(records: Sequence[Round], nodes: Sequence[int] = NODES) -> dict[int, float]:
+    """Return the median verification time of each of `nodes`, from a run of `FixedSizes(nodes)`."""
+    sizes: dict[int, list[float]] = {size: [] for size in nodes}
     for number, record in enumerate(records):
         # The first sweep is not counted: each size is slower when it runs for the first time. A
         # time is 0 where a device has not reported it yet.
-        if number >= SETTLE + len(NODES) and record.t_verify_s:
-            sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
-    return {size: statistics.median(times) for size, times in sizes.items()}
+        if number >= SETTLE + len(nodes) and record.t_verify_s:
+            sizes[nodes[number % len(nodes)]].append(record.t_verify_s)
+    return {size: statistics.median(times) for size, times in sizes.items() if times}
 
 
 def _token_seconds(table: Table) -> float:

@@ -17,14 +17,21 @@ from draftsmith.train.methods.eagle import EagleObjective, first_weights
 from draftsmith.train.methods.eagle_loss import EagleLoss
 
 DEFAULT_STEPS = 7
-LOG_EVERY = 10
 
 
 class Learner:
     """A drafter in training."""
 
-    def __init__(self, data: Data, device: torch.device, bf16: bool, **options: Any) -> None:
-        """`options` are those of `EagleLoss`."""
+    def __init__(
+        self,
+        data: Data,
+        device: torch.device,
+        bf16: bool,
+        metrics_every: int = 1,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `EagleLoss`; metrics are counted every `metrics_every` steps."""
+        self._metrics_every = metrics_every
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         shape, self._device = data.shape, device
         loaded = AutoModelForCausalLM.from_pretrained(data.target, dtype=torch.float32)
@@ -73,12 +80,12 @@ class Learner:
         return features, self._objective.weights(batch)
 
     def step(self, batch: tuple[Features, Any]) -> float:
-        """Take a step, with metrics where a log is due; return its loss."""
+        """Take a step, with metrics where they are due; return its loss."""
         features, denominators = batch
         self._turn += 1
         with self._autocast:
             loss, _ = self._objective.forward(
-                self.model, features, denominators, self._turn % LOG_EVERY == 0
+                self.model, features, denominators, self._turn % self._metrics_every == 0
             )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

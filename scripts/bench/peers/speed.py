@@ -8,7 +8,8 @@ unrolled steps, one text of each length, float32, every token supervised. Each l
 same states of the same made-up target, makes the teacher's logits from them itself, and trains with
 AdamW; 86 of 100 best tokens are in the draft vocabulary. Figures are of one thread: tokens per
 CPU-second as the median of the steps, ratios as the median over turns, and the peak memory of a
-step above what the process held before the first.
+step above what the process held before the first. Metrics are counted in every step, as SpecForge
+does; draftsmith's own runs count them where a log is due, with `--metrics-every 10`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PEERS = Path(os.environ.get("DRAFTSMITH_PEERS", ROOT / ".peers"))
 OPTIONS = {"speculators": ["--option", 'optimizer="adamw"']}
+METRICS = "metrics_every"  # option of draftsmith's worker
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def missing(library: str) -> str | None:
 class Worker:
     """One library's process, which takes a step when it is asked to."""
 
-    def __init__(self, library: str, data: Path, *options: str) -> None:
+    def __init__(self, library: str, data: Path, metrics_every: int, *options: str) -> None:
+        if library == "draftsmith":
+            options = (*options, "--option", f"{METRICS}={metrics_every}")
         command = [python_of(library), str(HERE / "worker.py"), library, str(data), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._library, self._errors = library, data / f"{library}.log"
@@ -131,10 +135,10 @@ class Worker:
 
 
 def compare(
-    data: Path, libraries: list[str], length: int, repeats: int, *options: str
+    data: Path, libraries: list[str], length: int, repeats: int, metrics_every: int, *options: str
 ) -> dict[str, dict[str, float]]:
     """Return the figures of each library, whose steps take turns; `options` are for `worker.py`."""
-    workers = {library: Worker(library, data, *options) for library in libraries}
+    workers = {library: Worker(library, data, metrics_every, *options) for library in libraries}
     times: dict[str, list[float]] = {library: [] for library in libraries}
     first: dict[str, float] = {}
     for turn in range(repeats + 2):
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,2048,4096")
     parser.add_argument("--repeats", type=int, default=12, help="turns that count")
     parser.add_argument("--steps", type=int, default=7, help="unrolled steps")
+    parser.add_argument("--metrics-every", type=int, default=1, help="steps, of draftsmith")
     parser.add_argument("--libraries", default="draftsmith,speculators,specforge")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
@@ -180,7 +185,9 @@ def main() -> None:
             share = make_data(Path(folder), length, arguments.steps, Sizes())
             print(f"{length} tokens, best token in the draft vocabulary: {share:.0%}", flush=True)
             repeats = arguments.repeats if length < 2048 else max(3, arguments.repeats // 3)
-            found[length] = compare(Path(folder), libraries, length, repeats)
+            found[length] = compare(
+                Path(folder), libraries, length, repeats, arguments.metrics_every
+            )
         for library, row in found[length].items():
             speed, ratio = f"{row['tokens_per_s']:,.0f}", f"{row['ratio']:.2f}x"
             table.add_row(str(length), library, speed, ratio, f"{row['above_mib']:,.0f}")

@@ -501,12 +501,12 @@ def test_a_partial_report_says_what_was_measured(tmp_path: Path) -> None:
 def test_a_page_says_what_the_speeds_were_measured_on(tmp_path: Path) -> None:
     conditions = {
         "processor": "Some CPU AVX9", "cores": 7, "load_before": 1.25, "load_after": 6.0,
-        "layout": "packed", "packed_bytes": 12,
+        "layout": "packed", "packed_bytes": 12, "four_tokens": 1.213,
     }  # fmt: skip
     texts = every_format(made() | {"conditions": conditions}, tmp_path)
     for text in (texts["html"], texts["md"]):
         assert "cpu, float32, threads: 2, Some CPU AVX9, cores: 7, load before and after" in text
-        assert ": 1.2, 6.0, matrices packed" in text
+        assert ": 1.2, 6.0, matrices packed, four tokens cost 1.21 of one" in text
 
 
 def test_the_page_says_what_a_profile_gains(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from draftsmith.inference.evaluation.tuning.costs import (
     _fit,
     between,
     features,
+    four_tokens,
     predicted,
     run,
 )
@@ -47,7 +48,7 @@ from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_o
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, tiny_target
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import chat_prompts
 
@@ -78,6 +79,14 @@ def chain(length: int, accepted: list[int]) -> Candidate:
     return Candidate(
         "chain", {"length": length}, PlainDecoding, [accepted], length, (1,) * (length - 1)
     )
+
+
+def test_the_pass_over_four_tokens(quickstart: Target) -> None:
+    """Four tokens cost more than half of one and less than ten; a target of few positions has no
+    room for it."""
+    found = four_tokens(quickstart)
+    assert found is not None and 0.5 < found < 10
+    assert four_tokens(tiny_target(max_position_embeddings=64)) is None
 
 
 def test_the_fit_finds_what_a_draft_costs() -> None:

@@ -402,12 +402,12 @@ def test_killed_and_resumed_from_a_store_is_bit_identical(tmp_path: Path, saved_
 
 @pytest.mark.full
 def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
-    config = config_for(tmp_path / "one", saved_tiny, "eagle", accumulation=4)
+    config = config_for(tmp_path / "one", saved_tiny, "eagle", rows_per_step=4)
     extract(config, tmp_path / "store", "eagle", "--dtype", "float32")
     for name, ranks in (("one", 1), ("two", 2)):
         features = {"store": str(tmp_path / "store")}
         config = config_for(
-            tmp_path / name, saved_tiny, "eagle", accumulation=4 // ranks, features=features
+            tmp_path / name, saved_tiny, "eagle", rows_per_step=4, features=features
         )
         train(config, ranks=ranks, method="eagle")
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
@@ -573,7 +573,7 @@ def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
             tmp_path / f"from{shards}",
             saved_tiny,
             "eagle",
-            accumulation=4,
+            rows_per_step=4,
             features={"store": str(store)},
         )
         with subprocess.Popen(

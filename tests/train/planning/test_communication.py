@@ -8,7 +8,7 @@ from draftsmith.train.planning.communication import Network, Step, limits, secon
 
 STEP = Step(
     drafter_params=1000, target_params=8000, target_layers=3, hidden=10, positions=100,
-    accumulation=2, seconds=1.0,
+    passes=2, rows=16, seconds=1.0,
 )  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def test_a_node_is_left_through_its_cards() -> None:
 
 
 def test_what_does_not_scale_is_named() -> None:
-    rows, *slow = limits(STEP, Network(450, 400), 8)
-    assert "shared between 16 at most" in rows and not slow
+    rows, *slow = limits(STEP, Network(450, 400))
+    assert "The 16 rows of a step can be shared between as many GPUs" in rows and not slow
     # 2 x 4,000 x 7 / 8 bytes take 1.4 s at 5,000 B/s, longer than the second of computing.
-    named = limits(STEP, Network(450, 5e-6), 8)[1:]
+    named = limits(STEP, Network(450, 5e-6))[1:]
     assert any(line.startswith("DDP") and "from 64 GPUs" in line for line in named)

@@ -75,7 +75,7 @@ def test_hours_disk_and_price_stand_in_the_line() -> None:
     assert line.endswith("Price: 100.00 at 2.5 a GPU-hour.")
     assert figures["fits"] and figures["price"] == 100 and figures["fewest_gpus"] == 1
     config: Any = SimpleNamespace(**{**vars(CONFIG), "features": SimpleNamespace(store="s")})
-    line, figures = verdict(NEED, PLAN, PlanOptions("x"), config)
+    line, figures = verdict(NEED, PLAN, PlanOptions("x", gpus=8), config)
     assert "Disk: 5.0 TB (checkpoints and stored features)" in line and "Price" not in line
     assert figures["price"] is None and figures["disk_bytes"] == 9e9 + 5e12
 

@@ -1,0 +1,63 @@
+"""Shares of a step's rows, and intervals in steps or in shares of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.heads.errors import UserError
+from draftsmith.train.division import Division, divided, interval
+
+
+def run(rows: int, most: int) -> Any:
+    return cast(Any, SimpleNamespace(rows_per_step=rows, batch_rows=most))
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "ranks", "found"),
+    [
+        (8, 2, 1, (2, 4)),
+        (8, 2, 4, (2, 1)),
+        (8, 2, 8, (1, 1)),
+        (24, 5, 2, (4, 3)),
+        (7, 3, 1, (1, 7)),
+        (512, 64, 512, (1, 1)),
+        (4, 9, 1, (4, 1)),
+    ],
+)
+def test_a_step_by_hand(rows: int, most: int, ranks: int, found: tuple[int, int]) -> None:
+    assert divided(run(rows, most), ranks) == Division(*found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "says"),
+    [
+        (8, 3, "--rows-per-step 6 or 9, or 2 ranks"),
+        (8, 16, "--rows-per-step 16, or 8 ranks"),
+        (8, 512, "--rows-per-step 512, or 8 ranks"),
+        (7, 4, "--rows-per-step 4 or 8, or 1 ranks"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can(
+    rows: int, ranks: int, says: str
+) -> None:
+    with pytest.raises(UserError, match=f"a step of {rows} rows cannot be shared .*{says}"):
+        divided(run(rows, 1), ranks)
+
+
+@given(share=st.integers(1, 60), most=st.integers(1, 70), ranks=st.integers(1, 40))
+def test_every_row_is_in_one_pass_of_one_rank(share: int, most: int, ranks: int) -> None:
+    """Against the passes that are tried one by one."""
+    found = divided(run(share * ranks, most), ranks)
+    assert found.rows * found.passes == share and found.rows <= most
+    fits = [rows for rows in range(1, most + 1) if share % rows == 0]
+    assert found.rows == max(fits)
+
+
+def test_intervals() -> None:
+    assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.0001)] == [1, 250, 100, 500, 1]
+    assert interval(0.1, 7) == 1 and interval(750.0, 100) == 750

@@ -236,7 +236,7 @@ async def _counted(
 ) -> tuple[Counters, Counters | None]:
     """Return the shared counters after `run`, and the counts of its replies; None without them.
 
-    Only without them it is waited until the shared ones hold all of the run: `before` are those
+    Without them the function waits until the shared ones hold all of the run. `before` are those
     before it.
     """
     own = counted_in_replies(protocol.counts_of_replies, [reply.meta for reply in run.replies])

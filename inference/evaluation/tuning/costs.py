@@ -163,12 +163,12 @@ def four_tokens(target: Target) -> float | None:
     """Return the time of a pass over four tokens as a multiple of one over one token.
 
     It is a median over rounds of both kinds in turn, one request, `CONTEXT` positions; None for a
-    target with fewer, or on a device that has not reported its times. It takes a second, or ten of
-    a slow target.
+    target with fewer, for a compiled one, whose compiler would take minutes, or on a device that
+    has not reported its times. It takes a second, or ten of a slow target.
     """
     sizes = (0, 3)
     rounds = SETTLE + len(sizes) * (1 + FOUR_TOKENS)
-    if target.max_positions < CONTEXT + rounds + 4:
+    if target.compiled or target.max_positions < CONTEXT + rounds + 4:
         return None
     prompt = spread_ids(target.vocab_size, CONTEXT).tolist()
     until = time.monotonic() + 10, SETTLE + len(sizes) * (1 + FEWEST_ROUNDS)

@@ -143,8 +143,7 @@ def test_an_answer_of_another_form_is_one_line(more: dict[str, Any], tmp_path: P
 
 
 class Answers(Client):
-    """What a server would answer with the states of `live`; each reply that it writes is another
-    one."""
+    """Answers of a server with the states of `live`; each reply that it writes is another one."""
 
     def __init__(self, live: Target, layers: list[int]) -> None:
         self.layers, self._live, self.written = layers, live, 0

@@ -6,6 +6,7 @@ code of that module, as the user asked by naming it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -15,6 +16,9 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..heads.errors import UserError, first_line, out_of_memory
 from .proposer import Proposer
@@ -107,7 +111,12 @@ def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
 
     These are the module of its class, and files that its settings name.
     """
-    source = inspect.getsourcefile(_maker(name))
+    make = _maker(name)
+    try:
+        source = inspect.getsourcefile(make)
+    except TypeError:  # of an object that can be called
+        module = sys.modules.get(name.partition(":")[0])
+        source = getattr(module, "__file__", None)
     named = (Path(value) for value in settings.values() if isinstance(value, str))
     return [*([Path(source)] if source else []), *(path for path in named if path.is_file())]
 
@@ -126,59 +135,74 @@ def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
         raise UserError(f"max_drafted of drafter {label} is {most!r}, not a whole number")
     if type(proposer).propose is Proposer.propose:
         raise UserError(f"drafter {label} has no method propose, which drafts")
-    own = type(proposer).__module__.split(".")[0] != __name__.split(".")[0]
-    if own and not proposer.traceable and not isinstance(proposer.propose, _Guarded):
-        for name in METHODS:
-            setattr(proposer, name, _Guarded(getattr(proposer, name), label))
-        proposer.propose = _CheckedTree(proposer, label, vocab_size)  # type: ignore[method-assign]
+    base: Any = getattr(type(proposer), "guarded_class", type(proposer))
+    if proposer.traceable or base.__module__.split(".")[0] == __name__.split(".")[0]:
+        return proposer
+    # A class, and not methods of the object: a batch drafts with a copy of the object.
+    members: dict[str, Any] = {name: _told(getattr(base, name), label) for name in METHODS}
+    members["propose"] = _checked(_told(base.propose, label), label, vocab_size)
+    members |= {"guarded_class": base, "__slots__": ()}
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    object.__setattr__(proposer, "__class__", type(base)(base.__name__, (base,), members))
     return proposer
 
 
-class _Guarded:
-    """Method of a user's class, whose exceptions are told as the user's own."""
+def _told(method: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """Return a method of a user's class, whose exceptions are told as the user's own."""
 
-    def __init__(self, method: Callable[..., Any], label: str) -> None:
-        self._method, self._label = method, label
-
-    def __call__(self, *arguments: Any) -> Any:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
         try:
-            return self._method(*arguments)
+            return method(self, *arguments, **named)
         except UserError:
             raise
         except Exception as error:
             if out_of_memory(error):
                 raise
-            name = getattr(self._method, "__name__", "a method")
-            raise UserError(f"drafter {self._label} failed in {name}: {_said(error)}") from error
+            where = f"drafter {label} failed in {method.__name__}"
+            raise UserError(f"{where}: {_said(error)}") from error
+
+    return call
 
 
-class _CheckedTree(_Guarded):
-    """Method `propose` of a user's class, whose trees are checked."""
+def _checked(propose: Callable[..., Any], label: str, vocab_size: int) -> Callable[..., DraftTree]:
+    """Return the method `propose` of a user's class, whose trees are checked."""
 
-    def __init__(self, proposer: Proposer, label: str, vocab_size: int) -> None:
-        super().__init__(proposer.propose, label)
-        self._proposer, self._vocab_size = proposer, vocab_size
-
-    def __call__(self, *arguments: Any) -> DraftTree:
-        root, tree = arguments[0], super().__call__(*arguments)
+    @functools.wraps(propose)
+    def call(self: Any, root: Tensor, *arguments: Any, **named: Any) -> DraftTree:
+        tree = propose(self, root, *arguments, **named)
         if not isinstance(tree, DraftTree):
             wrong = f"propose returned {type(tree).__name__}; it has to return a DraftTree"
-            raise UserError(f"drafter {self._label}: {wrong}")
-        tokens, most = tree.tokens, self._proposer.max_drafted
-        wrong = None
-        if tokens.ndim != 2 or len(tokens) != len(root) or tokens.is_floating_point():
-            kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
-            wrong = f"tokens of its tree are {kind}, not int64 [{len(root)}, nodes]"
-        elif tokens.shape[1] - 1 > most:
-            wrong = f"it drafted {tokens.shape[1] - 1} tokens; its max_drafted is {most}"
-        elif (tokens[:, 0] != root).any():
-            wrong = "node 0 of its tree is not the root, the token that propose was given"
-        elif (outside := (tokens >= self._vocab_size) | (tokens < NO_NODE)).any():
-            token = int(tokens[outside][0])
-            wrong = f"it drafted token {token}; the target has {self._vocab_size}"
-        if wrong is not None:
-            raise UserError(f"drafter {self._label}: {wrong}")
+            raise UserError(f"drafter {label}: {wrong}")
+        if (wrong := wrong_tree(tree, root, self.max_drafted, vocab_size)) is not None:
+            raise UserError(f"drafter {label}: {wrong}")
         return tree
+
+    return call
+
+
+def wrong_tree(tree: DraftTree, root: Tensor, most: int, vocab_size: int) -> str | None:
+    """Return why a tree for `root` `[B]` cannot be verified, or None."""
+    tokens, parents = tree.tokens, tree.parents
+    for name, found in (("tokens", tokens), ("parents", parents)):
+        if found is None:
+            continue
+        shape = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)} on {found.device}"
+        fits = found.ndim == 2 and len(found) == len(root) and found.shape == tokens.shape
+        if not fits or found.dtype != root.dtype or found.device != root.device:
+            wanted = f"int64 [{len(root)}, nodes] on {root.device}"
+            return f"{name} of its tree are {shape}, not {wanted}"
+    if tokens.shape[1] - 1 > most:
+        return f"it drafted {tokens.shape[1] - 1} tokens; its max_drafted is {most}"
+    if (tokens[:, 0] != root).any():
+        return "node 0 of its tree is not the root, the token that propose was given"
+    if (outside := (tokens >= vocab_size) | (tokens < NO_NODE)).any():
+        return f"it drafted token {int(tokens[outside][0])}; the target has {vocab_size}"
+    if parents is not None:
+        before = torch.arange(tokens.shape[1], device=root.device).clamp(min=1)
+        if ((parents < 0) | (parents >= before)).any():
+            return "a node of its tree does not come after its parent"
+    return None
 
 
 def _maker(name: str) -> Any:

@@ -6,6 +6,7 @@ The run of a method has the parts here and two of its own, `heads` (`draft_model
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -159,7 +160,7 @@ class Evaluation:
     early."""
 
     def __post_init__(self) -> None:
-        if self.every <= 0 or min(self.prompts, self.tree_nodes) < 1:
+        if not 0 < self.every < math.inf or min(self.prompts, self.tree_nodes) < 1:
             raise UserError(
                 "evaluation.every must be above 0, evaluation.prompts and tree_nodes at least 1"
             )

@@ -19,7 +19,7 @@ from . import gains
 from .checks import numbers
 from .options import SimulateOptions as Options
 from .report.tables import factor, number
-from .results import AGAIN, read_measured
+from .results import AGAIN, DrafterFigures, read_measured
 from .tuning.costs import between
 from .tuning.profile import ProfileFile
 
@@ -111,12 +111,27 @@ def acceptance_of(options: Options) -> tuple[str | None, list[float]]:
     for setting in read_measured(options.report).settings:
         for name, drafter in setting.drafters.items():
             seen = list(takewhile(lambda share: share is not None, drafter.cond_accept))
-            if seen and options.drafter in (None, name):
+            # Of a tree the acceptances are those of several tokens at a depth.
+            if seen and drafts_chains(drafter) and options.drafter in (None, name):
                 found.setdefault(name, [share for share in seen if share is not None])
     if not found:
         wanted = "drafter" if options.drafter is None else repr(options.drafter)
-        raise UserError(f"{options.report} has no acceptances of a {wanted}; {AGAIN}")
+        raise UserError(
+            f"{options.report} has no acceptances of a {wanted} that drafts chains; evaluate one "
+            "with --like vllm:drafts=5"
+        )
     return max(found.items(), key=lambda item: len(item[1]))
+
+
+def drafts_chains(drafter: DrafterFigures) -> bool:
+    """Return true for figures of chains, as far as a report tells.
+
+    An engine's setting says how wide it drafts; a tree has more nodes than levels.
+    """
+    if drafter.setting is not None:
+        return drafter.setting.get("width", 1) == 1
+    drafted = max((n for r in drafter.per_request for n, *_ in r.rounds), default=0)
+    return drafter.kind in ("ngram", "suffix") or drafted <= len(drafter.cond_accept)
 
 
 def gpu_of(options: Options) -> gains.Gpu:

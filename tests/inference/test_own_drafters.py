@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +143,11 @@ def chain(*columns: Tensor) -> DraftTree:
     return DraftTree(torch.stack(columns, dim=1), TreeShape.chain(len(columns) - 1))
 
 
+def with_parents(root: Tensor, parents: list[int]) -> DraftTree:
+    tokens = torch.stack([root] * 3, dim=1)
+    return DraftTree(tokens, parents=torch.tensor([parents] * len(root)), levels=2)
+
+
 @pytest.mark.parametrize(
     ("tree", "why"),
     [
@@ -150,8 +157,10 @@ def chain(*columns: Tensor) -> DraftTree:
         (lambda root: chain(*[root] * 4), "it drafted 3 tokens; its max_drafted is 2"),
         (lambda root: chain(root, root * 0 + 10**6), "it drafted token 1000000; the target has "),
         (lambda root: chain(root, root * 0 - 2), "it drafted token -2"),
-        (lambda root: chain(root[:1]), r"int64 \[1, 1\], not int64 \[2, nodes\]"),
-        (lambda root: chain(root.float()), r"float32 \[2, 1\], not int64"),
+        (lambda root: chain(root[:1]), r"int64 \[1, 1\] on cpu, not int64 \[2, nodes\] on cpu"),
+        (lambda root: chain(root.float()), r"tokens of its tree are float32 \[2, 1\]"),
+        (lambda root: with_parents(root, [0, 2, 0]), "a node of its tree does not come after its"),
+        (lambda root: with_parents(root, [0, 0]), r"parents of its tree are int64 \[2, 2\]"),
     ],
 )
 def test_a_tree_that_cannot_be_verified_is_refused(
@@ -182,9 +191,19 @@ def test_mistakes_in_other_methods_name_them(quickstart: Target) -> None:
     proposer = drafts(chain)()
     for _ in range(2):  # an object that is used twice is guarded once
         load(quickstart, proposer)
-    assert type(proposer.propose._method).__name__ == "method"  # type: ignore[attr-defined]
+    assert [kind.__name__ for kind in type(proposer).__mro__[:3]] == ["Mine", "Mine", "Proposer"]
     with pytest.raises(UserError, match=r"a name or a draftsmith.Proposer, not int"):
         load(quickstart, 3)  # type: ignore[arg-type]
+
+
+def test_batches_that_overlap_have_states_of_their_own(quickstart: Target) -> None:
+    """A server decodes with copies of one proposer."""
+    prompts = quickstart.tokenizer(PROMPTS).input_ids
+    one = load_proposer(f"{MODULE}:LastSeen", quickstart, pytest.fail)
+    other = copy.copy(one)
+    one.prefill(SimpleNamespace(tokens=prompts[:1]))  # type: ignore[arg-type]
+    other.prefill(SimpleNamespace(tokens=prompts[1:]))  # type: ignore[arg-type]
+    assert (len(vars(one)["_texts"]), len(vars(other)["_texts"])) == (1, 2)
 
 
 def test_changed_code_and_weights_are_another_drafter(

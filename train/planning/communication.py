@@ -107,8 +107,9 @@ def seconds(step: Step, network: Network, gpus: int) -> dict[str, float]:
 def limits(step: Step, network: Network) -> list[str]:
     """Return a sentence for each thing that stops growing with the number of GPUs."""
     found = [
-        f"The {step.rows} rows of a step can be shared between as many GPUs. More GPUs need more "
-        "rows in a step: fewer steps, and another optim.lr."
+        "The table keeps the work of a GPU, so that on more GPUs a step has more rows. The "
+        f"{step.rows} rows of this one can be shared between as many GPUs at most; more rows are "
+        "fewer steps, and another optim.lr."
     ]
     for name in sent(step, COUNTS[0]):
         slow = [n for n in COUNTS if seconds(step, network, n)[name] > step.seconds]

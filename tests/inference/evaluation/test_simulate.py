@@ -299,7 +299,7 @@ def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
     mine = simulation(Options(report=str(report), drafter="ngram", **options))  # type: ignore[arg-type]
     theirs = simulation(Options(**given, **options))  # type: ignore[arg-type]
     assert mine.pop("drafter") == "ngram" and theirs.pop("drafter") is None and mine == theirs
-    with pytest.raises(UserError, match="no acceptances of a 'mine'"):
+    with pytest.raises(UserError, match="no acceptances of a 'mine' that drafts chains"):
         simulation(Options(report=str(report), drafter="mine", **options))  # type: ignore[arg-type]
     report.write_text("{}")
     with pytest.raises(UserError, match="not a report"):

@@ -37,7 +37,7 @@ def test_a_node_is_left_through_its_cards() -> None:
 
 def test_what_does_not_scale_is_named() -> None:
     rows, *slow = limits(STEP, Network(450, 400))
-    assert "The 16 rows of a step can be shared between as many GPUs" in rows and not slow
+    assert "16 rows of this one can be shared between as many GPUs" in rows and not slow
     # 2 x 4,000 x 7 / 8 bytes take 1.4 s at 5,000 B/s, longer than the second of computing.
     named = limits(STEP, Network(450, 5e-6))[1:]
     assert any(line.startswith("DDP") and "from 64 GPUs" in line for line in named)

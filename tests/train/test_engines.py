@@ -201,7 +201,7 @@ def test_a_step_that_is_not_finite_is_skipped_under_each(
         "import engine_rank\n"
         "engine_rank.main()\n"
     )
-    config = make_config(tmp_path, saved_tiny, "eagle")
+    config = make_config(tmp_path, saved_tiny, "eagle", rows_per_step=4)
     poisoned = [
         str(script) if part == str(SCRIPT) else part for part in command(engine, "eagle", config)
     ]

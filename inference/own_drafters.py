@@ -139,16 +139,16 @@ def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
     if proposer.traceable or base.__module__.split(".")[0] == __name__.split(".")[0]:
         return proposer
     # A class, and not methods of the object: a batch drafts with a copy of the object.
-    members: dict[str, Any] = {name: _told(getattr(base, name), label) for name in METHODS}
-    members["propose"] = _checked(_told(base.propose, label), label, vocab_size)
+    members: dict[str, Any] = {name: _reported(getattr(base, name), label) for name in METHODS}
+    members["propose"] = _checked(_reported(base.propose, label), label, vocab_size)
     members |= {"guarded_class": base, "__slots__": ()}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     object.__setattr__(proposer, "__class__", type(base)(base.__name__, (base,), members))
     return proposer
 
 
-def _told(method: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Return a method of a user's class, whose exceptions are told as the user's own."""
+def _reported(method: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """Return a method of a user's class whose exceptions become `UserError`s that name `label`."""
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:

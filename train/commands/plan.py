@@ -32,7 +32,7 @@ from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
 
 log = logging.getLogger(__name__)
-GPUS = 8  # that a plan is for if nothing is said
+MOST_GPUS = 8  # that a plan is for if nothing is said
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -84,14 +84,14 @@ def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> st
     """Return a sentence about the steps of the run, and how the GPUs share their rows."""
     division = divided(config, options.gpus)
     return (
-        f"A step has {counted(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
-        f"each GPU {counted(division.passes, 'forward pass')} of {counted(division.rows, 'row')}. "
-        f"{counted(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
-        f"{counted(steps['evaluations'], 'evaluation')}."
+        f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
+        f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
+        f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
+        f"{several(steps['evaluations'], 'evaluation')}."
     )
 
 
-def counted(number: int, what: str) -> str:
+def several(number: int, what: str) -> str:
     """Return a number of things, such as `1 row`, `2 passes`."""
     plural = "es" if what.endswith("s") else "s"
     return f"{number:,} {what}{plural if number != 1 else ''}"
@@ -112,13 +112,13 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
     `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
-    Raises `UserError` for a target without a
-    config, and exits with status 2 for a config file that is not one.
+    Raises `UserError` for a target without a config, and exits with status 2 for a config file that
+    is not one.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
     config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
-    options.gpus = options.gpus or most_ranks(config.rows_per_step, GPUS)
+    options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
     try:
         shape = shape_of(method, config)
     except UserError as error:

@@ -1,8 +1,9 @@
 """A trained drafter, and a lookup that replaces its drafts.
 
-Where the last tokens of the text were in it before, the tokens that followed them there are
+Where the last tokens of the text were in it before, the tokens that followed them there may be
 drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
-than a trained drafter predicts.
+than a trained drafter predicts. Which of the two drafts is chosen for each row and round by what
+both have given in this text (`better_source.py`).
 
 Shapes: B rows of a batch, A positions, N tree nodes with the root.
 """
@@ -10,6 +11,7 @@ Shapes: B rows of a batch, A positions, N tree nodes with the root.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
 from ..tree_settings import positive
-from .ngram import NgramLookup
+from .better_source import BetterSource
+from .lookup import LookupProposer
 
 DEFAULT_LENGTH = 8
 
@@ -27,7 +30,7 @@ DEFAULT_LENGTH = 8
 class WithLookup(Proposer):
     """Proposer of a drafter's trees, and of looked-up chains in their place.
 
-    The last `lookup` tokens of a row are looked up, and at most `lookup_length` tokens drafted. The
+    The last `lookup` tokens of a row are looked up, and `lookup_length` tokens drafted at most. The
     state of the drafter has to depend on what was accepted alone, and not on its own last tree. It
     does not run in a round in which every row has a chain; what such rounds accepted is committed
     before it drafts again.
@@ -39,9 +42,9 @@ class WithLookup(Proposer):
 
     def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
         """Put a lookup with `trained`. Raises `UserError` for settings out of range."""
-        positive("lookup", lookup)
+        new_index = partial(BetterSource, positive("lookup", lookup))
         self.trained = trained
-        self._lookup = NgramLookup(positive("lookup_length", lookup_length), lookup, lookup)
+        self._lookup = LookupProposer(positive("lookup_length", lookup_length), new_index)
         self.name, self.taps = trained.name, trained.taps
         self.max_drafted = max(trained.max_drafted, lookup_length)
         # A drafter takes the prompt's features when it first drafts, and with a cache of fixed

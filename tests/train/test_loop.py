@@ -223,27 +223,31 @@ def test_gradients_of_two_ranks_equal_those_of_one(
 def test_a_step_is_the_same_however_it_is_divided(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
-    """Four rows a step: four passes, one pass, and two ranks with two passes each; losses of 20
-    steps within 1e-5."""
+    """Four rows a step: four passes, one pass, two ranks with two passes each, and one rank after
+    ten steps of two; losses of 20 steps within 1e-5."""
     curves = []
     for ranks, rows in ((1, 1), (1, 4), (2, 1)):
         folder = tmp_path / f"{ranks}-{rows}"
         folder.mkdir()
-        done = train(
-            make_config(folder, saved_tiny, method, rows_per_step=4, batch_rows=rows),
-            ranks=ranks,
-            method=method,
-        )
-        rows = [
-            json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-        curves.append({row["step"]: row["loss"] for row in rows if "loss" in row})
+        config = make_config(folder, saved_tiny, method, rows_per_step=4, batch_rows=rows)
+        done = train(config, ranks=ranks, method=method)
+        curves.append(losses(folder / "run"))
         assert logged(done.stdout, "tau_measured").keys() == {10, 20}
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-000020")
+    done = train(config, method=method)
+    assert "going on with 1 ranks instead of 2" in done.stderr
+    curves.append(losses(folder / "run"))
     first, *others = curves
     for other in others:
         assert first.keys() == other.keys() == set(range(1, 21))
         for step in first:
             assert other[step] == pytest.approx(first[step], rel=1e-5, abs=1e-5), step
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Return the loss of every step of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 120) -> None:

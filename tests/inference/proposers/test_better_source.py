@@ -1,0 +1,95 @@
+"""The choice between a lookup's chain and a drafter's tree, with numbers that an eye can check."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.inference.proposers.better_source import (
+    FIRST_OF_LOOKUPS,
+    LATELY,
+    LONGEST_MATCH,
+    WORTH,
+    BetterSource,
+    Mean,
+    Open,
+)
+
+
+def test_a_mean_by_eye() -> None:
+    """A first value of 2 that counts for three rounds, then rounds of 6, 4 tokens."""
+    mean = Mean(2.0)
+    mean.add(6)
+    assert mean.value == (3 * 2 + 6) / 4 and WORTH == 3
+    mean.add(4)
+    assert mean.value == (4 * 3 + 4) / 5
+    for _ in range(100):
+        mean.add(1)
+    before = mean.value
+    mean.add(9)
+    assert mean.value == before + (9 - before) / LATELY, "late rounds keep their weight"
+
+
+def test_an_open_chain_by_eye() -> None:
+    chain = Open(0, [5, 6, 7])
+    assert chain.compare([5]) is None and chain.right == 1
+    assert chain.compare([6, 8]) == 2
+    assert Open(0, [5, 6, 7]).compare([5, 6, 7, 8]) == 3, "all of them"
+    assert Open(0, [5, 6, 7]).compare([4]) == 0
+
+
+def test_a_match_by_eye() -> None:
+    """The text ends with 1 2 3, which stood at its beginning too; the token before differs."""
+    source = BetterSource(2)
+    source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
+    source.guess(4)
+    (chain,) = source._open
+    assert chain.chain == [4, 5, 8, 1] and chain.kind == 1, "three tokens are of the kind 2 to 3"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=3, max_size=60), st.integers(1, 3))
+def test_a_match_is_as_long_as_comparing_from_the_end_says(text: list[int], shortest: int) -> None:
+    source = BetterSource(shortest)
+    source.extend(text)
+    place = source._index.place()
+    if place is None:
+        return
+    same = 0
+    while same < min(place, LONGEST_MATCH) and text[place - 1 - same] == text[-1 - same]:
+        same += 1
+    assert shortest <= source.match(place) == same
+
+
+def test_lookups_that_fail_give_way_and_come_back() -> None:
+    """After 1 2 a lookup drafts what followed the last time, which is wrong each time, until the
+    text begins to repeat itself; trees emit three tokens a round."""
+    source = BetterSource(2)
+    source.extend([1, 2, 50])
+    used = []
+    for other in range(60, 80):
+        source.extend([1, 2])
+        used.append(bool(source.guess(3)))
+        source.extend([other, other + 100, other + 200])
+    assert not any(used[-10:]) and source.trees.value > 2
+    assert source.lookups[1].value < FIRST_OF_LOOKUPS[1]
+    source.extend([1, 2, 50])
+    for _ in range(40):
+        used.append(bool(source.guess(3)))
+        source.extend([1, 2, 50])
+    assert all(used[-10:])
+
+
+def test_a_tree_is_counted_only_where_it_was_used() -> None:
+    source = BetterSource(1)
+    source.extend(list(range(20)))
+    assert not source.guess(4)
+    source.extend([30, 31, 32, 33, 34, 35])
+    trees = source.trees.value
+    assert trees > 2
+    source.extend([*range(20)])
+    source.lookups = [Mean(99.0) for _ in FIRST_OF_LOOKUPS]
+    trees = source.trees.value
+    assert source.guess(4)
+    source.extend([7])
+    assert source.trees.value == trees

@@ -36,6 +36,7 @@ import openings
 from functions import NGRAM, WORD
 from packages import package_questions
 from records import record_questions
+from translations import translation_questions
 from word_problems import word_problems
 
 COUNTS = {
@@ -47,11 +48,14 @@ GREEDY_EVERY = 4
 SEEDS = {
     "writing": 480, "rewriting": 300, "roleplay": 360, "puzzles": 300, "mathematics": 480,
     "programs": 420, "science": 360, "humanities": 360, "questions": 640, "summaries": 560,
-    "passages": 480, "extraction": 240, "translation": 360,
+    "passages": 480, "extraction": 240,
 }  # fmt: skip
 """Beginnings of prompts, by category: some of them do not become a prompt."""
-QUOTED = {"train": {"packages": 700, "records": 400}, "valid": {"packages": 20, "records": 20}}
-"""Prompts of `packages.py` and `records.py` at most."""
+QUOTED = {
+    "train": {"packages": 700, "records": 400, "translation": 500},
+    "valid": {"packages": 20, "records": 20, "translation": 20},
+}
+"""Prompts of `packages.py`, `records.py` and `translations.py` at most."""
 LONG = {"1,000 tokens": 3600, "4,000 tokens": 15500}
 """Characters of the code in a long prompt, by the length of its prompt."""
 LONG_COUNT = 12
@@ -139,8 +143,11 @@ def broad_prompts(
     found = [(category, {}, text) for category, text in openings.written(questions, split)]
     for licence, source, text in package_questions(split, counts["packages"], 0):
         found.append(("packages", {"source": source, "licence": licence}, text))
-    for source, text in record_questions(split, counts["records"], 0):
-        found.append(("records", {"source": source}, text))
+    for category, asked in (
+        ("records", record_questions(split, counts["records"], 0)),
+        ("translation", translation_questions(split, counts["translation"], 0)),
+    ):
+        found += [(category, {"source": source}, text) for source, text in asked]
     rows = [
         {"id": f"{category}-{split}-{number}", "category": category, **facts}
         | {"messages": [{"role": "user", "content": text}]}

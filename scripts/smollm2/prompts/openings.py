@@ -72,7 +72,6 @@ OPENINGS: Mapping[str, Sequence[str]] = {
         "Summarize the following article:\n\n",
         "Summarize this news report in three sentences:\n\n",
         "Write a summary of the text below.\n\n", "What are the main points of this article?\n\n",
-        "Summarize: ",
     ),
     "passages": (
         "Read the passage and answer the question after it.\n\nPassage: ",
@@ -86,12 +85,6 @@ OPENINGS: Mapping[str, Sequence[str]] = {
         "Return the following information as JSON:\n\n",
         "Sort these reviews by their sentiment:\n\n",
         "Make a table from this text:\n\n",
-    ),
-    "translation": (
-        "Translate this sentence from German to English:\n", "Translate into French:\n",
-        "Translate the following text from French to English:\n",
-        "How do you say this in Spanish:\n",
-        "Translate into German:\n",
     ),
 }  # fmt: skip
 

@@ -83,6 +83,32 @@ def test_word_problems_have_no_field_left(prompts: Path) -> None:
     assert len({row["source"] for row in rows}) == 27, "each template is used"
 
 
+def test_prompts_of_further_kinds(tmp_path: Path) -> None:
+    """Begun prompts become ones if they end; none shares 13 words with a file that is left out, and
+    no source is in two splits."""
+    make, seeds = SCRIPTS / "prompts" / "make.py", tmp_path / "seeds.jsonl"
+    assert run(make, "broad-seeds", "--out", seeds).returncode == 0
+    begun = rows_of(seeds)
+    questions, left_out = tmp_path / "questions.jsonl", tmp_path / "left-out.jsonl"
+    leaked = "a lake in the mountains, where two old friends met again after very many years"
+    with questions.open("w") as file:
+        for number, row in enumerate(begun):
+            text = f"{row['prompt']} {leaked if number == 7 else f'the number {number}'}"
+            ended = ["length" if number % 10 == 0 else "stop"]
+            file.write(json.dumps({"id": row["id"], "text": text, "finish_reasons": ended}) + "\n")
+    left_out.write_text(json.dumps({"turns": [leaked]}) + "\n")
+    made = run(make, "broad", "--questions", questions, "--out", tmp_path, "--leave-out", left_out)
+    assert made.returncode == 0, made.stderr
+    assert "1 prompts of train hold 13 words" in made.stdout
+    splits = {split: rows_of(tmp_path / f"{split}-broad.prompts.jsonl") for split in SPLITS[:2]}
+    texts = [row["messages"][0]["content"] for rows in splits.values() for row in rows]
+    assert not any(leaked in text for text in texts) and len(texts) > 0.9 * len(begun)
+    assert not any(text.endswith(" the number 10") for text in texts), "it was cut off"
+    one, other = ({r["source"] for r in rows if "source" in r} for rows in splits.values())
+    assert one and other and not one & other
+    assert {r["category"] for r in splits["train"]} >= {"summaries", "translation", "records"}
+
+
 def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:
     reply = {
         "id": "a",

@@ -8,6 +8,16 @@
 The folder gets train, valid and test.prompts.jsonl; train-greedy.prompts.jsonl, every fourth prompt
 of train, to be answered greedily too; and long.prompts.jsonl, test prompts of about 1,000 and 4,000
 tokens.
+
+Prompts of further kinds, which the target goes on writing from their first words, with questions
+about descriptions of packages and about made-up records; without what shares 13 words with a prompt
+of the files that are left out (Spec-Bench's, which are for tests alone):
+
+    python scripts/smollm2/prompts/make.py broad-seeds --out broad-seeds.jsonl
+    draftsmith data regenerate ... --data broad-seeds.jsonl --out broad-questions.jsonl \\
+        --sampling.temperature 0.8 --sampling.max-new-tokens 320
+    python scripts/smollm2/prompts/make.py broad --questions broad-questions.jsonl --out FOLDER \\
+        --leave-out ../shared/data/spec_bench_question.jsonl
 """
 
 from __future__ import annotations
@@ -22,6 +32,11 @@ from typing import Any
 
 import chat
 import library
+import openings
+from functions import NGRAM, WORD
+from packages import package_questions
+from records import record_questions
+from translations import translation_questions
 from word_problems import word_problems
 
 COUNTS = {
@@ -30,6 +45,17 @@ COUNTS = {
     "test": {"chat": 40, "reasoning": 40, "code": 40, "documents": 40},
 }
 GREEDY_EVERY = 4
+SEEDS = {
+    "writing": 480, "rewriting": 300, "roleplay": 360, "puzzles": 300, "mathematics": 480,
+    "programs": 420, "science": 360, "humanities": 360, "questions": 640, "summaries": 560,
+    "passages": 480, "extraction": 240,
+}  # fmt: skip
+"""Beginnings of prompts, by category: some of them do not become a prompt."""
+QUOTED = {
+    "train": {"packages": 700, "records": 400, "translation": 500},
+    "valid": {"packages": 20, "records": 20, "translation": 20},
+}
+"""Prompts of `packages.py`, `records.py` and `translations.py` at most."""
 LONG = {"1,000 tokens": 3600, "4,000 tokens": 15500}
 """Characters of the code in a long prompt, by the length of its prompt."""
 LONG_COUNT = 12
@@ -43,12 +69,25 @@ def main() -> None:
     seeds = kinds.add_parser("seeds")
     seeds.add_argument("--count", type=int, required=True)
     seeds.add_argument("--out", type=Path, required=True)
-    prompts = kinds.add_parser("prompts")
-    prompts.add_argument("--questions", type=Path, required=True)
-    prompts.add_argument("--out", type=Path, required=True)
+    broad_seeds = kinds.add_parser("broad-seeds")
+    broad_seeds.add_argument("--out", type=Path, required=True)
+    for kind in ("prompts", "broad"):
+        prompts = kinds.add_parser(kind)
+        prompts.add_argument("--questions", type=Path, required=True)
+        prompts.add_argument("--out", type=Path, required=True)
+    prompts.add_argument("--leave-out", type=Path, nargs="*", default=[])
     given = parser.parse_args()
     if given.kind == "seeds":
         write(given.out, chat.seeds(given.count))
+        return
+    if given.kind == "broad-seeds":
+        write(given.out, openings.seeds(SEEDS))
+        return
+    if given.kind == "broad":
+        left_out = runs_of_words(path.read_text() for path in given.leave_out)
+        for split in QUOTED:
+            rows = broad_prompts(split, given.questions, left_out)
+            write(given.out / f"{split}-broad.prompts.jsonl", rows)
         return
     for split, counts in COUNTS.items():
         rows = prompts_of(split, counts, given.questions)
@@ -94,6 +133,39 @@ def prompts_of(split: str, counts: Mapping[str, int], questions: Path) -> list[d
         ]
     draw.shuffle(rows)
     return alternately(rows) if split == "test" else rows
+
+
+def broad_prompts(
+    split: str, questions: Path, left_out: set[tuple[str, ...]]
+) -> list[dict[str, Any]]:
+    """Return the prompts of a split, in random order, without those that hold what is left out."""
+    counts = QUOTED[split]
+    found = [(category, {}, text) for category, text in openings.written(questions, split)]
+    for licence, source, text in package_questions(split, counts["packages"], 0):
+        found.append(("packages", {"source": source, "licence": licence}, text))
+    for category, asked in (
+        ("records", record_questions(split, counts["records"], 0)),
+        ("translation", translation_questions(split, counts["translation"], 0)),
+    ):
+        found += [(category, {"source": source}, text) for source, text in asked]
+    rows = [
+        {"id": f"{category}-{split}-{number}", "category": category, **facts}
+        | {"messages": [{"role": "user", "content": text}]}
+        for number, (category, facts, text) in enumerate(found)
+        if left_out.isdisjoint(runs_of_words([text]))
+    ]
+    print(f"{len(found) - len(rows)} prompts of {split} hold {NGRAM} words of a file left out")
+    random.Random(f"broad {split}").shuffle(rows)
+    return rows
+
+
+def runs_of_words(texts: Iterable[str]) -> set[tuple[str, ...]]:
+    """Return all runs of `NGRAM` words or signs of texts."""
+    runs: set[tuple[str, ...]] = set()
+    for text in texts:
+        words = WORD.findall(text.lower())
+        runs.update(tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1))
+    return runs
 
 
 def alternately(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,73 @@
+"""Questions about the descriptions of installed packages, as their authors wrote them.
+
+The source of a question is the package. Only packages under licences that permit any use are taken;
+the licence stands with every prompt.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import random
+import re
+from collections.abc import Iterator
+
+import library
+
+KINDS = (
+    "Summarize the following text in two sentences.\n\n{}",
+    "Summarize this:\n\n{}",
+    "What does this software do, and who needs it?\n\n{}",
+    "Extract all names of products, people and organizations from this text, as JSON.\n\n{}",
+    "List the steps that this text asks the reader to take.\n\n{}",
+    "Translate the first paragraph into French.\n\n{}",
+    "Rewrite this text for somebody who has never written a program.\n\n{}",
+    "Write a short announcement of this release.\n\n{}",
+    "What are the requirements and limits that this text names?\n\n{}",
+    "Write a headline for this text, and explain your choice.\n\n{}",
+)
+PERMISSIVE = re.compile(r"MIT|BSD|Apache|ISC|PSF|Python Software", re.IGNORECASE)
+RESTRICTED = re.compile(r"GPL|MPL|Mozilla|proprietary", re.IGNORECASE)
+
+
+def package_questions(split: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Yield licence, source and text of at most `count` questions."""
+    draw = random.Random(f"packages {split} {seed}")
+    quoted = [row for row in described() if library.functions.split_of(row[1]) == split]
+    draw.shuffle(quoted)
+    for number, (licence, name, text) in enumerate(quoted[:count]):
+        yield licence, name, KINDS[number % len(KINDS)].format(text)
+
+
+def described() -> Iterator[tuple[str, str, str]]:
+    """Yield licence, name and the passages of the description of installed packages."""
+    seen: set[str] = set()
+    for package in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower()):
+        licence = licence_of(package.metadata)
+        if not PERMISSIVE.search(licence) or RESTRICTED.search(licence):
+            continue
+        for passage in library.cut(prose(str(package.metadata.get_payload() or ""))):
+            if passage not in seen:
+                seen.add(passage)
+                yield licence, package.name, passage
+
+
+def licence_of(metadata: importlib.metadata.PackageMetadata) -> str:
+    """Return the licence that a package names, on one line."""
+    named = metadata.get("License-Expression") or metadata.get("License") or ""
+    classified = [c for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
+    first = named.strip().splitlines()[0] if named.strip() else ""
+    # Some packages have the whole text of their licence here.
+    return first if 0 < len(first) <= 60 else "; ".join(c.split(" :: ")[-1] for c in classified)
+
+
+def prose(description: str) -> str:
+    """Return a description without badges, pictures, HTML and bare links."""
+    text = re.sub(
+        r"\[?!\[[^\]]*\]\([^)]*\)(\]\([^)]*\))?|<[^>]+>|^\.\. .*$", "", description, flags=re.M
+    )
+    kept = [
+        line
+        for line in text.splitlines()
+        if not re.match(r"\s*(:\w+:|\[[^\]]+\]:|https?://)", line)
+    ]
+    return "\n".join(kept).strip()

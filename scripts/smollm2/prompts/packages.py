@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import library
 
@@ -42,22 +42,24 @@ def described() -> Iterator[tuple[str, str, str]]:
     """Yield licence, name and the passages of the description of installed packages."""
     seen: set[str] = set()
     for package in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower()):
-        licence = licence_of(package.metadata)
+        facts = package.metadata.json
+        licence = licence_of(facts)
         if not PERMISSIVE.search(licence) or RESTRICTED.search(licence):
             continue
-        for passage in library.cut(prose(str(package.metadata.get_payload() or ""))):
+        for passage in library.cut(prose(str(facts.get("description", "")))):
             if passage not in seen:
                 seen.add(passage)
                 yield licence, package.name, passage
 
 
-def licence_of(metadata: importlib.metadata.PackageMetadata) -> str:
+def licence_of(facts: Mapping[str, str | list[str]]) -> str:
     """Return the licence that a package names, on one line."""
-    named = metadata.get("License-Expression") or metadata.get("License") or ""
-    classified = [c for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
-    first = named.strip().splitlines()[0] if named.strip() else ""
-    # Some packages have the whole text of their licence here.
-    return first if 0 < len(first) <= 60 else "; ".join(c.split(" :: ")[-1] for c in classified)
+    named = str(facts.get("license_expression") or facts.get("license") or "").strip()
+    first = named.splitlines()[0] if named else ""
+    if 0 < len(first) <= 60:  # some packages have the whole text of their licence here
+        return first
+    classified = [c for c in facts.get("classifier", []) if c.startswith("License ::")]
+    return "; ".join(c.split(" :: ")[-1] for c in classified)
 
 
 def prose(description: str) -> str:

@@ -12,7 +12,7 @@ from .lookup import copy_from
 from .ngram import Ngrams
 
 LONGEST_MATCH = 16
-"""Tokens of a match that are told apart: longer ones are as good."""
+"""Tokens of a match that are counted: longer matches are as good."""
 FIRST_OF_TREES = 2.0
 """Tokens of a round with a tree before any was seen."""
 FIRST_OF_LOOKUPS = (1.5, 2.6, 4.0, 5.9, 7.5)
@@ -59,7 +59,7 @@ class Open:
 class BetterSource:
     """Text of one row, and which drafts are better at its end.
 
-    A lookup is one if the last `shortest` tokens stood in the text before; its match is what the
+    There is a lookup where the last `shortest` tokens occurred before; its match is what the
     text's end has in common with the latest such place.
     """
 
@@ -93,7 +93,7 @@ class BetterSource:
         place = self._index.place()
         if place is None:
             return []
-        kind = (self.match(place).bit_length()) - 1
+        kind = self.match(place).bit_length() - 1
         chain = copy_from(self._index.text, place, length)
         self._open.append(Open(kind, chain))
         if self.lookups[kind].value <= self.trees.value:

@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     method: str
     config: str
     options: Options = {}
-    """Options of every run; `{seed}` stands for the seed: a store holds the rows in its order."""
+    """Options of every run; `{seed}` is replaced by the seed: a store has its order."""
     rates: dict[str, float]
     """Rate to begin with, by optimiser."""
     optimizer: str

@@ -39,7 +39,7 @@ def test_an_open_chain_by_eye() -> None:
 
 
 def test_a_match_by_eye() -> None:
-    """The text ends with 1 2 3, which stood at its beginning too; the token before differs."""
+    """The text ends with 1 2 3, which is near its beginning too; the token before differs."""
     source = BetterSource(2)
     source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
     source.guess(4)

@@ -219,7 +219,8 @@ def show(plan: Plan, runs: Mapping[str, Runs]) -> None:
         row = [name, own.rate()]
         for tree in plan.trees:
             taus, reference = own.measured(tree), first.measured(tree)
-            ratios = [math.log(a / b) for a, b in zip(taus, reference, strict=False)]
+            pairs = zip(taus, reference, strict=True) if taus and reference else ()
+            ratios = [math.log(a / b) for a, b in pairs]
             row += [spread(taus)]
             row += [spread(ratios, exponential=True) if own is not first else ""]
         if row[2]:

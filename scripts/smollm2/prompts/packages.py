@@ -1,7 +1,7 @@
 """Questions about the descriptions of installed packages, as their authors wrote them.
 
 The source of a question is the package. Only packages under licences that permit any use are taken;
-the licence stands with every prompt.
+every prompt names its licence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = (
     "What are the requirements and limits that this text names?\n\n{}",
     "Write a headline for this text, and explain your choice.\n\n{}",
 )
-PERMISSIVE = re.compile(r"MIT|BSD|Apache|ISC|PSF|Python Software", re.IGNORECASE)
+PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software)", re.IGNORECASE)
 RESTRICTED = re.compile(r"GPL|MPL|Mozilla|proprietary", re.IGNORECASE)
 
 

@@ -85,10 +85,17 @@ RECIPES = {
     "draftsmith, Muon": Recipe(
         "draftsmith", (Settings(4e-3, PUBLISHED | {"optim.optimizer": "muon"}),)
     ),
+    # 1e-3 is its default for both parts of its optimiser
     "speculators": Recipe("speculators", tuple(map(Settings, (1e-3, 2e-3, 4e-3, 8e-3)))),
     "SpecForge": Recipe(
         "specforge",
-        (Settings(4e-3), Settings(4e-3, NORMS), Settings(2e-3, NORMS)),
+        (
+            *(Settings(1e-4, options) for options in ({}, NORMS)),  # its default rate
+            Settings(4e-3),
+            Settings(4e-3, NORMS),
+            Settings(2e-3, NORMS),
+            Settings(1e-3, NORMS),
+        ),
         ("--taps", "[2,4,7]", "--norm-output", "false"),
     ),
 }

@@ -41,6 +41,8 @@ Plans = dict[Path, tuple[Any, RunSizes, dict[str, float]]]
 
 HAVE_RUN = ("quickstart", "smollm2-135m")
 """Targets whose configurations were run here, and are written for this project's own data."""
+BASELINES = ("as-published",)
+"""Configurations for research, which no table of recipes has."""
 
 
 def recipes() -> list[Path]:
@@ -48,7 +50,7 @@ def recipes() -> list[Path]:
     then by method as `METHODS` has them."""
     found = [path for method in METHODS for path in (ROOT / "configs" / method).glob("*.yaml")]
     return sorted(
-        (path for path in found if path.stem not in HAVE_RUN),
+        (path for path in found if path.stem not in HAVE_RUN + BASELINES),
         key=lambda path: (billions(path.stem), path.stem),
     )
 

@@ -190,7 +190,7 @@ def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple
     extraction = "besides these, before the drafter's step" if memory.extraction else "from a store"
     return [
         ("target", memory.target, f"{count(shape.target_params)}, {sharded}"),
-        ("drafter", memory.drafter + memory.moments, "fp32 weights and AdamW's moments"),
+        ("drafter", memory.drafter + memory.moments, "fp32 weights and the optimiser's moments"),
         ("features", memory.features, "of one batch"),
         ("activations", memory.activations, "left by the drafter's forward pass"),
         ("step", memory.step, "both passes at their peak, with gradients"),

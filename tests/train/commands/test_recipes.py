@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -18,9 +19,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options, planned
 from draftsmith.train.method import METHODS, MethodName, method_named
+from draftsmith.train.methods.eagle import EagleRun
 from draftsmith.train.outline import ConfigOnly, outlined
 from tests.conftest import ROOT
 
@@ -110,6 +113,30 @@ def test_a_recipe_says_that_nothing_in_it_was_measured(recipe: Path) -> None:
     )
 
 
+EVERY = sorted((ROOT / "configs").glob("[!a]*/*.yaml"))  # but for accelerate's own
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=name_of)
+def test_a_recipe_says_on_what_it_rests_and_for_how_much_data(recipe: Path) -> None:
+    said = header(recipe)
+    assert re.search(r"arXiv \d{4}\.\d{5}|docs/results\.md#|EXPERIMENTS\.md", said)
+    assert re.search(r"\b(replies|reply tokens|conversations)\b", said)
+    results = (ROOT / "docs" / "results.md").read_text()
+    sections = {
+        re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-")
+        for x in re.findall(r"^#+ (.*)", results, re.M)
+    }
+    assert sections.issuperset(re.findall(r"docs/results\.md#([\w-]+)", said))
+
+
+def test_the_baseline_is_eagle_3_as_published() -> None:
+    """Neither EAGLE-3.1's norms nor Muon, nor anything else that was found here."""
+    run = parse(EagleRun, ["--config", str(ROOT / "configs/eagle/as-published.yaml")], "test")
+    assert not (run.heads.norm_taps or run.heads.norm_output or run.objective.freeze_head)
+    assert (run.objective.loss, run.objective.steps, run.objective.decay) == ("kl", 7, 0.8)
+    assert (run.optim.optimizer, run.optim.lr, run.optim.clip_norm) == ("adamw", 5e-5, 0.5)
+
+
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name == "eagle"], ids=name_of
 )
@@ -142,10 +169,9 @@ def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
     assert shapes.pop("midlayer.mlp.down_proj.weight") == (hidden, inner)
     if drafted < target["vocab_size"]:
         assert shapes.pop("d2t") == (drafted,) and shapes.pop("t2d") == (target["vocab_size"],)
-    assert len(shapes) == 4 and set(shapes.values()) == {
-        (hidden,)
-    }  # norms of token, state, MLP and output; none on queries and keys
-    size = hidden * (3 * hidden + 2 * (queries + 2 * keys) + queries + 3 * inner + drafted + 4)
+    # norms of the three taps, token, state, MLP and output; none on queries and keys
+    assert len(shapes) == 7 and set(shapes.values()) == {(hidden,)}
+    size = hidden * (3 * hidden + 2 * (queries + 2 * keys) + queries + 3 * inner + drafted + 7)
     assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
     layers = target["num_hidden_layers"]
     assert drafter.taps == (2, layers // 2, layers - 3)

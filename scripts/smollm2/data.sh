@@ -37,7 +37,7 @@ if [ "$1" = --broad ]; then
     python scripts/smollm2/prompts/make.py broad --questions "$questions" --out "$out" \
         --leave-out ${SPEC_BENCH:-../shared/data/spec_bench_question.jsonl}
     for split in valid-broad train-broad; do
-        "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --sampling.max-new-tokens 320
+        "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --sampling.max-new-tokens 192
     done
     exit
 fi

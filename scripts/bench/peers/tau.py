@@ -90,7 +90,8 @@ RECIPES = {
     "SpecForge": Recipe(
         "specforge",
         (
-            *(Settings(1e-4, options) for options in ({}, NORMS)),  # its default rate
+            Settings(1e-4),  # its default rate
+            Settings(1e-4, NORMS),
             Settings(4e-3),
             Settings(4e-3, NORMS),
             Settings(2e-3, NORMS),

@@ -26,6 +26,7 @@ from draftsmith.train.method import METHODS, MethodName, method_named
 from draftsmith.train.methods.eagle import EagleRun
 from draftsmith.train.outline import ConfigOnly, outlined
 from tests.conftest import ROOT
+from tests.test_docs import anchors_of
 
 
 def script() -> ModuleType:
@@ -121,11 +122,7 @@ def test_a_recipe_says_on_what_it_rests_and_for_how_much_data(recipe: Path) -> N
     said = header(recipe)
     assert re.search(r"arXiv \d{4}\.\d{5}|docs/results\.md#|EXPERIMENTS\.md", said)
     assert re.search(r"\b(replies|reply tokens|conversations)\b", said)
-    results = (ROOT / "docs" / "results.md").read_text()
-    sections = {
-        re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-")
-        for x in re.findall(r"^#+ (.*)", results, re.M)
-    }
+    sections = anchors_of(ROOT / "docs" / "results.md")
     assert sections.issuperset(re.findall(r"docs/results\.md#([\w-]+)", said))
 
 

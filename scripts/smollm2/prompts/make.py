@@ -18,6 +18,8 @@ of the files that are left out (Spec-Bench's, which are for tests alone):
         --sampling.temperature 0.8 --sampling.max-new-tokens 320
     python scripts/smollm2/prompts/make.py broad --questions broad-questions.jsonl --out FOLDER \\
         --leave-out ../shared/data/spec_bench_question.jsonl
+
+With `--parts 1 4` both give three times as many others, for training alone: train-wide.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import chat
 import library
 import openings
 from functions import NGRAM, WORD
-from packages import package_questions
+from packages import package_questions, retrieval_questions
 from records import record_questions
 from translations import translation_questions
 from word_problems import word_problems
@@ -55,7 +57,9 @@ QUOTED = {
     "train": {"packages": 700, "records": 400, "translation": 500},
     "valid": {"packages": 20, "records": 20, "translation": 20},
 }
-"""Prompts of `packages.py`, `records.py` and `translations.py` at most."""
+"""Prompts of a part of `packages.py`, `records.py` and `translations.py` at most."""
+RETRIEVED = 400
+"""Prompts of a later part with three passages and a question."""
 LONG = {"1,000 tokens": 3600, "4,000 tokens": 15500}
 """Characters of the code in a long prompt, by the length of its prompt."""
 LONG_COUNT = 12
@@ -76,18 +80,22 @@ def main() -> None:
         prompts.add_argument("--questions", type=Path, required=True)
         prompts.add_argument("--out", type=Path, required=True)
     prompts.add_argument("--leave-out", type=Path, nargs="*", default=[])
+    for kind in (broad_seeds, prompts):
+        kind.add_argument("--parts", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "END"))
     given = parser.parse_args()
     if given.kind == "seeds":
         write(given.out, chat.seeds(given.count))
         return
     if given.kind == "broad-seeds":
-        write(given.out, openings.seeds(SEEDS))
+        write(given.out, openings.seeds(SEEDS, range(*given.parts)))
         return
     if given.kind == "broad":
         left_out = runs_of_words(path.read_text() for path in given.leave_out)
-        for split in QUOTED:
-            rows = broad_prompts(split, given.questions, left_out)
-            write(given.out / f"{split}-broad.prompts.jsonl", rows)
+        parts = range(*given.parts)
+        for split in QUOTED if 0 in parts else ("train",):
+            name = f"{split}-{'broad' if 0 in parts else 'wide'}"
+            rows = broad_prompts(split, name, given.questions, parts, left_out)
+            write(given.out / f"{name}.prompts.jsonl", rows)
         return
     for split, counts in COUNTS.items():
         rows = prompts_of(split, counts, given.questions)
@@ -136,27 +144,44 @@ def prompts_of(split: str, counts: Mapping[str, int], questions: Path) -> list[d
 
 
 def broad_prompts(
-    split: str, questions: Path, left_out: set[tuple[str, ...]]
+    split: str, name: str, questions: Path, parts: range, left_out: set[tuple[str, ...]]
 ) -> list[dict[str, Any]]:
-    """Return the prompts of a split, in random order, without those that hold what is left out."""
-    counts = QUOTED[split]
+    """Return the prompts of a split, in random order, without those that hold what is left out.
+
+    Their ids hold `name`.
+    """
     found = [(category, {}, text) for category, text in openings.written(questions, split)]
-    for licence, source, text in package_questions(split, counts["packages"], 0):
-        found.append(("packages", {"source": source, "licence": licence}, text))
-    for category, asked in (
-        ("records", record_questions(split, counts["records"], 0)),
-        ("translation", translation_questions(split, counts["translation"], 0)),
-    ):
-        found += [(category, {"source": source}, text) for source, text in asked]
-    rows = [
-        {"id": f"{category}-{split}-{number}", "category": category, **facts}
-        | {"messages": [{"role": "user", "content": text}]}
-        for number, (category, facts, text) in enumerate(found)
-        if left_out.isdisjoint(runs_of_words([text]))
-    ]
-    print(f"{len(found) - len(rows)} prompts of {split} hold {NGRAM} words of a file left out")
+    for part in parts:
+        found += quoted_prompts(split, part)
+    texts: dict[str, None] = {}
+    rows = []
+    for number, (category, facts, text) in enumerate(found):
+        if text not in texts and left_out.isdisjoint(runs_of_words([text])):
+            row = {"id": f"{category}-{name}-{number}", "category": category, **facts}
+            rows.append(row | {"messages": [{"role": "user", "content": text}]})
+        texts[text] = None
+    print(f"{len(texts) - len(rows)} prompts of {split} hold {NGRAM} words of a file left out")
     random.Random(f"broad {split}").shuffle(rows)
     return rows
+
+
+def quoted_prompts(split: str, part: int) -> list[tuple[str, dict[str, str], str]]:
+    """Return category, facts and text of the prompts of a part that quote something."""
+    counts = QUOTED[split]
+    licensed = {"packages": package_questions(split, counts["packages"], part)}
+    if part > 0:
+        licensed["retrieval"] = retrieval_questions(split, RETRIEVED, part)
+    drawn = {
+        "records": record_questions(split, counts["records"], part),
+        "translation": translation_questions(split, counts["translation"], part),
+    }
+    found: list[tuple[str, dict[str, str], str]] = []
+    for category, asked in licensed.items():
+        for licence, source, text in asked:
+            found.append((category, {"source": source, "licence": licence}, text))
+    for category, asked in drawn.items():
+        found += [(category, {"source": source}, text) for source, text in asked]
+    return found
 
 
 def runs_of_words(texts: Iterable[str]) -> set[tuple[str, ...]]:

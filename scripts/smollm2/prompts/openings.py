@@ -89,15 +89,16 @@ OPENINGS: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-def seeds(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return so many beginnings of prompts of each category; its openings take turns."""
+def seeds(counts: Mapping[str, int], parts: range) -> list[dict[str, Any]]:
+    """Return so many beginnings of prompts of each category in each of `parts`; its openings take
+    turns."""
     return [
         {
             "id": f"{category}-{number}",
             "prompt": SEED + OPENINGS[category][number % len(OPENINGS[category])],
         }
         for category, count in counts.items()
-        for number in range(count)
+        for number in range(parts.start * count, parts.stop * count)
     ]
 
 

@@ -29,13 +29,50 @@ PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software)", re.IGNORE
 RESTRICTED = re.compile(r"GPL|MPL|Mozilla|proprietary", re.IGNORECASE)
 
 
+RETRIEVAL = (
+    "Answer the question with the help of these passages.\n\n{passages}\n\nQuestion: {question}",
+    "{passages}\n\nBased on the passages above, {question}",
+    "Context:\n{passages}\n\nQuestion: {question}\nAnswer:",
+)
+QUESTIONS = (
+    "what is {} for?", "how is {} installed?", "who would use {}, and why?",
+    "what can {} do that others cannot?", "what does {} need in order to run?",
+)  # fmt: skip
+RETRIEVED = 700
+"""Characters of a passage among others, at most."""
+
+
 def package_questions(split: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """Yield licence, source and text of at most `count` questions."""
-    draw = random.Random(f"packages {split} {seed}")
+    """Yield licence, source and text of at most `count` questions.
+
+    With the next seed each passage has the next kind of question.
+    """
+    quoted = passages_of(split, random.Random(f"packages {split} 0"))
+    for number, (licence, name, text) in enumerate(quoted[:count]):
+        yield licence, name, KINDS[(number + seed) % len(KINDS)].format(text)
+
+
+def retrieval_questions(split: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Yield licences, sources and text of `count` questions about one of three passages."""
+    draw = random.Random(f"retrieval {split} {seed}")
+    quoted = passages_of(split, draw)
+    for _ in range(count):
+        chosen = draw.sample(quoted, 3)
+        passages = "\n\n".join(
+            f"[{number}] {text[:RETRIEVED].rpartition(' ')[0]}"
+            for number, (_, _, text) in enumerate(chosen, 1)
+        )
+        question = draw.choice(QUESTIONS).format(draw.choice(chosen)[1])
+        text = draw.choice(RETRIEVAL).format(passages=passages, question=question)
+        licences, sources = (sorted({row[i] for row in chosen}) for i in (0, 1))
+        yield ", ".join(licences), ", ".join(sources), text
+
+
+def passages_of(split: str, draw: random.Random) -> list[tuple[str, str, str]]:
+    """Return licence, name and text of the passages of a split, in random order."""
     quoted = [row for row in described() if library.functions.split_of(row[1]) == split]
     draw.shuffle(quoted)
-    for number, (licence, name, text) in enumerate(quoted[:count]):
-        yield licence, name, KINDS[number % len(KINDS)].format(text)
+    return quoted
 
 
 def described() -> Iterator[tuple[str, str, str]]:

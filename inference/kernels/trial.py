@@ -5,7 +5,9 @@ A model's own trial is a short text in one row: it has one part of the keys, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...heads.errors import first_line
 from . import operators
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (300, 130)  # committed slots of the rows
 NODES = (1, 8, 60)
@@ -23,6 +27,23 @@ WINDOW = 100
 WRONG = {torch.float32: 1e-4}
 """Least error that is no rounding, as a share of a query's attention."""
 WRONG_IN_HALF = 2e-2
+
+
+def attention_fits(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return True if `attend` can run a drafter's layers, and gives what torch's own gives."""
+    if not operators.usable(device, dtype):
+        return False
+    fault = _fault(heads, kv_heads, size, dtype, device)
+    if fault:
+        log.info("the drafter's attention is torch's own: %s", fault)
+    return not fault
+
+
+@lru_cache
+def _fault(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> str:
+    return attention_fault([(heads, kv_heads, size)], [False], dtype, device)
 
 
 @torch.no_grad()

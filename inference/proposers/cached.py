@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...heads.vocabulary import to_target
+from ..kernels.trial import attention_fits
 from ..proposer import Prompts
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import row_of, send
@@ -65,7 +66,10 @@ class FeatureProposer(CachedProposer):
 
     def __init__(self, drafter: Any, settings: TreeSettings, longest: int = MOST) -> None:
         """Put `drafter` to work; `longest` are the levels that it has at most."""
-        super().__init__(settings, drafter.fc.weight.device)
+        weight, shape = drafter.fc.weight, drafter.shape
+        super().__init__(settings, weight.device)
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self._kernel = attention_fits(*heads, weight.dtype, weight.device)
         self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
         self.longest = longest
         self._draft_vocab_ids = drafter.draft_vocab_ids

@@ -23,8 +23,8 @@ from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
-from ..rounds.attention import attention_over
-from ..rounds.cache import Counts, visible_slots
+from ..rounds.attention import attention_of_nodes
+from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
 from ..targets.causal_model import PREFILL_CHUNK
@@ -150,17 +150,12 @@ class DFlashProposer(FeatureProposer):
         cache, drafter = self._cache, self.drafter
         size = self.slots
         cache.open(size, masked=True)
-        # All slots see each other and the whole context, so equally long rows need no mask. Of rows
-        # of different lengths the shorter ones must not see the cache slots after their blocks.
-        see = None
-        if not cache.uniform:
-            everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
-            see = visible_slots(everything, cache, cache.seen(size))[:, None]
         # The context ends before the root, so its length is the root's position a, and slot j
         # is at a + j.
         positions = torch.arange(size, device=self._device) + cache.starts()[:, None]
         rotary = drafter.rotary(positions)
-        attend = attention_over(cache, see)
+        # All slots see each other and the whole context.
+        attend = attention_of_nodes(cache, None, size, size, self._kernel)
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)

@@ -21,8 +21,8 @@ from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
-from ..rounds.attention import attention_over
-from ..rounds.cache import Counts, visible_slots
+from ..rounds.attention import attention_of_nodes
+from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
@@ -146,20 +146,13 @@ class EagleProposer(FeatureProposer):
         cache, drafter = self._cache, self.drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
-        see = None
-        # A single row that sees every slot needs no mask, as long as no batch row is shorter than
-        # the cache: there the slots after its end must be hidden.
-        # One undecided slot is the row's own, and with None the row sees all slots by definition.
-        alone = count == 1 and (visible is None or slots == 1)
-        if not (alone and cache.uniform):
-            if visible is None:  # a chain: each row sees all rows before it
-                visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
-            see = visible_slots(visible, cache, cache.seen(count))[:, None]
         # A row is at the position of its feature, one before that of its token: the first row
         # after the committed ones has their number as its position, and siblings share a position.
         positions = cache.starts()[:, None] + offset
 
-        attend = attention_over(cache, see)
+        # One undecided slot is the row's own. In a chain (None) a row sees all rows before it.
+        seen = None if slots == 1 else visible
+        attend = attention_of_nodes(cache, seen, count, slots, self._kernel)
         # A missing node has token -1. It runs as token 0, and nothing of it is kept.
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)

@@ -11,9 +11,43 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...heads.layers import Attend
-from .cache import TreeCache
+from ..kernels import operators
+from .cache import TreeCache, visible_slots
 
 FEW = 256  # positions of one forward pass for which heads of the same keys are folded
+
+
+def attention_of_nodes(
+    cache: TreeCache, visible: Tensor | None, count: int, undecided: int, kernel: bool
+) -> Attend:
+    """Return the attention of a drafter's layers for the last `count` of U `undecided` slots.
+
+    The nodes see every committed slot, and the undecided ones for which `visible` `[1 | B, N, U]`
+    bool is true; None: all. With `kernel` few nodes are run by draftsmith's own kernel, which reads
+    nothing but the slots in use. The function is that of `attention_over`.
+    """
+    if visible is None and (kernel or not cache.uniform):
+        visible = torch.ones(1, count, undecided, dtype=torch.bool, device=cache.device)
+    if kernel and count <= FEW:
+        assert visible is not None
+        return _by_kernel(cache, visible)
+    # Equally long rows that see every slot need no mask. Of rows of different lengths the shorter
+    # ones must not see the slots after their own.
+    see = None if visible is None else visible_slots(visible, cache, cache.seen(count))[:, None]
+    return attention_over(cache, see)
+
+
+def _by_kernel(cache: TreeCache, visible: Tensor) -> Attend:
+    depths = torch.zeros(1, visible.shape[1], dtype=torch.long, device=visible.device)
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+        state = cache.states[layer]
+        return operators.attend(
+            queries.contiguous(), state.keys, state.values, cache.starts(), visible, depths, 0, 0
+        )
+
+    return attend
 
 
 def attention_over(cache: TreeCache, mask: Tensor | None, causal: bool = False) -> Attend:

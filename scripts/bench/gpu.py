@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program")
     parser.add_argument("--stages", default=",".join(STAGES), help="some of them, with commas")
+    parser.add_argument("--contexts", default="512,4096,16384", help="of the stage graph")
+    parser.add_argument("--nodes", default="8,16,32,60", help="sizes of its trees")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--minutes", type=float, default=9.5, help="limit of all stages together")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
@@ -78,6 +80,8 @@ def run_stage(options: argparse.Namespace) -> None:
     import torch
     from gpu_report import Report
 
+    for name in ("contexts", "nodes"):
+        setattr(gpu_stages, name.upper(), tuple(map(int, getattr(options, name).split(","))))
     report = Report(options.out / "figures.jsonl", options.stage)
     torch.manual_seed(0)
     try:
@@ -135,6 +139,7 @@ def run_process(options: argparse.Namespace, stage: str, seconds: float) -> str:
     print(f"{stage} (at most {seconds:.0f} s)", flush=True)
     command: list[Any] = [sys.executable, __file__, "--out", options.out, "--stage", stage]
     command += ["--device", options.device, *["--tiny"] * options.tiny]
+    command += ["--contexts", options.contexts, "--nodes", options.nodes]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             code = process.wait(seconds)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.inference import decode
 from draftsmith.inference.kernels.decoder import KernelDecoder
+from draftsmith.inference.proposers import cached
 from draftsmith.inference.rounds import attention, outcome, recorded
 from draftsmith.inference.rounds.outcome import Accepted
 from draftsmith.inference.settings import Sampling
@@ -253,7 +254,8 @@ def models(
         drafter = architecture(kind, seed=1, dtype=torch.bfloat16)
         for model in (target, drafter):
             fuse(model, kernels)
-        return target, dict(proposers(target, drafter))
+        with patch.object(cached, "attention_fits", lambda *_: kernels):
+            return target, dict(proposers(target, drafter))
 
 
 def spread_models() -> tuple[Any, dict[str, Any]]:
@@ -270,7 +272,7 @@ def spread_models() -> tuple[Any, dict[str, Any]]:
         places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), last)
         dispatch_model(model, places)
         target.spread = "devices"
-    with torch.device(last):
+    with torch.device(last), patch.object(cached, "attention_fits", lambda *_: True):
         drafter = architecture("llama", seed=1, dtype=torch.bfloat16)
         return target, dict(proposers(target, drafter))
 
@@ -290,6 +292,9 @@ def of_methods(every: bool) -> dict[str, Any]:
         found[f"{way}, static"] = rounds(target, drafters[way], True, greedy, 1)
         if every:
             found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
+    target, drafters = models(kernels=False)
+    for way in WAYS if every else QUICK:
+        found[f"{way}, torch"] = rounds(target, drafters[way], False, samplings["greedy"], 1)
     target, drafters = spread_models()
     for way in WAYS if every else SPREAD:
         greedy = samplings["greedy"]

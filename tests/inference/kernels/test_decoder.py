@@ -13,6 +13,8 @@ import torch
 
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.kernels import operators
+from draftsmith.inference.rounds.attention import attention_of_nodes
+from draftsmith.inference.rounds.cache import Counts, StaticCache, TreeCache
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, near_copy, proposers
 from tests.exact.test_recorded import Tape, tapes  # noqa: F401
@@ -74,6 +76,46 @@ def test_recorded_rounds_with_them_write_the_same_texts(
     target.compiled = True
     assert texts(proposer) == plain
     assert sum(tape.replays for tape in tapes)
+
+
+@pytest.mark.parametrize("kind", [TreeCache, StaticCache])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_drafters_nodes_attend_as_by_torch(
+    kind: type[TreeCache], whole: bool, interpreted: None
+) -> None:
+    """Rows of 7 and 4 committed slots, two staged nodes, and three more, with heads in groups."""
+    found = []
+    for kernel in (False, True):
+        torch.manual_seed(0)
+        cache = kind(2, 40)
+        cache.open(7, masked=True)
+        cache.update(*torch.randn(2, 2, 2, 7, 16), 0)
+        cache.commit(Counts([7, 4], torch.tensor([7, 4])))
+        for count, slots in ((2, 2), (3, 5)):
+            cache.open(count, masked=True)
+            visible = torch.rand(1, count, slots) < 0.5
+            visible[0, :, -count:] |= torch.eye(count, dtype=torch.bool)
+            attend = attention_of_nodes(cache, None if whole else visible, count, slots, kernel)
+            queries, keys, values = torch.randn(3, 2, count, 4, 16)
+            found.append(attend(0, queries, keys[:, :, :2], values[:, :, :2]))
+            cache.stage(count)
+    for own, other in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["eagle3 tree", "dflash tree"])
+def test_a_drafter_uses_the_kernel(
+    way: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the target's own passes by torch, whatever calls the kernel is the drafter."""
+    target = architecture("llama", dtype=torch.float32)
+    calls = []
+    right = operators.attend
+    monkeypatch.setattr(operators, "attend", lambda *given: calls.append(1) or right(*given))
+    proposer = proposers(target, near_copy(target))[way]
+    tried = len(calls)
+    generate(target, proposer, [Request([5, 9, 33, 7])], 5, eos_ids=frozenset())
+    assert len(calls) > tried
 
 
 def test_kernels_that_fail_are_left_out(

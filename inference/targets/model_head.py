@@ -192,10 +192,13 @@ class ModelHead:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of token ids `[...]`."""
-        embeddings = self.model.get_input_embeddings()(ids)
+        table = self.model.get_input_embeddings()
         # A target over several devices has its embedding on the first, and its head on the last,
         # where drafters lie.
-        return embeddings.to(self.device) if self.spread == "devices" else embeddings
+        if self.spread == "devices":
+            return table(ids).to(self.device)
+        # An untrained drafter, and its ids, are on the CPU wherever the target is.
+        return table(ids.to(self.device)).to(ids.device)
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm before the head, by any of its usual names, or None."""

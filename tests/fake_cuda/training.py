@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.inference.targets import documents as documents_module
+from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
-from draftsmith.train.methods import blocks, dflash, unroll
+from draftsmith.train.methods import blocks, dflash, eagle, ranks, unroll
 from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
 from tests.architectures import architecture
@@ -173,6 +174,65 @@ def step(
     }
 
 
+class Texts:
+    """What the beginning of a run asks of its texts."""
+
+    def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
+        return torch.arange(vocab_size)
+
+    def sample_ids(self, most: int) -> list[int]:
+        return [5 + i % 90 for i in range(min(most, 30))]
+
+
+def ends() -> dict[str, Any]:
+    """Return, by method, how a run begins, and what evaluation reads: "well", or the error.
+
+    The drafter is made on the CPU for a target on the device, with a draft vocabulary where the
+    method has one, and then run over a text there.
+    """
+    text = collate([[(np.arange(30) % 90, np.ones(30, bool))]])
+    with MODE, torch.device("cuda"):
+        target = architecture("llama", dtype=torch.bfloat16, layers=4)
+        ids, states = torch.zeros(30, dtype=torch.long), torch.zeros(30, target.hidden_size)
+    hidden = Hidden(states, (states,) * 3)
+    sampled = tuple(states.bfloat16() for _ in range(3))
+    found = {}
+    for method in ("medusa", "eagle", "dflash", "dspark"):
+        known = method_named(method)  # type: ignore[arg-type]
+        data = Data(sources=[Source("-")])
+        run = known.run_class(out="-", target=TargetConfig(path="-"), data=data)
+        if method != "medusa":
+            run.heads.taps, run.heads.draft_vocab_size = [1, 2, 3], 64
+        try:
+            with (
+                patch.object(type(target), "tap_sizes", lambda *_: (1.0, 8.0, 30.0)),
+                patch.object(type(target), "tap_sample", lambda *_: sampled),
+                patch.object(dflash, "mask_token_for", lambda *_: 3),
+                patch.object(ranks, "batch_of_text", lambda _: text),
+                patch.object(dflash, "batch_of_text", lambda _: text),
+                patch.object(eagle, "batch_of_text", lambda _: text),
+                patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+                torch.inference_mode(),
+                Cuda(),
+            ):
+                drafter = known.make_drafter(run, target, Texts(), None)  # type: ignore[arg-type]
+                moved(drafter)
+                outcome = known.teacher_forced(drafter, hidden, ids)
+            found[method] = "well" if outcome.device.type == "cuda" else str(outcome.device)
+        except Exception as error:  # noqa: BLE001  # it is the result
+            found[method] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def moved(drafter: nn.Module) -> None:
+    """Put a drafter's weights and buffers on the device."""
+    cast(drafter, torch.device("cuda"))
+    for part in drafter.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to("cuda")
+
+
 def steps() -> dict[str, Any]:
     """Return the facts of all methods, by name and backend of attention."""
     with MODE, torch.device("cuda"):
@@ -206,7 +266,7 @@ def main(guard: str) -> None:
         patch.object(Target, "embedding_and_head", property(borrowed)),
         patch.object(Target, "final_norm_weight", lambda target: None),
     ):
-        print(json.dumps(steps(), indent=1, sort_keys=True))
+        print(json.dumps({"steps": steps(), "ends": ends()}, indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,21 @@ from draftsmith.train.methods.backends import bucket
 from tests.fake_cuda.build import run_with_guard
 
 
-@pytest.fixture(scope="module", name="found")
-def fixture_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Facts of a step's forward pass, by method and backend of attention."""
+@pytest.fixture(scope="module")
+def facts_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_with_guard(tmp_path_factory.mktemp("guard"), "training")
+
+
+@pytest.fixture(name="found")
+def fixture_found(facts_of_a_run: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a step's forward pass, by method and backend of attention."""
+    return facts_of_a_run["steps"]
+
+
+def test_drafters_begin_and_are_evaluated_on_the_device(facts_of_a_run: dict[str, Any]) -> None:
+    """On the first GPU every block drafter's run ended when its first weights were made."""
+    methods = ("medusa", "eagle", "dflash", "dspark")
+    assert facts_of_a_run["ends"] == dict.fromkeys(methods, "well")
 
 
 def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:

@@ -3,12 +3,13 @@
 #     ./scripts/smollm2/data.sh            # unpack the replies that come with the project (seconds)
 #     ./scripts/smollm2/data.sh --write    # make the prompts, and let the target write the replies (hours; goes on where it was stopped)
 #     ./scripts/smollm2/data.sh --broad    # the same for prompts of further kinds: train-broad and valid-broad
+#     ./scripts/smollm2/data.sh --wide     # three times as many of those, for training alone: train-wide (minutes on a GPU)
 # Set SMOLLM2_RUNS to put them elsewhere, and SMOLLM2 where the target is.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 case "$*" in
-    "" | --write | --broad) ;;
-    *) echo "error: unknown options $*; there are --write and --broad" >&2; exit 2 ;;
+    "" | --write | --broad | --wide) ;;
+    *) echo "error: unknown options $*; there are --write, --broad and --wide" >&2; exit 2 ;;
 esac
 source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 
@@ -20,23 +21,28 @@ if [ ! -e "$target/config.json" ]; then
     exit 2
 fi
 questions=$out/questions.jsonl written=$out/train.jsonl
-if [ "$1" = --broad ]; then questions=$out/broad-questions.jsonl written=$out/train-broad.jsonl; fi
+case "$1" in
+    --broad | --wide) name=${1#--} questions=$out/${1#--}-questions.jsonl written=$out/train-${1#--}.jsonl ;;
+esac
 if [ -e "$written" ] && [ ! -e "$questions" ]; then
     echo "error: $out has replies that were unpacked, and those to other prompts would mix with them; set SMOLLM2_RUNS to another folder" >&2
     exit 2
 fi
 
 # What is learned are the tokens, so that bfloat16 would do; processors without instructions for it are faster in float32.
-dtype=float32
+dtype=float32 batch=64
 if grep -qs avx512_bf16 /proc/cpuinfo; then dtype=bfloat16; fi
-write=(draftsmith data regenerate --target "$target" --target.dtype $dtype --batch-size 64)
+if [ -e /dev/nvidiactl ]; then dtype=bfloat16 batch=512; fi
+write=(draftsmith data regenerate --target "$target" --target.dtype $dtype --batch-size $batch)
 mkdir -p "$out"
-if [ "$1" = --broad ]; then
-    python scripts/smollm2/prompts/make.py broad-seeds --out "$out/broad-seeds.jsonl"
-    "${write[@]}" --data "$out/broad-seeds.jsonl" --out "$questions" --sampling.temperature 0.8 --sampling.max-new-tokens 320
-    python scripts/smollm2/prompts/make.py broad --questions "$questions" --out "$out" \
+if [ "$1" = --broad ] || [ "$1" = --wide ]; then
+    parts=(--parts 0 1) splits=(valid-broad train-broad)
+    if [ "$1" = --wide ]; then parts=(--parts 1 4) splits=(train-wide); fi
+    python scripts/smollm2/prompts/make.py broad-seeds "${parts[@]}" --out "$out/$name-seeds.jsonl"
+    "${write[@]}" --data "$out/$name-seeds.jsonl" --out "$questions" --sampling.temperature 0.8 --sampling.max-new-tokens 320
+    python scripts/smollm2/prompts/make.py broad "${parts[@]}" --questions "$questions" --out "$out" \
         --leave-out ${SPEC_BENCH:-../shared/data/spec_bench_question.jsonl}
-    for split in valid-broad train-broad; do
+    for split in "${splits[@]}"; do
         "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --sampling.max-new-tokens 192
     done
     exit

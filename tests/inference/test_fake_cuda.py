@@ -45,7 +45,7 @@ def test_rounds_stay_on_the_device(found: dict[str, Any]) -> None:
 def test_kernels_of_attention_take_every_call(found: dict[str, Any]) -> None:
     """Masks are additive in the queries' type, their rows are aligned, and heads are folded."""
     for way, facts in found.items():
-        # Trees, and a drafter's few nodes, are run by draftsmith's kernel, where it can be used. The
+        # Trees, and a drafter's few nodes, are run by draftsmith's kernel where it can be used. The
         # layers of a target over several devices call attention by transformers' own function.
         assert bool(facts["attention"]) == way.endswith(", torch"), way
         for call in map(json.loads, facts["attention"]):

@@ -312,9 +312,12 @@ def load_proposer(
         given = (*given, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this drafter, which was read from its files just now.
+    reference = isinstance(target, Target) and target.reference
     if hasattr(proposer, "lay_out"):  # a draft model
-        if not (isinstance(target, Target) and target.reference):
+        if not reference:
             proposer.lay_out()
+    elif reference and hasattr(proposer, "takes_kernel"):
+        proposer.takes_kernel = False
     elif kind.trained and isinstance(target, Target) and target.laid_out:
         pack_drafter(proposer.drafter)
     if lookup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -94,6 +95,29 @@ def test_every_stage_runs_in_a_bare_environment(bare_python: Path, tmp_path: Pat
     table = (tmp_path / "gpu.md").read_text()
     assert "- failed checks: none" in table
     assert all(stage in table for stage in STAGES)
+
+
+def test_a_stage_that_is_cut_off_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one on a GPU left its tests running next to the stages after it."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    gpu = importlib.import_module("gpu")
+    script = tmp_path / "stage.py"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    options = argparse.Namespace(out=tmp_path, device="cpu", tiny=True, contexts=(8,), nodes=(8,))
+    assert gpu.run_process(options, "machine", 3) == "cut off after 3 s"
+    child = Path("/proc", (tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while child.exists() and "Z" not in (child / "stat").read_text().split(")")[-1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:

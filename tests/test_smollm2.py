@@ -108,6 +108,22 @@ def test_prompts_of_further_kinds(tmp_path: Path) -> None:
     assert one and other and not one & other
     assert {r["category"] for r in splits["train"]} >= {"summaries", "translation", "records"}
 
+    parts = ("--parts", "1", "2")
+    assert run(make, "broad-seeds", *parts, "--out", seeds).returncode == 0
+    later = rows_of(seeds)
+    assert len(later) == len(begun) and {r["id"] for r in later}.isdisjoint(r["id"] for r in begun)
+    made = run(make, "broad", *parts, "--questions", questions, "--out", tmp_path)
+    assert made.returncode == 0, made.stderr
+    wide = rows_of(tmp_path / "train-wide.prompts.jsonl")
+    retrieval = [row for row in wide if row["category"] == "retrieval"]
+    assert retrieval and all(len(row["source"].split(", ")) <= 3 for row in retrieval)
+    text = retrieval[0]["messages"][0]["content"]
+    assert all(f"] {name}: " in text for name in retrieval[0]["source"].split(", "))
+    quoted = {r["messages"][0]["content"] for r in wide if "licence" in r}
+    assert len({r["messages"][0]["content"] for r in wide}) == len(wide)
+    assert quoted and quoted.isdisjoint(r["messages"][0]["content"] for r in splits["train"])
+    assert {r["id"] for r in wide}.isdisjoint(r["id"] for rows in splits.values() for r in rows)
+
 
 def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:
     reply = {

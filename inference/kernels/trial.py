@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,23 +26,24 @@ WINDOW = 100
 WRONG = {torch.float32: 1e-4}
 """Least error that is no rounding, as a share of a query's attention."""
 WRONG_IN_HALF = 2e-2
+PASSED: set[tuple[tuple[int, int, int], torch.dtype, torch.device]] = set()
+"""Sizes, types and devices with which `attention_fits` has found no fault. A fault may pass, as a
+lack of memory does, and is looked for again."""
 
 
 def attention_fits(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return True if `attend` can run a drafter's layers, and gives what torch's own gives."""
+    """Return True if `attend` can run a drafter's layers, and agrees with torch's attention."""
     if not operators.usable(device, dtype):
         return False
-    fault = _fault(heads, kv_heads, size, dtype, device)
-    if fault:
-        log.info("the drafter's attention is torch's own: %s", fault)
-    return not fault
-
-
-@lru_cache
-def _fault(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> str:
-    return attention_fault([(heads, kv_heads, size)], [False], dtype, device)
+    sizes = heads, kv_heads, size
+    if (tried := (sizes, dtype, device)) not in PASSED:
+        if fault := attention_fault([sizes], [False], dtype, device):
+            log.warning("the drafter's attention is torch's own: %s", fault)
+            return False
+        PASSED.add(tried)
+    return True
 
 
 @torch.no_grad()

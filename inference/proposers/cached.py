@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...heads.vocabulary import to_target
+from ..kernels import operators
 from ..kernels.trial import attention_fits
 from ..proposer import Prompts
 from ..rounds.cache import Counts, KeptCache, TreeCache
@@ -69,13 +70,20 @@ class FeatureProposer(CachedProposer):
         weight, shape = drafter.fc.weight, drafter.shape
         super().__init__(settings, weight.device)
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self._kernel = attention_fits(*heads, weight.dtype, weight.device)
+        self.takes_kernel = attention_fits(*heads, weight.dtype, weight.device)
+        """True if few nodes may be run by draftsmith's own kernel of attention."""
         self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
         self.longest = longest
         self._draft_vocab_ids = drafter.draft_vocab_ids
         # Positions that the target has decided and the cache lacks: fused features [B, A, H] and
         # what else the drafter needs of them, and how many of them each row has.
         self._new: tuple[tuple[Tensor, ...], Counts] | None = None
+
+    @property
+    def _by_kernel(self) -> bool:
+        # A drafter may have been moved, or been given another type, since its trial.
+        weight = self.drafter.fc.weight
+        return self.takes_kernel and operators.usable(weight.device, weight.dtype)
 
     def _columns(self, draws: Draws) -> Tensor | None:
         """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""

@@ -155,7 +155,7 @@ class DFlashProposer(FeatureProposer):
         positions = torch.arange(size, device=self._device) + cache.starts()[:, None]
         rotary = drafter.rotary(positions)
         # All slots see each other and the whole context.
-        attend = attention_of_nodes(cache, None, size, size, self._kernel)
+        attend = attention_of_nodes(cache, None, size, size, self._by_kernel)
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)

@@ -152,7 +152,7 @@ class EagleProposer(FeatureProposer):
 
         # One undecided slot is the row's own. In a chain (None) a row sees all rows before it.
         seen = None if slots == 1 else visible
-        attend = attention_of_nodes(cache, seen, count, slots, self._kernel)
+        attend = attention_of_nodes(cache, seen, count, slots, self._by_kernel)
         # A missing node has token -1. It runs as token 0, and nothing of it is kept.
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)

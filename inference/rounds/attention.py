@@ -15,6 +15,7 @@ from ..kernels import operators
 from .cache import TreeCache, visible_slots
 
 FEW = 256  # positions of one forward pass for which heads of the same keys are folded
+KERNEL_FEW = 64  # nodes of a drafter that its kernel is tried with; it holds scratch for each
 
 
 def attention_of_nodes(
@@ -28,7 +29,7 @@ def attention_of_nodes(
     """
     if visible is None and (kernel or not cache.uniform):
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=cache.device)
-    if kernel and count <= FEW:
+    if kernel and count <= KERNEL_FEW:
         assert visible is not None
         return _by_kernel(cache, visible)
     # Equally long rows that see every slot need no mask. Of rows of different lengths the shorter

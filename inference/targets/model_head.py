@@ -191,14 +191,13 @@ class ModelHead:
         return self.spread in ("fsdp", "tensor")
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings `[..., H]` of token ids `[...]`."""
+        """Return the embeddings `[..., H]` of token ids `[...]`, on the device of the ids."""
         table = self.model.get_input_embeddings()
         # A target over several devices has its embedding on the first, and its head on the last,
-        # where drafters lie.
-        if self.spread == "devices":
-            return table(ids).to(self.device)
-        # An untrained drafter, and its ids, are on the CPU wherever the target is.
-        return table(ids.to(self.device)).to(ids.device)
+        # where drafters lie. An untrained drafter, and its ids, are on the CPU wherever the target
+        # is. Weights without a device are offloaded, and their hook moves what it is given.
+        there = ids if table.weight.is_meta else ids.to(table.weight.device)
+        return table(there).to(ids.device)
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm before the head, by any of its usual names, or None."""

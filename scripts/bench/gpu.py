@@ -26,15 +26,16 @@ import sys
 import tempfile
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 STAGES = {  # seconds that each may take, in the order of their worth
-    "machine": 25,
-    "exactness": 60,
-    "tests": 120,
-    "eager": 80,
-    "graph": 160,
+    "machine": 30,
+    "exactness": 50,
+    "tests": 90,
+    "eager": 60,
+    "graph": 110,
     "training": 130,
     "peers": 100,
 }
@@ -49,12 +50,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program")
     parser.add_argument("--stages", default=",".join(STAGES), help="some of them, with commas")
-    parser.add_argument("--contexts", default="512,4096,16384", help="of the stage graph")
-    parser.add_argument("--nodes", default="8,16,32,60", help="sizes of its trees")
+    parser.add_argument(
+        "--contexts", default="512,4096,16384", type=numbers, help="of the stage graph"
+    )
+    parser.add_argument("--nodes", default="8,16,32,60", type=numbers, help="sizes of its trees")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--minutes", type=float, default=9.5, help="limit of all stages together")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # The end of a stage that runs is that of this process, also where `timeout` ends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.stage:
         run_stage(options)
@@ -73,6 +78,11 @@ def main() -> None:
     raise SystemExit(run_all(options, stages))
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas."""
+    return tuple(map(int, text.split(",")))
+
+
 def run_stage(options: argparse.Namespace) -> None:
     """Run one stage in this process."""
     sys.path.append(str(Path(__file__).parent / "peers"))
@@ -80,12 +90,13 @@ def run_stage(options: argparse.Namespace) -> None:
     import torch
     from gpu_report import Report
 
-    for name in ("contexts", "nodes"):
-        setattr(gpu_stages, name.upper(), tuple(map(int, getattr(options, name).split(","))))
     report = Report(options.out / "figures.jsonl", options.stage)
     torch.manual_seed(0)
     try:
-        getattr(gpu_stages, options.stage)(report, torch.device(options.device), options.tiny)
+        stage = getattr(gpu_stages, options.stage)
+        if options.stage == "graph" and not options.tiny:
+            stage = partial(stage, nodes=options.nodes, contexts=options.contexts)
+        stage(report, torch.device(options.device), options.tiny)
     except Exception as error:  # the failure of a stage is a result
         report.check("runs to its end", False, f"{type(error).__name__}: {str(error)[:300]}")
         raise
@@ -139,13 +150,16 @@ def run_process(options: argparse.Namespace, stage: str, seconds: float) -> str:
     print(f"{stage} (at most {seconds:.0f} s)", flush=True)
     command: list[Any] = [sys.executable, __file__, "--out", options.out, "--stage", stage]
     command += ["--device", options.device, *["--tiny"] * options.tiny]
-    command += ["--contexts", options.contexts, "--nodes", options.nodes]
+    for name in ("contexts", "nodes"):
+        command += [f"--{name}", ",".join(map(str, getattr(options, name)))]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except BaseException as end:
             # Its children too, which would slow down the next stages.
             os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(end, subprocess.TimeoutExpired):
+                raise
             return f"cut off after {seconds:.0f} s"
     return f"exit code {code}" if code else ""
 

@@ -57,10 +57,6 @@ GPU_TESTS = (  # named, since other files need packages that a bare machine lack
     "tests/train/methods/test_unroll.py",
     "tests/exact/test_greedy_equality.py",
 )
-NODES: tuple[
-    int, ...
-] = ()  # of the trees of the stage `graph`, and its contexts: `gpu.py` sets them
-CONTEXTS: tuple[int, ...] = ()
 
 
 def synchronise(device: torch.device) -> float:
@@ -237,7 +233,8 @@ class Replayed(Proposer):
 def ready_drafter(method: str, target: Target, **settings: Any) -> Any:
     """Return a random drafter for decoding.
 
-    EAGLE is as sure of itself as a trained one, so that its trees are as deep.
+    EAGLE's logits are scaled so that its best tokens have probabilities as after training, which
+    makes trees as deep.
     """
     drafter = random_drafter(method, target, **settings).to(target.dtype)
     drafter.eval().requires_grad_(False)
@@ -280,21 +277,26 @@ def eager(report: Report, device: torch.device, tiny: bool) -> None:
             decoded(report, name, measured(device, target, make(), text, floor))
 
 
-def graph(report: Report, device: torch.device, tiny: bool) -> None:
-    """Rounds as one CUDA graph each, over tree sizes and contexts, plain decoding first."""
+def graph(
+    report: Report,
+    device: torch.device,
+    tiny: bool,
+    nodes: tuple[int, ...] = (8,),
+    contexts: tuple[int, ...] = (32,),
+) -> None:
+    """Rounds as one CUDA graph each, over trees of `nodes` and `contexts`, plain decoding first."""
     target, floor = target_of_rounds(report, device, tiny)
     target.compiled = device.type == "cuda"
-    sizes, contexts = ((8,), (32,)) if tiny else (NODES, CONTEXTS)
     drafter = ready_drafter("eagle", target)
     for context in contexts:
         text, plain = Known(target, context, 24 if tiny else 48), 0.0
-        for nodes in (1, *sizes):
-            name = f"context {context}, {f'{nodes} nodes' if nodes > 1 else 'plain'}"
+        for count in (1, *nodes):
+            name = f"context {context}, {f'{count} nodes' if count > 1 else 'plain'}"
             with noted(report, name):
                 proposer: Proposer = PlainDecoding()
-                if nodes > 1:
+                if count > 1:
                     settings = TreeSettings(length=4 if tiny else 7, width=3 if tiny else 10)
-                    proposer = EagleProposer(drafter, replace(settings, nodes=nodes))
+                    proposer = EagleProposer(drafter, replace(settings, nodes=count))
                 row = measured(device, target, proposer, text, floor)
                 plain = plain or row["round ms"]
                 row["times plain"] = row["tau"] * plain / row["round ms"]
@@ -328,8 +330,8 @@ def target_of_rounds(report: Report, device: torch.device, tiny: bool) -> tuple[
 def count_up(target: Target) -> None:
     """Let the target write, after each token, the one with the next id, by far.
 
-    With weights that are all random the best logits are nearly equal, in bfloat16 every way to
-    decode writes another text, and none of the known text would be accepted.
+    With weights that are all random the best logits are nearly equal. In bfloat16 every way to
+    decode writes another text then, and none of the known text is accepted.
     """
     embedding = target.model.get_input_embeddings().weight.data
     embedding.normal_(0, 20)  # above what all layers add

@@ -4,7 +4,7 @@
 #     ./scripts/smollm2/data.sh --write    # make the prompts, and let the target write the replies (hours; goes on where it was stopped)
 #     ./scripts/smollm2/data.sh --broad    # the same for prompts of further kinds: train-broad and valid-broad
 #     ./scripts/smollm2/data.sh --wide     # three times as many of those, for training alone: train-wide (minutes on a GPU)
-# Set SMOLLM2_RUNS to put them elsewhere, and SMOLLM2 where the target is.
+# Set SMOLLM2_RUNS to put them elsewhere, SMOLLM2 where the target is, and BATCH for more than 64 prompts at a time on a GPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 case "$*" in
@@ -30,10 +30,9 @@ if [ -e "$written" ] && [ ! -e "$questions" ]; then
 fi
 
 # What is learned are the tokens, so that bfloat16 would do; processors without instructions for it are faster in float32.
-dtype=float32 batch=64
-if grep -qs avx512_bf16 /proc/cpuinfo; then dtype=bfloat16; fi
-if [ -e /dev/nvidiactl ]; then dtype=bfloat16 batch=512; fi
-write=(draftsmith data regenerate --target "$target" --target.dtype $dtype --batch-size $batch)
+dtype=float32
+if grep -qs avx512_bf16 /proc/cpuinfo || python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then dtype=bfloat16; fi
+write=(draftsmith data regenerate --target "$target" --target.dtype $dtype --batch-size "${BATCH:-64}")
 mkdir -p "$out"
 if [ "$1" = --broad ] || [ "$1" = --wide ]; then
     parts=(--parts 0 1) splits=(valid-broad train-broad)

@@ -294,7 +294,11 @@ def of_methods(every: bool) -> dict[str, Any]:
             found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
     target, drafters = models(kernels=False)
     for way in WAYS if every else QUICK:
-        found[f"{way}, torch"] = rounds(target, drafters[way], False, samplings["greedy"], 1)
+        greedy = samplings["greedy"]
+        found[f"{way}, torch"] = rounds(target, drafters[way], False, greedy, 1)
+        found[f"{way}, static, torch"] = rounds(target, drafters[way], True, greedy, 1)
+        if every:
+            found[f"{way}, batch of 3, torch"] = rounds(target, drafters[way], False, greedy, 3)
     target, drafters = spread_models()
     for way in WAYS if every else SPREAD:
         greedy = samplings["greedy"]

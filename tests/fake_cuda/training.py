@@ -184,8 +184,8 @@ class Texts:
         return [5 + i % 90 for i in range(min(most, 30))]
 
 
-def ends() -> dict[str, Any]:
-    """Return, by method, how a run begins, and what evaluation reads: "well", or the error.
+def beginnings() -> dict[str, Any]:
+    """Return, by method, "ok" or the error of making a drafter and running it as evaluation does.
 
     The drafter is made on the CPU for a target on the device, with a draft vocabulary where the
     method has one, and then run over a text there.
@@ -218,7 +218,7 @@ def ends() -> dict[str, Any]:
                 drafter = known.make_drafter(run, target, Texts(), None)  # type: ignore[arg-type]
                 moved(drafter)
                 outcome = known.teacher_forced(drafter, hidden, ids)
-            found[method] = "well" if outcome.device.type == "cuda" else str(outcome.device)
+            found[method] = "ok" if outcome.device.type == "cuda" else str(outcome.device)
         except Exception as error:  # noqa: BLE001  # it is the result
             found[method] = f"{type(error).__name__}: {error}"
     return found
@@ -266,7 +266,7 @@ def main(guard: str) -> None:
         patch.object(Target, "embedding_and_head", property(borrowed)),
         patch.object(Target, "final_norm_weight", lambda target: None),
     ):
-        print(json.dumps({"steps": steps(), "ends": ends()}, indent=1, sort_keys=True))
+        print(json.dumps({"steps": steps(), "beginnings": beginnings()}, indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -243,10 +243,10 @@ def kernel_backward(
             gradient, queries, keys, values, output, log_sums, 0.0, False, attn_mask=mask
         )
     bias = mask.expand(*queries.shape[:3], keys.shape[2])
-    # The kernel reads the output of a row at C times the numbers of all heads, whatever its strides
-    # say, and whole blocks of 32 log-sums from an aligned address (torch's kernel_backward.h).
+    # The kernel reads row c of the output at c * heads * E, whatever the strides say
+    # (`o_strideM` in torch's kernel_backward.h).
     output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    log_sums = functional.pad(log_sums, (0, -log_sums.shape[-1] % 32), value=torch.inf).contiguous()
+    log_sums = functional.pad(log_sums, (0, -log_sums.shape[-1] % 32), value=torch.inf)
     no_seed = torch.zeros((), dtype=torch.long, device=queries.device)  # of a dropout
     wanted = [True, True, True, False]  # the mask needs no gradient
     *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

@@ -19,7 +19,8 @@ of the files that are left out (Spec-Bench's, which are for tests alone):
     python scripts/smollm2/prompts/make.py broad --questions broad-questions.jsonl --out FOLDER \\
         --leave-out ../shared/data/spec_bench_question.jsonl
 
-With `--parts 1 4` both give three times as many others, for training alone: train-wide.
+With `--parts 1 4` both commands make parts 1 to 3: three times as many further prompts, for
+training alone (train-wide).
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ OPENINGS: Mapping[str, Sequence[str]] = {
 
 
 def seeds(counts: Mapping[str, int], parts: range) -> list[dict[str, Any]]:
-    """Return so many beginnings of prompts of each category in each of `parts`; its openings take
-    turns."""
+    """Return `counts` beginnings of prompts for each category and each of `parts`, cycling through
+    the category's openings."""
     return [
         {
             "id": f"{category}-{number}",

@@ -59,13 +59,18 @@ def retrieval_questions(split: str, count: int, seed: int) -> Iterator[tuple[str
     for _ in range(count):
         chosen = draw.sample(quoted, 3)
         passages = "\n\n".join(
-            f"[{number}] {text[:RETRIEVED].rpartition(' ')[0]}"
-            for number, (_, _, text) in enumerate(chosen, 1)
+            f"[{number}] {name}: {shortened(text)}"
+            for number, (_, name, text) in enumerate(chosen, 1)
         )
         question = draw.choice(QUESTIONS).format(draw.choice(chosen)[1])
         text = draw.choice(RETRIEVAL).format(passages=passages, question=question)
         licences, sources = (sorted({row[i] for row in chosen}) for i in (0, 1))
         yield ", ".join(licences), ", ".join(sources), text
+
+
+def shortened(text: str) -> str:
+    """Return a text, or its first words with at most `RETRIEVED` characters."""
+    return text if len(text) <= RETRIEVED else text[: RETRIEVED + 1].rpartition(" ")[0]
 
 
 def passages_of(split: str, draw: random.Random) -> list[tuple[str, str, str]]:

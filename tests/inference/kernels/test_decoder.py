@@ -79,24 +79,28 @@ def test_recorded_rounds_with_them_write_the_same_texts(
 
 
 @pytest.mark.parametrize("kind", [TreeCache, StaticCache])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("seen", ["whole", "by all rows", "by each row", "causal"])
+@pytest.mark.parametrize("lengths", [[7, 4], [7, 7], [7]])
 def test_a_drafters_nodes_attend_as_by_torch(
-    kind: type[TreeCache], whole: bool, interpreted: None
+    kind: type[TreeCache], seen: str, lengths: list[int], interpreted: None
 ) -> None:
-    """Rows of 7 and 4 committed slots, two staged nodes, and three more, with heads in groups."""
-    found = []
+    """Rows of committed slots, two staged nodes, and three more, with heads in groups."""
+    found, rows = [], len(lengths)
     for kernel in (False, True):
         torch.manual_seed(0)
-        cache = kind(2, 40)
+        cache = kind(rows, 40)
         cache.open(7, masked=True)
-        cache.update(*torch.randn(2, 2, 2, 7, 16), 0)
-        cache.commit(Counts([7, 4], torch.tensor([7, 4])))
+        cache.update(*torch.randn(2, rows, 2, 7, 16), 0)
+        cache.commit(Counts(lengths, torch.tensor(lengths)))
         for count, slots in ((2, 2), (3, 5)):
             cache.open(count, masked=True)
-            visible = torch.rand(1, count, slots) < 0.5
-            visible[0, :, -count:] |= torch.eye(count, dtype=torch.bool)
-            attend = attention_of_nodes(cache, None if whole else visible, count, slots, kernel)
-            queries, keys, values = torch.randn(3, 2, count, 4, 16)
+            visible = torch.rand(rows if seen == "by each row" else 1, count, slots) < 0.5
+            visible[:, :, -count:] |= torch.eye(count, dtype=torch.bool)
+            if seen == "causal":
+                visible = torch.ones(1, count, slots, dtype=torch.bool).tril(slots - count)
+            given = None if seen == "whole" else visible
+            attend = attention_of_nodes(cache, given, count, slots, kernel)
+            queries, keys, values = torch.randn(3, rows, count, 4, 16)
             found.append(attend(0, queries, keys[:, :, :2], values[:, :, :2]))
             cache.stage(count)
     for own, other in zip(found[:2], found[2:], strict=True):
@@ -116,6 +120,11 @@ def test_a_drafter_uses_the_kernel(
     tried = len(calls)
     generate(target, proposer, [Request([5, 9, 33, 7])], 5, eos_ids=frozenset())
     assert len(calls) > tried
+    calls.clear()
+    target.model.double()
+    proposer.drafter.double()  # the kernel knows no float64
+    generate(target, proposer, [Request([5, 9, 33, 7])], 5, eos_ids=frozenset())
+    assert not calls
 
 
 def test_kernels_that_fail_are_left_out(

@@ -175,7 +175,7 @@ def test_recomputing_the_steps_gives_the_same_gradients(kind: str) -> None:
 
 
 def test_cudas_kernel_gets_the_layout_that_it_reads() -> None:
-    """It looks at no stride of the output's rows, and read beyond the tensor on the first GPU."""
+    """It ignores the stride of the output's rows, and read past the tensor's end on an H100."""
     given = []
 
     class Seen(TorchDispatchMode):
@@ -190,7 +190,7 @@ def test_cudas_kernel_gets_the_layout_that_it_reads() -> None:
         kernel_backward(rows, rows, keys, keys, mask, rows, torch.empty(2, 3, 40)[..., 8:18])
     output, log_sums = given[5:7]
     assert output.shape == (2, 3, 10, 16) and output.stride() == (480, 16, 48, 1)
-    assert log_sums.shape == (2, 3, 32) and log_sums.is_contiguous()
+    assert log_sums.shape == (2, 3, 32)
 
 
 @pytest.mark.gpu

@@ -58,10 +58,12 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
     all tokens if not given."""
-    norm_taps: bool = False
-    """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
-    norm_output: bool = False
-    """EAGLE-3.1: recycle the state after the final norm instead of before it. Not for llama.cpp."""
+    norm_taps: bool | None = None
+    """EAGLE-3.1: a norm for each tap before they are fused; version 3 has them if not given. Not for
+    llama.cpp."""
+    norm_output: bool | None = None
+    """EAGLE-3.1: recycle the state after the final norm instead of before it; version 3 does if not
+    given. Not for llama.cpp."""
     num_layers: int = 1
     """Number of decoder layers; engines load one."""
     qk_norm: bool = False

@@ -371,6 +371,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         taps = default_taps(layers)
     # The last tap, L, is refused: transformers gives it after the final norm, engines before.
     check_taps(taps, 0, layers)
+    newer = config.version == 3  # it is 3.1 if nothing else is asked for
     return EagleShape(
         version=config.version,
         taps=taps,
@@ -381,8 +382,8 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         # A draft vocabulary of all tokens is none: the maps are left out then.
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
         activation=config.activation,
-        norm_taps=config.norm_taps,
-        norm_output=config.norm_output,
+        norm_taps=newer if config.norm_taps is None else config.norm_taps,
+        norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,
         **layout_of(target),
     )

@@ -16,13 +16,15 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.eagle import first_weights
 from tests.conftest import ROOT
 
+PUBLISHED = {"norm_taps": False, "norm_output": False}
+"""EAGLE-3 as in its paper, without the norms of 3.1."""
 KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1},
-    "eagle3": {},
-    "eagle3 draft vocabulary": {"draft_vocab_size": 60},
-    "eagle3.1": {"norm_taps": True, "norm_output": True},
-    "eagle3 two layers, q/k norms": {"num_layers": 2, "qk_norm": True},
-    "eagle3 of another width": {"hidden_size": 64},
+    "eagle3": PUBLISHED,
+    "eagle3 draft vocabulary": PUBLISHED | {"draft_vocab_size": 60},
+    "eagle3.1": {},
+    "eagle3 two layers, q/k norms": PUBLISHED | {"num_layers": 2, "qk_norm": True},
+    "eagle3 of another width": PUBLISHED | {"hidden_size": 64},
     "eagle1 two layers": {"version": 1, "num_layers": 2},
 }
 

@@ -6,12 +6,13 @@ Nothing here imports torch, so that a help text or a mistyped option is answered
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from ...distill.settings import NEEDS_LABELS, Divergence, DraftModelConfig
 from ...heads.drafter_configs import DFlashConfig, DSparkConfig, EagleConfig, MedusaConfig
 from ...heads.errors import UserError
-from ..config import Errors, Memory, Rollouts, RunConfig, examples_of
+from ..config import Errors, Memory, Optim, Rollouts, RunConfig, examples_of
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
 
@@ -133,6 +134,8 @@ class EagleRun(RunConfig):
 
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)
+    # docs/results.md#parts-of-an-eagle-3-recipe: with the norms of `heads`, twice AdamW's tau.
+    optim: Optim = field(default_factory=partial(Optim, "muon", schedule="wsd", decay_share=0.3))
     errors: Errors = field(default_factory=Errors)
 
 

@@ -74,8 +74,7 @@ PUBLISHED: dict[str, object] = {
     "objective.freeze_head": "false",
     "optim.optimizer": "adamw",
 }
-"""EAGLE-3's published objective and optimiser, which are draftsmith's defaults, with the
-quickstart's schedule."""
+"""EAGLE-3's published objective and optimiser, with the quickstart's norms and schedule."""
 NORMS: dict[str, object] = {"fc_norm": True}
 RECIPES = {
     "draftsmith, quickstart": Recipe("draftsmith", (Settings(4e-3),)),

@@ -59,8 +59,8 @@ class EagleConfig:
     """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
     all tokens if not given."""
     norm_taps: bool | None = None
-    """EAGLE-3.1: a norm for each tap before they are fused; version 3 has them if not given. Not for
-    llama.cpp."""
+    """EAGLE-3.1: a norm for each tap before they are fused; version 3 has them if not given. Not
+    for llama.cpp."""
     norm_output: bool | None = None
     """EAGLE-3.1: recycle the state after the final norm instead of before it; version 3 does if not
     given. Not for llama.cpp."""

@@ -22,7 +22,9 @@ from draftsmith.heads.eagle import (
 )
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
+from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.runs import EagleRun
 from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
@@ -280,3 +282,18 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     assert torch.equal(drafter.lm_head.weight, target.head_weight[ids])
     assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
     assert architecture("gemma2").final_norm_weight() is None, "its norm multiplies by 1 + w"
+
+
+def test_version_3_has_the_norms_of_3_1_if_nothing_else_is_asked_for() -> None:
+    shapes = [
+        shape_for(config, TARGET.config)
+        for config in (
+            EagleConfig(taps=[0, 1]),
+            EagleConfig(taps=[0, 1], norm_taps=False),
+            EagleConfig(version=1),
+        )
+    ]
+    norms = [(shape.norm_taps, shape.norm_output) for shape in shapes]
+    assert norms == [(True, True), (False, True), (False, False)]
+    optim = EagleRun(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])).optim
+    assert (optim.optimizer, optim.schedule) == ("muon", "wsd")

@@ -325,10 +325,11 @@ def check_held_out(data: Data) -> None:
     names = [source.name or source.path for source in data.sources]
     wanted = data.held_out.sources
     if data.held_out.by == "source" and wanted and not {*wanted} & {*names}:
+        several = ", several as a list [a,b]" if any("," in name for name in wanted) else ""
         raise UserError(
             f"data.held_out.sources asks to hold out {', '.join(wanted)}, which none of the "
-            f"sources is ({', '.join(names)}); name one of these, or hold out a share of all rows: "
-            "--data.held-out.by row"
+            f"sources is ({', '.join(names)}); name one of these{several}, or hold out a share of "
+            "all rows: --data.held-out.by row"
         )
 
 

@@ -97,4 +97,7 @@ def test_held_out_sources_of_a_shipped_configuration_are_named(
     assert stopped.value.code == 2
     assert f"asks to hold out valid, which none of the sources is ({own})" in said
     assert said.endswith("or hold out a share of all rows: --data.held-out.by row")
+    with pytest.raises(SystemExit):
+        main([*words, "--data.held-out.sources", f"{own},{own}"])
+    assert "name one of these, several as a list [a,b], or" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -27,9 +27,10 @@ def attention_of_nodes(
     bool is true; None: all. With `kernel` few nodes are run by draftsmith's own kernel, which reads
     nothing but the slots in use. The function is that of `attention_over`.
     """
+    kernel = kernel and count <= KERNEL_FEW
     if visible is None and (kernel or not cache.uniform):
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=cache.device)
-    if kernel and count <= KERNEL_FEW:
+    if kernel:
         assert visible is not None
         return _by_kernel(cache, visible)
     # Equally long rows that see every slot need no mask. Of rows of different lengths the shorter

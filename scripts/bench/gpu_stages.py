@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -245,10 +246,7 @@ def ready_drafter(method: str, target: Target, **settings: Any) -> Any:
 
 def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Proposer]]]:
     """Yield the names of ways to decode, and what makes their proposers."""
-
-    def drafter(method: str, **settings: Any) -> Any:
-        return ready_drafter(method, target, **settings)
-
+    drafter = partial(ready_drafter, target=target)
     nodes = 8 if tiny else 60
     tree = TreeSettings(length=4 if tiny else 7, width=3 if tiny else 10, nodes=nodes)
     yield "plain", PlainDecoding

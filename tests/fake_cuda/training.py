@@ -175,7 +175,7 @@ def step(
 
 
 class Texts:
-    """What the beginning of a run asks of its texts."""
+    """Data of a run, as far as its beginning needs them."""
 
     def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
         return torch.arange(vocab_size)

@@ -96,6 +96,7 @@ def test_a_step_takes_what_it_takes_with_numbers(
 
 def test_recomputation_and_a_store_take_less(tmp_path: Path, saved_tiny: Path) -> None:
     _, module, run = run_of(tmp_path, saved_tiny, "eagle")
+    run.optim.optimizer = "adamw"
     whole = memory_of_step(module, run)
     run.objective.recompute = True
     less = memory_of_step(module, run)

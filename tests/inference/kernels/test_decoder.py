@@ -90,7 +90,8 @@ def test_a_drafters_nodes_attend_as_by_torch(
         torch.manual_seed(0)
         cache = kind(rows, 40)
         cache.open(7, masked=True)
-        cache.update(*torch.randn(2, rows, 2, 7, 16), 0)
+        keys, values = torch.randn(2, rows, 2, 7, 16)
+        cache.update(keys, values, 0)
         cache.commit(Counts(lengths, torch.tensor(lengths)))
         for count, slots in ((2, 2), (3, 5)):
             cache.open(count, masked=True)

@@ -8,20 +8,33 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     CohereConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from draftsmith.inference.proposer import Accepted, Prompts, Proposer
@@ -100,14 +113,135 @@ ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# Unequal sizes and numbers of heads, so that none can be taken for another.
+DELTA = {
+    **HEADS,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {
+    **HEADS,
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+CONVOLUTION = {
+    **HEADS,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3.5": (Qwen3_5TextConfig, DELTA),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, {**DELTA, **EXPERTS}),
+    "qwen3-next": (Qwen3NextConfig, {**DELTA, **EXPERTS, "decoder_sparse_step": 1}),
+    "olmo-hybrid": (OlmoHybridConfig, DELTA),
+    "kimi-linear": (
+        KimiLinearConfig,
+        {
+            **HEADS,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": DELTA["layer_types"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "bamba": (BambaConfig, {**MAMBA, "attn_layer_indices": [1]}),
+    "granite-hybrid": (
+        GraniteMoeHybridConfig,
+        {
+            **MAMBA,
+            **MOE,
+            "shared_intermediate_size": 80,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.5,
+            "layer_types": DELTA["layer_types"],
+        },
+    ),
+    "falcon-h1": (FalconH1Config, {**MAMBA, "mamba_d_ssm": 64}),
+    "nemotron-h": (
+        NemotronHConfig,
+        {
+            **HEADS,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 20,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        Zamba2Config,
+        {
+            **HEADS,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "mamba_d_state": 20,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+        },
+    ),
+    "mamba2": (
+        Mamba2Config,
+        {
+            "num_hidden_layers": 3,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 20,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "expand": 2,
+        },
+    ),
+    "lfm2": (Lfm2Config, CONVOLUTION),
+    "lfm2-moe": (Lfm2MoeConfig, {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
+}
+"""Targets with recurrent layers: a form of every mixer that is known here."""
+ARCHITECTURES |= HYBRIDS
 NO_EARLY_EXIT = ("gpt-neox", "gpt2", "gpt-oss")
 
 
 def architecture(
     kind: str, seed: int = 0, dtype: torch.dtype | None = None, layers: int = 2
 ) -> Target:
-    """A target of this kind, float64 so that near-ties vanish (MoE float32: its kernels know no
-    float64)."""
+    """A target of this kind, float64 so that near-ties vanish (experts and recurrent layers compute
+    in float32)."""
     make, extra = ARCHITECTURES[kind]
     torch.manual_seed(seed)
     sizes: dict[str, Any] = dict(
@@ -115,11 +249,26 @@ def architecture(
         initializer_range=0.3,
         pad_token_id=0, eos_token_id=[1, 2], bos_token_id=None,
     )  # fmt: skip
-    moe = "num_experts_per_tok" in extra
+    single = "num_experts_per_tok" in extra or kind in HYBRIDS
     model = AutoModelForCausalLM.from_config(
-        make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if moe else torch.float64)
+        make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if single else torch.float64)
     )
+    if kind in HYBRIDS:
+        scatter(model)
     return Target(model, None, kind)
+
+
+@torch.no_grad()
+def scatter(model: torch.nn.Module) -> None:
+    """Give recurrent layers weights that differ between heads, and states that last."""
+    for name, weight in model.named_parameters():
+        kind = name.rpartition(".")[2]
+        if "conv" in name:
+            weight.copy_(torch.randn_like(weight) * 0.5)
+        elif kind in ("A_log", "D"):
+            weight.copy_(torch.randn_like(weight))
+        elif kind == "dt_bias":
+            weight.copy_(torch.randn_like(weight) - 2)
 
 
 def near_copy(target: Target, noise: float = 0.05) -> Target:

@@ -10,6 +10,7 @@ Shapes: B rows of a batch.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -98,7 +99,8 @@ def first_layers(target: Target, layers: int) -> Target:
     shallow.config = shallow.decoder.config = config = copy.deepcopy(target.config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):  # of which transformers demands one for each layer
-        config.layer_types = config.layer_types[:layers]
+        with suppress(AttributeError):  # some configs derive them from the number of layers
+            config.layer_types = config.layer_types[:layers]
     shallow.keep_layers(layers)
     # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
@@ -106,9 +108,10 @@ def first_layers(target: Target, layers: int) -> Target:
         with torch.inference_mode():
             shallow.forward(torch.zeros(1, 2, dtype=torch.long, device=target.device), cache=cache)
         ran = len(cache)
+        wanted = shallow.stateful_layers
     except IndexError:  # a layer past the last looked itself up in the shortened config
-        ran = target.num_layers
-    if ran != layers:
+        ran, wanted = target.num_layers, layers
+    if ran != wanted:
         raise UserError(
             f"early-exit cannot draft for {target.name} ({target.config.model_type}): this "
             "architecture runs all its layers whatever its config says; use ngram, suffix, "

@@ -19,6 +19,7 @@ from transformers import Cache
 
 from ..settings import Sampling
 from .device import send
+from .recurrent import RecurrentStates
 from .sampling import Draws
 
 
@@ -97,8 +98,10 @@ class TreeCache(Cache):
         self.capacity, self.limit = capacity, limit
         self.device = torch.device(device)
         self.staged = 0
-        self.states: list[KeysAndValues] = []
-        """State of each layer, made in the first forward pass."""
+        self.states: dict[int, KeysAndValues] = {}
+        """State of each attention layer by its number, made in the first forward pass."""
+        self.recurrent = RecurrentStates()
+        """States of the layers that keep one number of bytes however long a text is."""
         # None: known to the device only
         self._lengths: list[int] | None = [0] * batch
         # `lengths` on the device; if None, made when it is first needed
@@ -111,7 +114,8 @@ class TreeCache(Cache):
         self._end: int | None = 0
 
     def __len__(self) -> int:
-        return len(self.states)
+        """Number of layers that keep something here."""
+        return len({*self.states, *self.recurrent.layers})
 
     @property
     def lengths(self) -> list[int]:
@@ -170,6 +174,7 @@ class TreeCache(Cache):
 
         `masked`: an attention mask hides slots out of use.
         """
+        self.recurrent.truncate(self.staged)
         # Where the longest row goes on. Shorter ones go on earlier, as `_slots` says.
         self._start = self.longest + self.staged
         self._end = self._start + count
@@ -187,7 +192,7 @@ class TreeCache(Cache):
         assert self.limit is None or needed <= self.limit, "the loop bounds all positions"
         doubled = 2 * self.capacity
         self.capacity = max(needed, doubled if self.limit is None else min(doubled, self.limit))
-        for state in self.states:
+        for state in self.states.values():
             state.resize(self.capacity)
 
     def update(
@@ -204,9 +209,10 @@ class TreeCache(Cache):
         call this; layers come in ascending order the first time.
         """
         # Only now are heads, size, dtype and device of the layer known.
-        if layer_idx == len(self.states):
-            self.states.append(self._new_state(key_states, value_states))
-        keys, values = self.states[layer_idx].keys, self.states[layer_idx].values
+        state = self.states.get(layer_idx)
+        if state is None:
+            state = self.states[layer_idx] = self._new_state(key_states, value_states)
+        keys, values = state.keys, state.values
         if self._slots is None:
             keys[:, :, self._start : self._end] = key_states
             values[:, :, self._start : self._end] = value_states
@@ -236,6 +242,7 @@ class TreeCache(Cache):
     def drop(self) -> None:
         """Forget all undecided positions."""
         self.staged = 0
+        self.recurrent.truncate(0)
 
     def commit(self, counts: Counts | Sequence[int], places: Tensor | None = None) -> None:
         """Commit `counts[b]` undecided positions of each row b, and drop the others.
@@ -251,12 +258,16 @@ class TreeCache(Cache):
             goal = torch.arange(places.shape[1], device=self.device)[None] + starts
             # Rows with fewer positions copy a few slots too many, after their new length.
             self._move(places.clamp(min=0) + starts, goal)
+        if self.recurrent.undecided:
+            there = counts.there if isinstance(counts, Counts) else send(counts, self.device)
+            path = places.clamp(min=0) if places is not None and places.shape[1] else None
+            self.recurrent.commit(self.progress(there), path)
         self.staged = 0
         self._add(counts)
 
     def _move(self, source: Tensor, goal: Tensor) -> None:
         """Copy slots `source` `[B, A]` to slots `goal` `[B, A]` in every layer."""
-        for state in self.states:
+        for state in self.states.values():
             state.commit(source, goal)
 
     def progress(self, counts: Tensor) -> Tensor:
@@ -281,8 +292,9 @@ class TreeCache(Cache):
         """Drop every batch row but `rows`."""
         index = send(rows, self.device)
         self._lengths, self._lengths_there = [self.lengths[row] for row in rows], None
-        for state in self.states:
+        for state in self.states.values():
             state.keep(index)
+        self.recurrent.keep(index)
 
     # The interface of transformers' caches. A model calls these methods wherever it is given no
     # mask: in a prefill, and for a single node, which sees everything before it.
@@ -335,7 +347,8 @@ class StaticCache(TreeCache):
 
     def seen(self, count: int) -> int:
         # Of the buffers, whose size a compiler was asked to leave open; a number it would fix.
-        return self.states[0].keys.shape[2] if self.states else self.capacity
+        first = next(iter(self.states.values()), None)
+        return self.capacity if first is None else first.keys.shape[2]
 
     def width(self, counts: Counts, most: int) -> int:
         return most
@@ -391,7 +404,7 @@ class StaticCache(TreeCache):
         if alike:
             return KeysAndValues(part[0], part[1])
         # Layers of different sizes: what the first ones have in the joint buffer moves out of it.
-        for state in self.states:
+        for state in self.states.values():
             state.keys, state.values = _fixed(state.keys.clone()), _fixed(state.values.clone())
         self._joint = None
         return None
@@ -429,8 +442,9 @@ class StaticCache(TreeCache):
         self.staged, self._lengths = 0, [0] * len(self.starts())
         self.starts().zero_()
         self.running.fill_(1)
-        for state in self.states:
+        for state in self.states.values():
             state.reset()
+        self.recurrent.reset()
 
 
 class KeptCache:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ..kernels.decoder import KernelDecoder
-from ..rounds.cache import KeptCache, TreeCache
+from ..rounds.cache import Counts, KeptCache, TreeCache
+from ..rounds.device import send
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
-from .model_head import ModelHead
+from .mixers import course_of, mixers_of, over, unknown_mixers
+from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ PROMPT = 3  # tokens before the tree of a trial
 TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 """Tree of a trial; its last node's parent is not the node before it."""
 TRIAL_LEAVES = (4, 5)
+TRIAL_PATHS = ((0, 2, 3, 5), (0,))
+"""Paths that two rows of a trial accept."""
 UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors by which the code of a model ends a trial that it is not made for."""
 
@@ -81,7 +85,10 @@ class CausalModel(ModelHead):
             self.config, "use_sliding_window", True
         )
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
-        self._mixed = len(kinds) > 1
+        self._mixed = len(kinds & KINDS_OF_ATTENTION) > 1
+        self.mixers = mixers_of(self.decoder)
+        self._check_mixers()
+        """Recurrent layers, which run over trees by functions of their own; empty: none."""
         self.fused: KernelDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
@@ -93,6 +100,24 @@ class CausalModel(ModelHead):
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
         self.attends_in_documents = False
         """True for models that attend to each document of a packed row by itself."""
+
+    def _check_mixers(self) -> None:
+        """Raise `UserError` for recurrent layers that are not known here."""
+        named = getattr(self.config, "layer_types", None) or ()
+        recurrent = sum(kind in RECURRENT_KINDS for kind in named)
+        unknown = unknown_mixers(self.decoder, self.mixers)
+        if unknown or recurrent > len(self.mixers):
+            reason = unknown or f"its {recurrent} recurrent layers have a form not known here"
+            raise UserError(
+                f"{self._called} ({self.config.model_type}) cannot verify draft trees: {reason}; "
+                "use another target (docs/decoding.md, Which targets)"
+            )
+
+    @property
+    def stateful_layers(self) -> int:
+        """Number of layers that keep something of the positions before."""
+        named = getattr(self.config, "layer_types", None) or ()
+        return self.num_layers - sum(kind in STATELESS_KINDS for kind in named)
 
     @property
     def window(self) -> int | None:
@@ -134,7 +159,12 @@ class CausalModel(ModelHead):
             if positions is None:
                 start = cache.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        with nullcontext() if spans is None else in_documents(decoder):
+        with ExitStack() as stack:
+            if spans is not None:
+                stack.enter_context(in_documents(decoder))
+            if self.mixers and cache is not None:
+                course = course_of(layout, ids.shape[1], ids.device)
+                stack.enter_context(over(self.mixers, cache.recurrent, course))
             hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
@@ -240,15 +270,20 @@ class CausalModel(ModelHead):
         for start in range(0, ids.shape[1], chunk):
             piece = ids[:, start : start + chunk]
             end = start + piece.shape[1]
-            positions = None
+            positions, counts = None, None
             # Past a draft model's own last position its drafts are bad, but the text stays right.
-            if end > self.max_positions:
+            # Some hybrids begin at position 0 in every pass that names none.
+            if end > self.max_positions or self.mixers:
                 positions = torch.arange(start, end, device=ids.device)
                 positions = positions.clamp(max=self.max_positions - 1).expand(len(ids), -1)
-            outputs.append(self.forward(piece, Pass(positions=positions), cache, taps))
+            here = [min(max(length - start, 0), piece.shape[1]) for length in lengths]
+            if self.mixers:
+                counts = send(here, ids.device)
+            layout = Pass(positions=positions, counts=counts)
+            outputs.append(self.forward(piece, layout, cache, taps))
             # Rows that go on have committed all of it, so that the next piece begins at the same
             # slot in all of them.
-            cache.commit([min(max(length - start, 0), piece.shape[1]) for length in lengths])
+            cache.commit(here)
         return outputs[0] if len(outputs) == 1 else Hidden.joined(outputs)
 
     def tree_mask(self, tree: Pass, positions: Tensor, cache: TreeCache) -> Any:
@@ -266,8 +301,8 @@ class CausalModel(ModelHead):
     def check_tree(self) -> None:
         """Raise `UserError` unless a pass over a tree gives nodes what their paths give alone.
 
-        The trial finds recurrent state (Mamba and hybrids), attention that ignores a 4D mask, and
-        position biases that are derived from the mask.
+        The trial finds layers that lose their state or take over refused drafts, attention that
+        ignores a 4D mask, and position biases that are derived from the mask.
         """
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         for start in self.trial_starts:
@@ -286,19 +321,58 @@ class CausalModel(ModelHead):
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
         try:
             in_tree = self._trial_states((), start)[0][PROMPT:]
+            in_rounds = self._trial_rounds(start)
         except UNFIT as error:
             reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
         # Each leaf's path once more, after the prompt, without cache and mask.
         ids = self._trial_ids()
-        error = 0.0
+        found = []
         for leaf in TRIAL_LEAVES:
             path = TRIAL.path_to(leaf)
-            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])[None]
-            positions = torch.arange(start, start + text.shape[1], device=self.device)[None]
-            alone = self.forward(text, Pass(positions=positions)).last[0, PROMPT:]
-            error = max(error, relative_error(in_tree[path], alone), key=nan_last)
-        return error
+            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])
+            found.append((in_tree[path], text))
+        errors = []
+        for states, text in [*found, *in_rounds]:
+            positions = torch.arange(start, start + len(text), device=self.device)[None]
+            alone = self.forward(text[None], Pass(positions=positions)).last[0, -len(states) :]
+            errors.append(relative_error(states, alone))
+        return max(errors, key=nan_last)
+
+    @torch.no_grad()
+    def _trial_rounds(self, start: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the last states of two rows after a round, and the texts that end with them.
+
+        The rows begin at position `start`. Their prompts differ in length, and so do the paths that
+        they accept of a tree; the longer one leaves a node out.
+        """
+        ids, tables = self._trial_ids(), TRIAL.tables(self.device)
+        cache = TreeCache(2, 16, self.device)
+        lengths, paths = [PROMPT - 1, PROMPT], TRIAL_PATHS
+        prompts, nodes = ids[:PROMPT].expand(2, -1), ids[PROMPT:].expand(2, -1)
+        positions = torch.arange(start, start + PROMPT, device=self.device).expand(2, -1)
+        self.forward(prompts, Pass(positions=positions, counts=send(lengths, self.device)), cache)
+        cache.commit(lengths)
+        first = cache.starts()[:, None] + start
+        in_tree = Pass(
+            positions=first + tables.depths, depths=tables.depths, visible=tables.ancestors
+        )
+        self.forward(nodes, in_tree, cache)
+        counts = [len(path) for path in paths]
+        width = max(counts)
+        padded = send([[*path, *[0] * (width - len(path))] for path in paths], self.device)
+        there = send(counts, self.device)
+        cache.commit(Counts(counts, there), padded)
+        # Two more tokens, which are the nodes of a chain.
+        depths = torch.arange(2, device=self.device)[None]
+        causal = torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
+        chain = Pass(positions=first + there[:, None] + depths, depths=depths, visible=causal)
+        last = self.forward(prompts[:, :2], chain, cache).last
+        texts = [
+            torch.cat([ids[:length], ids[PROMPT:][list(path)], ids[:2]])
+            for length, path in zip(lengths, paths, strict=True)
+        ]
+        return list(zip(last, texts, strict=True))
 
     def _trial_ids(self) -> Tensor:
         """Return the tokens of a trial, all different: a prompt and the nodes of a tree."""
@@ -316,7 +390,7 @@ class CausalModel(ModelHead):
         positions = torch.arange(PROMPT, device=self.device)[None]
         in_prompt = Pass(positions=positions + start)
         prompt = self.forward(ids[:, :PROMPT], in_prompt, cache, taps)
-        assert len(cache) == self.num_layers, "some layers keep no keys and values"
+        assert len(cache) == self.stateful_layers, "some layers keep no state"
         cache.commit([PROMPT])
         in_tree = Pass(
             positions=tables.depths + PROMPT + start,

@@ -30,6 +30,9 @@ class Pass:
     documents: Tensor | None = None
     """[B, N], on the CPU: numbers of the documents of packed rows. A model that
     `attends_in_documents` keeps documents apart by them, without a mask."""
+    counts: Tensor | None = None
+    """[B]: positions that each row has of this piece of its text, all of which are committed next.
+    Recurrent layers take them over in the pass, and the others change nothing there."""
     depths: Tensor | None = None
     """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
     visible: Tensor | None = None

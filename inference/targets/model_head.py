@@ -18,7 +18,11 @@ from .packed import PackedLinear, is_plain, packable
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
 BEFORE_BORDER = 5  # positions of a trial before a border: it begins after all of a short document
-KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "global"}
+KINDS_OF_ATTENTION = {"full_attention", "sliding_attention", "global"}
+RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
+STATELESS_KINDS = {"mlp", "moe"}
+"""Kinds of layers that keep nothing: Nemotron-H counts its perceptrons as layers."""
+KINDS_OF_LAYERS = KINDS_OF_ATTENTION | RECURRENT_KINDS | STATELESS_KINDS
 
 # Settings of a generation_config that `generate` applies and decoding here does not, each with the
 # values that leave the scores as they are.

@@ -1,0 +1,402 @@
+"""State of recurrent layers over draft trees: no copy for each node, and nothing is taken back.
+
+Such a layer has a matrix S for each head, of which every position makes `S <- exp(g) S + k d^T` and
+reads `q S`; d is given, or a correction of what S holds for k (the delta rule). So the state after
+a node is a sum over its ancestors: one pass over a tree is the chunk form of the layer with the
+mask of ancestors in place of the causal one. What a pass adds is kept as keys, corrections and
+decays until a path is accepted. The commit is then one product, and no layer runs again. The
+derivation is in docs/verification.md#recurrent-layers.
+
+A position that a row does not have (padding, or a node that was not accepted) gets the weight 0.
+
+Shapes: B rows of a batch, N positions of one forward pass, U undecided slots of which these are the
+last, A nodes of a path, L layers of equal shape, G key heads, R value heads of each key head, K and
+V sizes of keys and values, C channels and W width of a convolution. Decays are logarithms, and D is
+1, or K where each channel of a key has its own. All but the convolution is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Positions of a text that are computed at once."""
+CHANNEL_CHUNK = 16
+"""The same where each channel has its own decay, whose pairs hold K numbers."""
+
+
+@dataclass
+class Course:
+    """Which positions of a forward pass follow which, for recurrent layers.
+
+    With `counts` the positions are a piece of a text, of which each row has so many; the layers
+    take them over in the pass. Without, they are tree nodes, which stay undecided until a commit.
+    """
+
+    counts: Tensor | None = None
+    """[B]: positions that each row has."""
+    depths: Tensor | None = None
+    """[1 | B, N]: depths of the nodes."""
+    visible: Tensor | None = None
+    """[1 | B, N, U] bool: the undecided slots on each node's path, with its own."""
+    slot_depths: Tensor | None = None
+    """[1 | B, U]: depths of all undecided slots."""
+    _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def windows(self, width: int) -> Tensor:
+        """Return `[1 | B, N, W]`: the inputs of a convolution along each node's path.
+
+        They are indices into the W - 1 committed inputs followed by the undecided ones, the node's
+        own at the end. Example: with W = 3 the root, in slot 0, reads 0, 1 and 2, and a child of
+        it, in slot 4, reads 1, 2 and 6.
+        """
+        if width not in self._windows:
+            assert self.depths is not None and self.visible is not None
+            assert self.slot_depths is not None
+            back = torch.arange(width - 1, -1, -1, device=self.depths.device)
+            depths = self.depths[..., None] - back
+            # A path has one node of each depth. Negative depths are committed positions.
+            at_depth = self.slot_depths[:, None, None] == depths[..., None]
+            slots = (self.visible[:, :, None] & at_depth).to(torch.uint8).argmax(-1)
+            self._windows[width] = torch.where(depths < 0, depths, slots) + width - 1
+        return self._windows[width]
+
+
+@dataclass
+class Terms:
+    """What a layer makes of N positions for its recurrence."""
+
+    queries: Tensor  # [B, G, 1, N, K]
+    keys: Tensor  # [B, G, 1, N, K]
+    values: Tensor  # [B, G, R, N, V]
+    decays: Tensor  # [B, G, R, N, D]
+    strength: Tensor  # [B, G, R, N]: beta of the delta rule, or what values are multiplied by
+
+
+@dataclass
+class Added:
+    """What U undecided nodes would add to the matrices."""
+
+    keys: Tensor  # [B, G, 1, U, K]
+    corrections: Tensor  # [B, G, R, U, V]
+    decays: Tensor  # [B, G, R, U, D]
+    sums: Tensor  # [B, G, R, U, D]: of the decays along each node's path, with its own
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.keys, self.corrections, self.decays, self.sums
+
+
+class RecurrentState:
+    """State of one recurrent layer: what is committed, and what undecided nodes would add."""
+
+    def __init__(self) -> None:
+        self.inputs: Tensor | None = None
+        """[B, W - 1, C]: the last committed inputs of the convolution."""
+        self.matrix: Tensor | None = None
+        """[B, G, R, K, V]; None for a layer that is a convolution alone."""
+        self.new_inputs: Tensor | None = None
+        """[B, U, C]: inputs of the undecided nodes."""
+        self.added: Added | None = None
+
+    def truncate(self, undecided: int) -> None:
+        """Forget all undecided nodes but the first."""
+        if not undecided:
+            self.new_inputs = self.added = None
+        elif self.new_inputs is not None and self.new_inputs.shape[1] > undecided:
+            self.new_inputs = self.new_inputs[:, :undecided]
+            if self.added is not None:
+                self.added = Added(*(x[:, :, :, :undecided] for x in self.added.parts()))
+
+    def keep(self, index: Tensor) -> None:
+        """Drop every batch row of the undecided nodes but those in `index`."""
+        if self.new_inputs is not None:
+            index = index.to(self.new_inputs.device)
+            self.new_inputs = self.new_inputs.index_select(0, index)
+        if self.added is not None:
+            self.added = Added(*(x.index_select(0, index) for x in self.added.parts()))
+
+    def convolve(self, new: Tensor, weight: Tensor, course: Course) -> Tensor:
+        """Return the convolution `[B, N, C]` of inputs `new` `[B, N, C]` by `weight` `[W, C]`."""
+        width, (batch, count, channels) = len(weight), new.shape
+        if self.inputs is None:
+            self.inputs = new.new_zeros(batch, width - 1, channels)
+        parts = [self.inputs] if self.new_inputs is None else [self.inputs, self.new_inputs]
+        every = torch.cat([*parts, new], 1)
+        if course.counts is not None:
+            mixed = every[:, :count] * weight[0]
+            for back in range(1, width):
+                mixed = mixed + every[:, back : back + count] * weight[back]
+            self.inputs.copy_(_windows_after(every, course.counts, width - 1))
+            return mixed
+        self.new_inputs = every[:, width - 1 :]
+        windows = course.windows(width)
+        if len(windows) == 1:
+            read = every[:, windows[0]]
+        else:
+            index = windows.flatten(1)[..., None].expand(-1, -1, channels)
+            read = every.gather(1, index).unflatten(1, windows.shape[1:])
+        return (read * weight).sum(2)
+
+    def recur(self, terms: Terms, delta: bool, course: Course) -> Tensor:
+        """Return what the positions read, `[B, G, R, N, V]`.
+
+        `delta`: values are corrected by what the matrix holds for their keys.
+        """
+        if self.matrix is None:
+            shape = *terms.values.shape[:3], terms.keys.shape[-1], terms.values.shape[-1]
+            self.matrix = terms.values.new_zeros(shape)
+        if course.counts is not None:
+            return self._over_text(terms, delta, course.counts)
+        assert course.visible is not None
+        read, self.added = over_nodes(
+            self.matrix, self.added, terms, delta, course.visible[:, None, None]
+        )
+        return read
+
+    def _over_text(self, terms: Terms, delta: bool, counts: Tensor) -> Tensor:
+        """Take over `counts[b]` positions of each row b, a chunk at a time."""
+        assert self.matrix is not None and self.added is None
+        count, channels = terms.keys.shape[3], terms.decays.shape[-1] > 1
+        size = CHANNEL_CHUNK if channels else CHUNK
+        # A position that a row does not have changes nothing: no decay, and no correction.
+        has = torch.arange(count, device=counts.device) < counts[:, None]
+        has = has[:, None, None].to(terms.strength.dtype)
+        decays, strength = terms.decays * has[..., None], terms.strength * has
+        causal = torch.ones(size, size, dtype=torch.bool, device=counts.device).tril()
+        matrix, reads = self.matrix, []
+        for start in range(0, count, size):
+            piece = slice(start, start + size)
+            part = Terms(
+                *(x[:, :, :, piece] for x in (terms.queries, terms.keys, terms.values)),
+                decays[:, :, :, piece],
+                strength[:, :, :, piece],
+            )
+            length = part.keys.shape[3]
+            see = causal[:length, :length][None, None, None]
+            read, added = over_nodes(matrix, None, part, delta, see)
+            reads.append(read)
+            matrix = _after(
+                matrix, added.keys, added.corrections, added.sums, added.sums[:, :, :, -1]
+            )
+        self.matrix.copy_(matrix)
+        return torch.cat(reads, 3)
+
+
+def over_nodes(
+    matrix: Tensor, earlier: Added | None, terms: Terms, delta: bool, see: Tensor
+) -> tuple[Tensor, Added]:
+    """Return what N nodes read, `[B, G, R, N, V]`, and what all undecided nodes would add.
+
+    `matrix` `[B, G, R, K, V]` is the committed state, `earlier` the nodes before these. `see`
+    `[1 | B, 1, 1, N, U]` bool says which nodes are on the path of each, itself among them. Parents
+    come before their children.
+    """
+    keys, decays, sums = terms.keys, terms.decays, None
+    if earlier is not None:
+        keys = torch.cat([earlier.keys, keys], 3)
+        decays = torch.cat([earlier.decays, decays], 3)
+    own = see.to(decays.dtype) @ decays  # [B, G, R, N, D]
+    sums = own if earlier is None else torch.cat([earlier.sums, own], 3)
+    before = keys.shape[3] - own.shape[3]
+    decayed = own.exp()
+    if delta:
+        # Unitriangular: correction n is strength * (value - decayed key @ matrix - what its
+        # ancestors' corrections hold for its key).
+        system = terms.strength[..., None] * _pairs(terms.keys, own, keys, sums, see)
+        right = terms.strength[..., None] * (terms.values - (terms.keys * decayed) @ matrix)
+        if earlier is not None:
+            right = right - system[..., :before] @ earlier.corrections
+        new = right
+        if own.shape[3] > 1:
+            new = torch.linalg.solve_triangular(
+                system[..., before:], right, upper=False, unitriangular=True
+            )
+    else:
+        new = terms.strength[..., None] * terms.values
+    corrections = new if earlier is None else torch.cat([earlier.corrections, new], 3)
+    read = (terms.queries * decayed) @ matrix
+    read = read + _pairs(terms.queries, own, keys, sums, see) @ corrections
+    return read, Added(keys, corrections, decays, sums)
+
+
+def _pairs(left: Tensor, own: Tensor, keys: Tensor, sums: Tensor, see: Tensor) -> Tensor:
+    """Return `[B, G, R, N, U]`: products of `left` with `keys` that have decayed on the way."""
+    if own.shape[-1] == 1:
+        # Minus infinity comes before the exponential: off the path a difference may be positive.
+        decay = (own - sums.mT).masked_fill(~see, -torch.inf).exp()
+        return (left @ keys.mT) * decay
+    decay = own[..., :, None, :] - sums[..., None, :, :]
+    decay = decay.masked_fill(~see[..., None], -torch.inf).exp()
+    return (left[..., :, None, :] * keys[..., None, :, :] * decay).sum(-1)
+
+
+def _after(matrix: Tensor, added: Added) -> Tensor:
+    """Return the matrix after all nodes of a chain."""
+    end = added.sums[:, :, :, -1:]
+    weighted = added.keys * (end - added.sums).exp()
+    return end.mT.exp() * matrix + weighted.mT @ added.corrections
+
+
+def _windows_after(inputs: Tensor, counts: Tensor, width: int) -> Tensor:
+    """Return the `width` inputs that end `counts[b]` after the first `width` of each row b."""
+    index = counts[:, None] + torch.arange(width, device=inputs.device)
+    return inputs.gather(1, index[..., None].expand(-1, -1, inputs.shape[-1]))
+
+
+class RecurrentStates:
+    """States of the recurrent layers of a batch. Equal shapes lie in one tensor, for the commit."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, RecurrentState] = {}
+        self._groups: list[_Group] = []
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def of(self, layer: int) -> RecurrentState:
+        """Return the state of a layer, empty if it has none yet."""
+        if layer not in self.layers:
+            self.layers[layer] = RecurrentState()
+            self._groups = []
+        return self.layers[layer]
+
+    def truncate(self, undecided: int) -> None:
+        """Forget all undecided nodes but the first."""
+        for state in self.layers.values():
+            state.truncate(undecided)
+
+    def commit(self, counts: Tensor, path: Tensor | None) -> None:
+        """Take over the first `counts[b]` nodes of `path[b]` `[B, A]`; the others are forgotten.
+
+        Without `path` they are the first undecided ones.
+        """
+        for group in self._grouped():
+            group.commit(counts, path)
+
+    @property
+    def undecided(self) -> bool:
+        """True if a commit has something to take over."""
+        return any(state.new_inputs is not None for state in self.layers.values())
+
+    def keep(self, index: Tensor) -> None:
+        """Drop every batch row but those in `index`."""
+        for group in self._grouped():
+            group.keep(index)
+
+    def reset(self) -> None:
+        """Forget everything, at the same addresses."""
+        self.truncate(0)
+        for group in self._grouped():
+            group.inputs.zero_()
+            if group.matrices is not None:
+                group.matrices.zero_()
+
+    def _grouped(self) -> list[_Group]:
+        """Return the groups; they are made when all layers have run for the first time."""
+        if not self._groups:
+            kinds: dict[tuple[object, ...], list[RecurrentState]] = {}
+            for state in self.layers.values():
+                kinds.setdefault(tuple(_kind(state)), []).append(state)
+            self._groups = [_Group(states) for states in kinds.values()]
+        return self._groups
+
+
+def _kind(state: RecurrentState) -> Iterator[object]:
+    """Yield what the states of a group have in common."""
+    for tensor in (state.inputs, state.matrix):
+        if tensor is not None:
+            yield from (tensor.shape, tensor.dtype, tensor.device)
+
+
+class _Group:
+    """States of L layers of equal shape, of which those of the layers are views."""
+
+    def __init__(self, states: Sequence[RecurrentState]) -> None:
+        self._states = states
+        self._place(
+            torch.stack([state.inputs for state in states if state.inputs is not None]),
+            torch.stack([state.matrix for state in states if state.matrix is not None])
+            if states[0].matrix is not None
+            else None,
+        )
+
+    def _place(self, inputs: Tensor, matrices: Tensor | None) -> None:
+        self.inputs = _fixed(inputs)
+        """[L, B, W - 1, C]."""
+        self.matrices = None if matrices is None else _fixed(matrices)
+        """[L, B, G, R, K, V]; None for convolutions alone."""
+        for layer, state in enumerate(self._states):
+            state.inputs = self.inputs[layer]
+            state.matrix = None if self.matrices is None else self.matrices[layer]
+
+    def keep(self, index: Tensor) -> None:
+        index = index.to(self.inputs.device)
+        for state in self._states:
+            state.keep(index)
+        matrices = self.matrices
+        self._place(
+            self.inputs.index_select(1, index),
+            None if matrices is None else matrices.index_select(1, index),
+        )
+
+    def commit(self, counts: Tensor, path: Tensor | None) -> None:
+        new = [state.new_inputs for state in self._states]
+        if new[0] is None:
+            return
+        inputs = torch.stack([x for x in new if x is not None])
+        _, batch, undecided, _ = inputs.shape
+        device = inputs.device
+        counts = counts.to(device)
+        if path is None:
+            path = torch.arange(undecided, device=device).expand(batch, -1)
+        path = path.to(device)
+        self._take_inputs(inputs, counts, path)
+        if self.matrices is not None:
+            self._take_added(counts, path)
+        for state in self._states:
+            state.truncate(0)
+
+    def _take_inputs(self, new: Tensor, counts: Tensor, path: Tensor) -> None:
+        width = self.inputs.shape[2]
+        index = path[None, :, :, None].expand(len(new), -1, -1, new.shape[-1])
+        every = torch.cat([self.inputs, new.gather(2, index)], 2)
+        counts = counts.expand(len(new), -1).flatten()
+        taken = _windows_after(every.flatten(0, 1), counts, width)
+        self.inputs.copy_(taken.unflatten(0, self.inputs.shape[:2]))
+
+    def _take_added(self, counts: Tensor, path: Tensor) -> None:
+        assert self.matrices is not None
+        added = [state.added for state in self._states if state.added is not None]
+        keys, corrections, sums = (
+            _along(torch.stack([getattr(each, name) for each in added]), path)
+            for name in ("keys", "corrections", "sums")
+        )
+        # The last accepted node's sum; a row that accepts nothing does not decay.
+        last = (counts - 1).clamp(min=0)[None, :, None, None, None, None]
+        end = sums.gather(4, last.expand(*sums.shape[:4], 1, sums.shape[5]))
+        taken = (torch.arange(path.shape[1], device=path.device) < counts[:, None])[
+            None, :, None, None, :, None
+        ]
+        end = torch.where((counts > 0)[None, :, None, None, None, None], end, 0.0)
+        # Before the exponential: a node past the count may have a larger sum than the last one.
+        weights = (end - sums).masked_fill(~taken, -torch.inf).exp()
+        # In place: a recorded round finds the state where it was.
+        self.matrices.mul_(end.mT.exp())
+        self.matrices.add_((keys * weights).mT @ corrections)
+
+
+def _along(stacked: Tensor, path: Tensor) -> Tensor:
+    """Return nodes `path` `[B, A]` of `stacked` `[L, B, G, R, U, X]`: `[L, B, G, R, A, X]`."""
+    index = path[None, :, None, None, :, None]
+    shape = *stacked.shape[:4], path.shape[1], stacked.shape[5]
+    return stacked.gather(4, index.expand(shape))
+
+
+def _fixed(tensor: Tensor) -> Tensor:
+    """Tell a compiler that a tensor stays where it is, and return it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor

@@ -196,6 +196,7 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"],
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
+            "time_step_min": 1e-6,  # a limit of texts alone, see `mixers.Mamba2`
             "n_groups": 2,
             "ssm_state_size": 20,
             "conv_kernel": 4,
@@ -213,6 +214,7 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
             "mamba_expand": 2,
             "mamba_ngroups": 2,
             "n_mamba_heads": 4,
+            "time_step_min": 1e-6,
             "chunk_size": 16,
             "layers_block_type": ["mamba", "hybrid", "mamba"],
         },
@@ -234,7 +236,6 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 """Targets with recurrent layers: a form of every mixer that is known here."""
 ARCHITECTURES |= HYBRIDS
-NO_EARLY_EXIT = ("gpt-neox", "gpt2", "gpt-oss")
 
 
 def architecture(
@@ -285,7 +286,7 @@ def near_copy(target: Target, noise: float = 0.05) -> Target:
     return Target(model, target.tokenizer, "near copy")
 
 
-def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[str, Proposer]:
+def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
     """Every proposer that there is, with settings that make its trees branch."""
     heads = random_heads(target)
     ranks = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
@@ -325,9 +326,8 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
     }
     for name, proposer in with_lookup.items():
         found[f"{name} with lookup"] = WithLookup(proposer, 1, 5)
-    if early_exit:
-        found["early-exit chain"] = EarlyExit(target, 1, TreeSettings(length=3))
-        found["early-exit tree"] = EarlyExit(target, 1, TreeSettings(length=3, width=2, nodes=7))
+    found["early-exit chain"] = EarlyExit(target, 1, TreeSettings(length=3))
+    found["early-exit tree"] = EarlyExit(target, 1, TreeSettings(length=3, width=2, nodes=7))
     return found
 
 

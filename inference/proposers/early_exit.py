@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...heads.errors import UserError
 from ..proposer import Prompts, Proposer
@@ -101,6 +102,7 @@ def first_layers(target: Target, layers: int) -> Target:
     if getattr(config, "layer_types", None):  # of which transformers demands one for each layer
         with suppress(AttributeError):  # some configs derive them from the number of layers
             config.layer_types = config.layer_types[:layers]
+    keep_first(shallow.decoder, layers)
     shallow.keep_layers(layers)
     # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
@@ -118,3 +120,12 @@ def first_layers(target: Target, layers: int) -> Target:
             "lookahead or a small model"
         )
     return shallow
+
+
+def keep_first(decoder: Any, layers: int) -> None:
+    """Cut the list of a decoder, which is a shallow copy, to its first `layers`."""
+    # Some decoders run all of their list, whatever the config says.
+    decoder._modules = dict(decoder._modules)  # else it is that of the whole decoder
+    for name, part in decoder._modules.items():
+        if isinstance(part, nn.ModuleList) and len(part) > layers:
+            decoder._modules[name] = part[:layers]

@@ -258,6 +258,8 @@ class TreeCache(Cache):
             goal = torch.arange(places.shape[1], device=self.device)[None] + starts
             # Rows with fewer positions copy a few slots too many, after their new length.
             self._move(places.clamp(min=0) + starts, goal)
+        if not isinstance(counts, Counts):  # outside of rounds
+            self.recurrent.place()
         if self.recurrent.undecided:
             there = counts.there if isinstance(counts, Counts) else send(counts, self.device)
             path = places.clamp(min=0) if places is not None and places.shape[1] else None

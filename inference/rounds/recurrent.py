@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 CHUNK = 64
 """Positions of a text that are computed at once."""
@@ -39,6 +40,9 @@ class Course:
 
     counts: Tensor | None = None
     """[B]: positions that each row has."""
+    documents: Tensor | None = None
+    """[B, N], with `counts`: numbers of the documents of packed rows, none of which sees another.
+    Documents of one number lie side by side; nothing is kept after the pass."""
     depths: Tensor | None = None
     """[1 | B, N]: depths of the nodes."""
     visible: Tensor | None = None
@@ -127,10 +131,16 @@ class RecurrentState:
         parts = [self.inputs] if self.new_inputs is None else [self.inputs, self.new_inputs]
         every = torch.cat([*parts, new], 1)
         if course.counts is not None:
-            mixed = every[:, :count] * weight[0]
-            for back in range(1, width):
-                mixed = mixed + every[:, back : back + count] * weight[back]
-            self.inputs.copy_(_windows_after(every, course.counts, width - 1))
+            near = course.documents
+            before = None if near is None else functional.pad(near, (width - 1, 0), value=-1)
+            mixed = torch.zeros_like(new)
+            for back in range(width):
+                read = every[:, back : back + count]
+                if before is not None:  # an input of another document counts as none
+                    read = read * (before[:, back : back + count] == near)[..., None]
+                mixed = mixed + read * weight[back]
+            if near is None:
+                self.inputs.copy_(_windows_after(every, course.counts, width - 1))
             return mixed
         self.new_inputs = every[:, width - 1 :]
         windows = course.windows(width)
@@ -150,14 +160,16 @@ class RecurrentState:
             shape = *terms.values.shape[:3], terms.keys.shape[-1], terms.values.shape[-1]
             self.matrix = terms.values.new_zeros(shape)
         if course.counts is not None:
-            return self._over_text(terms, delta, course.counts)
+            return self._over_text(terms, delta, course.counts, course.documents)
         assert course.visible is not None
         read, self.added = over_nodes(
             self.matrix, self.added, terms, delta, course.visible[:, None, None]
         )
         return read
 
-    def _over_text(self, terms: Terms, delta: bool, counts: Tensor) -> Tensor:
+    def _over_text(
+        self, terms: Terms, delta: bool, counts: Tensor, documents: Tensor | None
+    ) -> Tensor:
         """Take over `counts[b]` positions of each row b, a chunk at a time."""
         assert self.matrix is not None and self.added is None
         count, channels = terms.keys.shape[3], terms.decays.shape[-1] > 1
@@ -177,23 +189,39 @@ class RecurrentState:
             )
             length = part.keys.shape[3]
             see = causal[:length, :length][None, None, None]
-            read, added = over_nodes(matrix, None, part, delta, see)
+            if documents is not None:
+                here = documents[:, piece]
+                see = see & (here[:, :, None] == here[:, None])[:, None, None]
+                # The matrix is of the document before the chunk.
+                before = documents[:, max(start - 1, 0)][:, None]
+                goes_on = (here == before)[:, None, None, :, None]
+                # Queries and keys of other documents find nothing in it.
+                read, added = over_nodes(matrix, None, part, delta, see, goes_on)
+                end = here[:, -1:]
+                matrix = _after(matrix * (end == before)[..., None, None, None], added, here == end)
+            else:
+                read, added = over_nodes(matrix, None, part, delta, see)
+                matrix = _after(matrix, added)
             reads.append(read)
-            matrix = _after(
-                matrix, added.keys, added.corrections, added.sums, added.sums[:, :, :, -1]
-            )
-        self.matrix.copy_(matrix)
+        if documents is None:
+            self.matrix.copy_(matrix)
         return torch.cat(reads, 3)
 
 
 def over_nodes(
-    matrix: Tensor, earlier: Added | None, terms: Terms, delta: bool, see: Tensor
+    matrix: Tensor,
+    earlier: Added | None,
+    terms: Terms,
+    delta: bool,
+    see: Tensor,
+    goes_on: Tensor | None = None,
 ) -> tuple[Tensor, Added]:
     """Return what N nodes read, `[B, G, R, N, V]`, and what all undecided nodes would add.
 
     `matrix` `[B, G, R, K, V]` is the committed state, `earlier` the nodes before these. `see`
     `[1 | B, 1, 1, N, U]` bool says which nodes are on the path of each, itself among them. Parents
-    come before their children.
+    come before their children. `goes_on` `[B, 1, 1, N, 1]` is false where the matrix is another
+    document's.
     """
     keys, decays, sums = terms.keys, terms.decays, None
     if earlier is not None:
@@ -202,7 +230,7 @@ def over_nodes(
     own = see.to(decays.dtype) @ decays  # [B, G, R, N, D]
     sums = own if earlier is None else torch.cat([earlier.sums, own], 3)
     before = keys.shape[3] - own.shape[3]
-    decayed = own.exp()
+    decayed = own.exp() if goes_on is None else own.exp() * goes_on
     if delta:
         # Unitriangular: correction n is strength * (value - decayed key @ matrix - what its
         # ancestors' corrections hold for its key).
@@ -234,10 +262,13 @@ def _pairs(left: Tensor, own: Tensor, keys: Tensor, sums: Tensor, see: Tensor) -
     return (left[..., :, None, :] * keys[..., None, :, :] * decay).sum(-1)
 
 
-def _after(matrix: Tensor, added: Added) -> Tensor:
-    """Return the matrix after all nodes of a chain."""
+def _after(matrix: Tensor, added: Added, counted: Tensor | None = None) -> Tensor:
+    """Return the matrix after all nodes of a chain, of which `counted` `[B, U]` bool add to it."""
     end = added.sums[:, :, :, -1:]
-    weighted = added.keys * (end - added.sums).exp()
+    rest = end - added.sums
+    if counted is not None:
+        rest = rest.masked_fill(~counted[:, None, None, :, None], -torch.inf)
+    weighted = added.keys * rest.exp()
     return end.mT.exp() * matrix + weighted.mT @ added.corrections
 
 
@@ -272,9 +303,9 @@ class RecurrentStates:
     def commit(self, counts: Tensor, path: Tensor | None) -> None:
         """Take over the first `counts[b]` nodes of `path[b]` `[B, A]`; the others are forgotten.
 
-        Without `path` they are the first undecided ones.
+        Without `path` they are the first undecided ones. States must have their place.
         """
-        for group in self._grouped():
+        for group in self._groups:
             group.commit(counts, path)
 
     @property
@@ -284,25 +315,27 @@ class RecurrentStates:
 
     def keep(self, index: Tensor) -> None:
         """Drop every batch row but those in `index`."""
-        for group in self._grouped():
+        self.place()
+        for group in self._groups:
             group.keep(index)
 
     def reset(self) -> None:
         """Forget everything, at the same addresses."""
         self.truncate(0)
-        for group in self._grouped():
+        self.place()
+        for group in self._groups:
             group.inputs.zero_()
             if group.matrices is not None:
                 group.matrices.zero_()
 
-    def _grouped(self) -> list[_Group]:
-        """Return the groups; they are made when all layers have run for the first time."""
-        if not self._groups:
-            kinds: dict[tuple[object, ...], list[RecurrentState]] = {}
-            for state in self.layers.values():
-                kinds.setdefault(tuple(_kind(state)), []).append(state)
-            self._groups = [_Group(states) for states in kinds.values()]
-        return self._groups
+    def place(self) -> None:
+        """Put states of one shape into one tensor, once all layers have run; a prefill's commit."""
+        if self._groups or not self.layers:
+            return
+        kinds: dict[tuple[object, ...], list[RecurrentState]] = {}
+        for state in self.layers.values():
+            kinds.setdefault(tuple(_kind(state)), []).append(state)
+        self._groups = [_Group(states) for states in kinds.values()]
 
 
 def _kind(state: RecurrentState) -> Iterator[object]:

@@ -24,6 +24,7 @@ from ...heads.layout import dtype_name
 from ..kernels.decoder import KernelDecoder
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
+from ..rounds.recurrent import RecurrentStates
 from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
@@ -162,9 +163,11 @@ class CausalModel(ModelHead):
         with ExitStack() as stack:
             if spans is not None:
                 stack.enter_context(in_documents(decoder))
-            if self.mixers and cache is not None:
-                course = course_of(layout, ids.shape[1], ids.device)
-                stack.enter_context(over(self.mixers, cache.recurrent, course))
+            if self.mixers and (cache is not None or layout.documents is not None):
+                # Without a cache transformers' own layers run, which know no documents.
+                states = RecurrentStates() if cache is None else cache.recurrent
+                course = course_of(layout, ids)
+                stack.enter_context(over(self.mixers, states, course))
             hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))

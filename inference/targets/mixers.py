@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..rounds.device import send
 from ..rounds.recurrent import Course, RecurrentState, RecurrentStates, Terms
 from .masks import Pass
 
@@ -47,8 +48,11 @@ class Mixer(ABC):
     def activate(self, mixed: Tensor) -> Tensor:
         return functional.silu(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any) -> Terms | None:
-        """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none."""
+    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms | None:
+        """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none.
+
+        `in_text`: the positions are those of texts, and not tree nodes.
+        """
         return None
 
     @abstractmethod
@@ -66,7 +70,7 @@ class Mixer(ABC):
         if convolution.bias is not None:
             mixed = mixed + convolution.bias
         mixed = self.activate(mixed)
-        terms = self.terms(mixed, rest)
+        terms = self.terms(mixed, rest, in_text=course.counts is not None)
         if terms is None:
             return self.finish(mixed, None, rest)
         read = state.recur(terms, self.delta, course)
@@ -84,16 +88,14 @@ class GatedDeltaNet(Mixer):
         rest = module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
         return module.in_proj_qkv(x), rest
 
-    def terms(self, mixed: Tensor, rest: Any) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
         module = self.module
         _, strength, decay = rest
         sizes = module.key_dim, module.key_dim, module.value_dim
         queries, keys, values = mixed.split(sizes, -1)
         groups = module.num_k_heads
-        queries, keys = (
-            _unit(_headed(x, module.num_k_heads, groups).float()) for x in (queries, keys)
-        )
-        values = _headed(values, module.num_v_heads, groups).float()
+        queries, keys = (_unit(_headed(x, groups, groups)) for x in (queries, keys))
+        values = _headed(values, module.num_v_heads, groups)
         decay = -module.A_log.float().exp() * functional.softplus(decay.float() + module.dt_bias)
         return Terms(
             queries * module.head_k_dim**-0.5,
@@ -104,7 +106,7 @@ class GatedDeltaNet(Mixer):
         )
 
     def strength(self, projected: Tensor) -> Tensor:
-        return projected.sigmoid().float()
+        return projected.sigmoid()
 
     def finish(self, read: Tensor, terms: Terms | None, rest: Any) -> Tensor:
         gate = rest[0]
@@ -155,7 +157,7 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
         return inputs, (module.g_proj(x), module.b_proj(x), module.a_proj(x))
 
     def strength(self, projected: Tensor) -> Tensor:
-        strength = projected.sigmoid().float()
+        strength = projected.sigmoid()
         return 2 * strength if self.module.allow_neg_eigval else strength
 
     def output_parts(self) -> tuple[Any, Any]:
@@ -173,15 +175,15 @@ class KimiDeltaAttention(Mixer):
         inputs = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
         return inputs, x
 
-    def terms(self, mixed: Tensor, rest: Any) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
         module, heads = self.module, self.module.num_heads
-        queries, keys, values = (_headed(x, heads, heads).float() for x in mixed.chunk(3, -1))
+        queries, keys, values = (_headed(x, heads, heads) for x in mixed.chunk(3, -1))
         return Terms(
             _unit(queries) * module.head_dim**-0.5,
             _unit(keys),
             values,
-            _headed(module.forget_gate(rest).float().flatten(2), heads, heads),
-            _headed(module.b_proj(rest).sigmoid().float(), heads, heads)[..., 0],
+            _headed(module.forget_gate(rest).flatten(2), heads, heads),
+            _headed(module.b_proj(rest).sigmoid(), heads, heads)[..., 0],
         )
 
     def finish(self, read: Tensor, terms: Terms | None, rest: Any) -> Tensor:
@@ -209,17 +211,21 @@ class Mamba2(Mixer):
     def activate(self, mixed: Tensor) -> Tensor:
         return self.module.act(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
         module = self.module
         groups, heads = module.n_groups, module.num_heads
         states = groups * module.ssm_state_size
         values, keys, queries = mixed.split([module.intermediate_size, states, states], -1)
-        steps = functional.softplus(rest[1].float() + module.dt_bias).clamp(*module.time_step_limit)
+        steps = functional.softplus(rest[1].float() + module.dt_bias)
+        if in_text:
+            # transformers limits steps in its pass over a text, and not in that over one token, by
+            # which `generate` writes.
+            steps = steps.clamp(*module.time_step_limit)
         decays = -steps * module.A_log.float().exp()
         return Terms(
-            _headed(queries, groups, groups).float(),
-            _headed(keys, groups, groups).float(),
-            _headed(values, heads, groups).float(),
+            _headed(queries, groups, groups),
+            _headed(keys, groups, groups),
+            _headed(values, heads, groups),
             _headed(decays, heads, groups),
             _headed(steps, heads, groups)[..., 0],
         )
@@ -317,13 +323,17 @@ def _run(
     return mixer.run(hidden_states, states.of(mixer.module.layer_idx), course)
 
 
-def course_of(layout: Pass, count: int, device: torch.device) -> Course:
-    """Return the course of a pass over `count` positions; without a layout of nodes, of a text."""
+def course_of(layout: Pass, ids: Tensor) -> Course:
+    """Return the course of a pass over `ids` `[B, N]`: nodes, a piece of texts, or packed rows."""
+    batch, count = ids.shape
+    if layout.documents is not None:
+        whole = torch.full((batch,), count, device=ids.device)
+        return Course(counts=whole, documents=send(layout.documents, ids.device))
     if layout.counts is not None:
         return Course(counts=layout.counts)
     depths = layout.depths
     if depths is None:
-        depths = torch.arange(count, device=device)[None]
+        depths = torch.arange(count, device=ids.device)[None]
     slot_depths = depths if layout.slot_depths is None else layout.slot_depths
     visible = layout.visible
     if visible is None:
@@ -333,8 +343,8 @@ def course_of(layout: Pass, count: int, device: torch.device) -> Course:
 
 
 def _headed(x: Tensor, heads: int, groups: int) -> Tensor:
-    """Return `[B, G, R, N, ..]` of `[B, N, heads * ..]`; head h has the key head h // R."""
-    x = x.unflatten(-1, (groups, heads // groups, -1))
+    """Return `[B, G, R, N, ..]` of `[B, N, heads * ..]`, in float32; head h has key head h // R."""
+    x = x.float().unflatten(-1, (groups, heads // groups, -1))
     return x.permute(0, 2, 3, 1, 4)
 
 

@@ -254,7 +254,7 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
         caches.append(
             [
                 (state.keys[:, :, : cache.longest], state.values[:, :, : cache.longest])
-                for state in cache.states
+                for state in cache.states.values()
             ]
         )
         assert cache.longest == at == start + 6

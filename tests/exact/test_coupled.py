@@ -32,7 +32,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds import noise
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from tests.architectures import NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
+from tests.architectures import FromTheFuture, architecture, near_copy, proposers
 from tests.conftest import ROOT, tiny_target
 from tests.trained import chat_prompts, story_prompts
 
@@ -88,7 +88,7 @@ def oracle(
 @lru_cache
 def tiny(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
     target = architecture(kind)
-    return target, proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
+    return target, proposers(target, near_copy(target))
 
 
 @pytest.mark.parametrize(

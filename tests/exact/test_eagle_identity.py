@@ -258,7 +258,7 @@ def test_a_cache_of_many_rounds_equals_one_of_a_fresh_prefill() -> None:
     )
     fresh._catch_up(torch.tensor([ids[length]]))
     assert length > start + 8
-    for ours, other in zip(cache.states, fresh._cache.states, strict=True):
+    for ours, other in zip(cache.states.values(), fresh._cache.states.values(), strict=True):
         for one, another in ((ours.keys, other.keys), (ours.values, other.values)):
             torch.testing.assert_close(
                 one[:, :, :length], another[:, :, :length], atol=1e-5, rtol=1e-5

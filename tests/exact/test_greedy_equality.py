@@ -17,7 +17,6 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
 from tests.architectures import (
     ARCHITECTURES,
-    NO_EARLY_EXIT,
     FromTheFuture,
     architecture,
     near_copy,
@@ -119,7 +118,7 @@ def test_every_architecture(kind: str, count: int) -> None:
     target.check_head()
     target.check_tree()
     target.fuse(move=True)  # as loading does; the reference is transformers' own loop
-    drafters = proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
+    drafters = proposers(target, near_copy(target))
     found = check(
         target,
         drafters,

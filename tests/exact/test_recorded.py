@@ -190,7 +190,7 @@ def test_what_a_recording_reads_is_kept_and_stays_where_it_is(name: str, tapes: 
             assert found._recorder.outside <= kept, way
             (draws,) = cache._draws.values()
             fixed = [draws.lengths, found._place.tokens, cache.starts()]
-            for state in cache.states:
+            for state in cache.states.values():
                 fixed += [state.keys, state.values]
             assert {storage(x) for x in fixed} <= kept, way
 

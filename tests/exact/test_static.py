@@ -139,7 +139,7 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
             for cache in kept:
                 assert cache is not None, way
                 tensors = [cache.starts()]
-                for state in cache.states:
+                for state in cache.states.values():
                     tensors += [state.keys, state.values]
                 addresses.append([tensor.data_ptr() for tensor in tensors])
         assert addresses[: len(kept)] == addresses[-len(kept) :], way

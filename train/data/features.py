@@ -104,6 +104,11 @@ def check_packing(model: CausalModel, name: str) -> None:
     # Rows are computed in another shape than each document alone, and rounding grows with depth: 3%
     # of the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if model.mixers and model.spread == "tensor":  # whose ranks do not know each other's documents
+        raise UserError(
+            f"{name} ({model.config.model_type}) has recurrent layers, which keep documents of a "
+            "row apart only where each rank runs its own rows; leave out target.spread=tensor"
+        )
     if takes_documents(model, tolerance):
         return
     # `not error <= tolerance` instead of `error > tolerance`: an error of NaN must fail too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,9 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
                     torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64))
                 )
                 assert fresh is not None
-                for ours, other in zip(proposer._cache.states, cache.states, strict=True):
+                for ours, other in zip(
+                    proposer._cache.states.values(), cache.states.values(), strict=True
+                ):
                     torch.testing.assert_close(
                         ours.keys[row, :, :length], other.keys[0, :, :length], atol=1e-5, rtol=1e-5
                     )
@@ -334,12 +337,27 @@ def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(
         load_draft_model(str(saved_tiny), quickstart)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "gpt-oss"])
-def test_early_exit_refuses_by_name_what_ignores_its_config(kind: str) -> None:
-    target = architecture(kind)
-    with pytest.raises(UserError, match=rf"{target.config.model_type}.*runs all its layers"):
+def test_early_exit_refuses_by_name_what_runs_another_number_of_layers() -> None:
+    """Every architecture that is tried here keeps its layers in a list; this one does not."""
+    target = architecture("llama")
+    target.decoder._modules["layers"] = _AllOf(target.decoder.layers)
+    with pytest.raises(UserError, match=r"\(llama\).*runs all its layers"):
         EarlyExit(target, 1)
     assert target.config.num_hidden_layers == 2
+
+
+class _AllOf(torch.nn.Module):
+    """Layers that are no list, all of which a decoder runs."""
+
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.each = layers
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self.each)
+
+    def __getitem__(self, wanted: slice) -> torch.nn.ModuleList:
+        return self.each
 
 
 def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target() -> None:
@@ -354,10 +372,7 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
         and target.decoder.config.num_hidden_layers == 2
         and shallow.num_layers == 1
     )
-    assert all(
-        a is b
-        for a, b in zip(shallow.decoder.parameters(), target.decoder.parameters(), strict=True)
-    )
+    assert {*shallow.decoder.parameters()} < {*target.decoder.parameters()}
     with pytest.raises(UserError, match="has 2 layers, 3 were asked for"):
         EarlyExit(target, 3)
     whole = EarlyExit(target, 2, TreeSettings(length=3))

@@ -37,7 +37,7 @@ def run_tree(
 
 
 def buffers(cache: TreeCache) -> list[torch.Tensor]:
-    return [buffer for state in cache.states for buffer in (state.keys, state.values)]
+    return [buffer for state in cache.states.values() for buffer in (state.keys, state.values)]
 
 
 def padded(paths: list[list[int]]) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_a_chain_is_committed_without_copying(monkeypatch: pytest.MonkeyPatch) -
     TARGETS["llama"].prefill(torch.tensor([[5, 6, 7]]), [3], cache)
     run_tree(TARGETS["llama"], cache, TreeShape.chain(3), torch.tensor([[1, 2, 3, 4]]))
     before = [buffer.data_ptr() for buffer in buffers(cache)]
-    for state in cache.states:
+    for state in cache.states.values():
         monkeypatch.setattr(state, "commit", lambda *_: pytest.fail("a chain was moved"))
     cache.commit([3])
     assert cache.lengths == [6] and [buffer.data_ptr() for buffer in buffers(cache)] == before

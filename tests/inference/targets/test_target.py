@@ -118,12 +118,17 @@ def test_targets_that_cannot_be_rolled_back_or_verified_as_trees_are_refused_by_
     model = AutoModelForCausalLM.from_config(REFUSED[kind](), dtype=torch.float32)
     with pytest.raises(UserError, match=rf"target x \({kind}\)"):
         Target(model, None, "x").check_tree()
+    if "mamba" in kind or kind == "jamba":
+        with pytest.raises(
+            UserError, match="is a layer of Mamba-1, which transformers starts from"
+        ):
+            Target(model, None, "x")
 
 
 def test_layers_of_an_unknown_kind_are_refused() -> None:
     target = tiny_target()
     target.model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UserError, match=r"hybrid \(llama\) has layers of kind linear_attention"):
+    with pytest.raises(UserError, match=r"hybrid \(llama\) .* its 1 recurrent layers have"):
         Target(target.model, target.tokenizer, "hybrid")
 
 

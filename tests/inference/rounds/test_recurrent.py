@@ -1,0 +1,186 @@
+"""Recurrent layers over trees and ragged texts: equal to the recurrence taken step by step, and the
+states that any accepted paths leave are those of one pass over the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftsmith.inference.rounds.cache import Counts, TreeCache
+from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
+from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.targets.target import Target
+from tests.architectures import HYBRIDS, architecture
+
+GROUPS, HEADS, KEY, VALUE, WIDTH, CHANNELS = 2, 3, 5, 4, 4, 3
+
+
+def random_terms(batch: int, count: int, channels: bool, seed: int) -> Terms:
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    keys = some(batch, GROUPS, 1, count, KEY)
+    return Terms(
+        some(batch, GROUPS, 1, count, KEY),
+        keys / keys.norm(dim=-1, keepdim=True),
+        some(batch, GROUPS, HEADS, count, VALUE),
+        -some(batch, GROUPS, HEADS, count, KEY if channels else 1).exp(),
+        some(batch, GROUPS, HEADS, count).sigmoid(),
+    )
+
+
+def step_by_step(
+    matrix: Tensor, terms: Terms, path: list[int], delta: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what the last node of a path reads of one row, and the matrix after it."""
+    read = matrix[..., 0, :]
+    for node in path:
+        queries, keys, values, decays = (
+            x[:, :, node]
+            for x in (terms.queries[0], terms.keys[0], terms.values[0], terms.decays[0])
+        )
+        matrix = decays.exp()[..., None] * matrix
+        held = (keys[..., None] * matrix).sum(-2)
+        new = terms.strength[0, :, :, node, None] * (values - held if delta else values)
+        matrix = matrix + keys[..., None] * new[..., None, :]
+        read = (queries[..., None] * matrix).sum(-2)
+    return read, matrix
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 12) -> TreeShape:
+    count = draw(st.integers(1, most))
+    return TreeShape((-1, *(draw(st.integers(0, node - 1)) for node in range(1, count))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.booleans(), st.booleans(), st.data())
+def test_nodes_read_what_their_paths_read_step_by_step(
+    shape: TreeShape, delta: bool, channels: bool, data: st.DataObject
+) -> None:
+    """In one pass, and in two of which the first nodes stay undecided."""
+    count = shape.nodes
+    terms = random_terms(1, count, channels, seed=count)
+    matrix = torch.randn(1, GROUPS, HEADS, KEY, VALUE, dtype=torch.float64)
+    see = shape.tables(torch.device("cpu")).ancestors[:, None, None]
+    cut = data.draw(st.integers(0, count - 1))
+    earlier, reads = None, []
+    for first, last in ((0, cut), (cut, count)):
+        if first < last:
+            part = Terms(
+                *(x[:, :, :, first:last] for x in (terms.queries, terms.keys, terms.values)),
+                terms.decays[:, :, :, first:last],
+                terms.strength[:, :, :, first:last],
+            )
+            read, earlier = over_nodes(matrix, earlier, part, delta, see[..., first:last, :last])
+            reads.append(read)
+    found = torch.cat(reads, 3)
+    for node in range(count):
+        expected, _ = step_by_step(matrix[0], terms, shape.path_to(node), delta)
+        torch.testing.assert_close(found[0, :, :, node], expected)
+
+
+def test_a_window_is_a_nodes_own_path() -> None:
+    """W = 3: two committed inputs (0, 1), then the slots 0 .. 3 of the root, two children, and
+    a child of the second one."""
+    shape = TreeShape((-1, 0, 0, 2))
+    tables = shape.tables(torch.device("cpu"))
+    course = Course(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
+    assert course.windows(3).tolist() == [[[0, 1, 2], [1, 2, 3], [1, 2, 4], [2, 4, 5]]]
+
+
+def states_of(cache: TreeCache, row: int) -> list[Tensor]:
+    """Return the matrices and convolution inputs of a row."""
+    found = []
+    for state in cache.recurrent.layers.values():
+        assert state.new_inputs is None and state.added is None
+        found += [x[row] for x in (state.inputs, state.matrix) if x is not None]
+    return found
+
+
+def run_rounds(
+    target: Target, lengths: list[int], shapes: list[TreeShape], ends: list[list[int]]
+) -> tuple[TreeCache, list[list[int]]]:
+    """Run prompts, and trees of which each row accepts the path to a node; -1: none of it.
+
+    Returns the cache, and the text of each row.
+    """
+    generator = torch.Generator().manual_seed(len(shapes))
+    batch, longest = len(lengths), max(lengths)
+    cache = TreeCache(batch, 16)
+    prompts = torch.randint(3, target.vocab_size, (batch, longest), generator=generator)
+    target.prefill(prompts, lengths, cache, chunk=5)
+    texts = [prompts[row, :length].tolist() for row, length in enumerate(lengths)]
+    for shape, last in zip(shapes, ends, strict=True):
+        nodes = torch.randint(3, target.vocab_size, (batch, shape.nodes), generator=generator)
+        tables = shape.tables(target.device)
+        layout = Pass(depths=tables.depths, visible=tables.ancestors)
+        target.forward(nodes, layout, cache)
+        paths = [shape.path_to(end) if end >= 0 else [] for end in last]
+        counts = [len(path) for path in paths]
+        width = max(1, *counts)
+        places = torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths])
+        cache.commit(Counts(counts, torch.tensor(counts)), places)
+        for row, path in enumerate(paths):
+            texts[row] += nodes[row, path].tolist()
+    return cache, texts
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_states_after_accepted_paths_are_those_of_one_prefill(
+    kind: str, data: st.DataObject
+) -> None:
+    """Rows that accept nothing, and rows that accept a whole path, in one batch."""
+    target = architecture(kind, dtype=torch.float32)
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=3, max_size=3))
+    shapes = data.draw(st.lists(trees(), min_size=1, max_size=4))
+    ends = [
+        data.draw(st.lists(st.integers(-1, shape.nodes - 1), min_size=3, max_size=3))
+        for shape in shapes
+    ]
+    with torch.inference_mode():
+        cache, texts = run_rounds(target, lengths, shapes, ends)
+        fresh = TreeCache(3, 16)
+        longest = max(map(len, texts))
+        padded = torch.tensor([[*text, *[7] * (longest - len(text))] for text in texts])
+        target.prefill(padded, list(map(len, texts)), fresh)
+    assert cache.lengths == fresh.lengths
+    for row in range(3):
+        for found, expected in zip(states_of(cache, row), states_of(fresh, row), strict=True):
+            # Relative to the whole state: random models amplify what their layers round.
+            assert (found - expected).norm() <= 1e-4 * expected.norm() + 1e-6
+
+
+def test_rows_that_leave_take_their_states_along() -> None:
+    target = architecture("qwen3.5", dtype=torch.float32)
+    shapes = [TreeShape((-1, 0, 0, 1))] * 2
+    with torch.inference_mode():
+        cache, _ = run_rounds(target, [4, 7, 2], shapes, [[3, -1, 2]] * 2)
+        before = [states_of(cache, row) for row in (2, 0)]
+        cache.keep([2, 0])
+    for row, expected in enumerate(before):
+        for found, state in zip(states_of(cache, row), expected, strict=True):
+            assert torch.equal(found, state)
+
+
+def test_a_reset_forgets_states_at_the_same_place() -> None:
+    states = RecurrentStates()
+    state = states.of(0)
+    course = Course(counts=torch.tensor([3]))
+    weight = torch.ones(WIDTH, CHANNELS)
+    state.convolve(torch.ones(1, 5, CHANNELS), weight, course)
+    states.reset()
+    assert state.inputs is not None
+    place = state.inputs.data_ptr()
+    state.convolve(torch.ones(1, 5, CHANNELS), weight, course)
+    assert state.inputs.sum() == 3 * CHANNELS, "three positions, and padding changes nothing"
+    states.reset()
+    assert not state.inputs.any() and state.inputs.data_ptr() == place

@@ -283,7 +283,7 @@ class RecurrentStates:
 
     def __init__(self) -> None:
         self.layers: dict[int, RecurrentState] = {}
-        self._groups: list[_Group] = []
+        self._groups: list[_Stacked] = []
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -335,7 +335,7 @@ class RecurrentStates:
         kinds: dict[tuple[object, ...], list[RecurrentState]] = {}
         for state in self.layers.values():
             kinds.setdefault(tuple(_kind(state)), []).append(state)
-        self._groups = [_Group(states) for states in kinds.values()]
+        self._groups = [_Stacked(states) for states in kinds.values()]
 
 
 def _kind(state: RecurrentState) -> Iterator[object]:
@@ -345,7 +345,7 @@ def _kind(state: RecurrentState) -> Iterator[object]:
             yield from (tensor.shape, tensor.dtype, tensor.device)
 
 
-class _Group:
+class _Stacked:
     """States of L layers of equal shape, of which those of the layers are views."""
 
     def __init__(self, states: Sequence[RecurrentState]) -> None:

@@ -141,7 +141,7 @@ def test_a_repetition_penalty_counts_each_nodes_own_path(kind: str) -> None:
     penalised = Sampling(repetition_penalty=1.4)
     found = check(
         target,
-        proposers(target, near_copy(target), False),
+        proposers(target, near_copy(target)),
         random_prompts(BATCH, target.vocab_size),
         24,
         2,

@@ -73,10 +73,13 @@ def test_nodes_read_what_their_paths_read_step_by_step(
     earlier, reads = None, []
     for first, last in ((0, cut), (cut, count)):
         if first < last:
+            piece = (slice(None),) * 3 + (slice(first, last),)
             part = Terms(
-                *(x[:, :, :, first:last] for x in (terms.queries, terms.keys, terms.values)),
-                terms.decays[:, :, :, first:last],
-                terms.strength[:, :, :, first:last],
+                terms.queries[piece],
+                terms.keys[piece],
+                terms.values[piece],
+                terms.decays[piece],
+                terms.strength[piece],
             )
             read, earlier = over_nodes(matrix, earlier, part, delta, see[..., first:last, :last])
             reads.append(read)

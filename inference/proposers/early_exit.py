@@ -104,7 +104,7 @@ def first_layers(target: Target, layers: int) -> Target:
             config.layer_types = config.layer_types[:layers]
     keep_first(shallow.decoder, layers)
     shallow.keep_layers(layers)
-    # Found by trying: every layer that runs writes its keys and values.
+    # Found by trying: every layer that runs leaves a state.
     cache = TreeCache(1, 4, target.device)
     try:
         with torch.inference_mode():

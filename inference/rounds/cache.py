@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..settings import Sampling
-from .device import send
+from .device import fixed, send
 from .recurrent import RecurrentStates
 from .sampling import Draws
 
@@ -333,8 +333,8 @@ class StaticCache(TreeCache):
         self._joint: Tensor | None = None
         # Always there, so that a compiled function finds the same inputs, and in one place, where
         # a recorded round finds them.
-        self._lengths_there = _fixed(send([0] * batch, self.device))
-        self.running = _fixed(send([1] * batch, self.device))
+        self._lengths_there = fixed(send([0] * batch, self.device))
+        self.running = fixed(send([1] * batch, self.device))
         """[B]: 0 for rows that idle."""
         self.recorded: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         """Recorded rounds over these buffers, by owner and form (`recorded.run`)."""
@@ -385,7 +385,7 @@ class StaticCache(TreeCache):
         for buffer in (state.keys, state.values):
             # One function for all capacities. "maybe": a function that depends on it is compiled
             # for each of them.
-            torch._dynamo.maybe_mark_dynamic(_fixed(buffer), 2)
+            torch._dynamo.maybe_mark_dynamic(fixed(buffer), 2)
         return state
 
     def _part(self, keys: Tensor, values: Tensor) -> KeysAndValues | None:
@@ -407,7 +407,7 @@ class StaticCache(TreeCache):
             return KeysAndValues(part[0], part[1])
         # Layers of different sizes: what the first ones have in the joint buffer moves out of it.
         for state in self.states.values():
-            state.keys, state.values = _fixed(state.keys.clone()), _fixed(state.values.clone())
+            state.keys, state.values = fixed(state.keys.clone()), fixed(state.values.clone())
         self._joint = None
         return None
 
@@ -490,12 +490,6 @@ def _buffer(like: Tensor, capacity: int) -> Tensor:
     """
     batch, heads, _, size = like.shape
     return like.new_zeros(batch, heads, capacity, size)
-
-
-def _fixed(tensor: Tensor) -> Tensor:
-    """Tell a compiler that a tensor stays where it is, and return it."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

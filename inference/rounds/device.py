@@ -111,3 +111,9 @@ class Clock:
                 seconds = first.elapsed_time(second) / 1000 if self._cuda else second - first
                 for record in records:
                     setattr(record, f"t_{part}_s", seconds)
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """Tell a compiler that a tensor stays where it is, and return it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .device import fixed
+
 CHUNK = 64
 """Positions of a text that are computed at once."""
 CHANNEL_CHUNK = 16
@@ -72,7 +74,7 @@ class Course:
 
 @dataclass
 class Terms:
-    """What a layer makes of N positions for its recurrence."""
+    """Terms of a layer's recurrence at N positions."""
 
     queries: Tensor  # [B, G, 1, N, K]
     keys: Tensor  # [B, G, 1, N, K]
@@ -83,7 +85,7 @@ class Terms:
 
 @dataclass
 class Added:
-    """What U undecided nodes would add to the matrices."""
+    """Contributions of U undecided nodes to the matrices, if they are accepted."""
 
     keys: Tensor  # [B, G, 1, U, K]
     corrections: Tensor  # [B, G, R, U, V]
@@ -358,9 +360,9 @@ class _Stacked:
         )
 
     def _place(self, inputs: Tensor, matrices: Tensor | None) -> None:
-        self.inputs = _fixed(inputs)
+        self.inputs = fixed(inputs)
         """[L, B, W - 1, C]."""
-        self.matrices = None if matrices is None else _fixed(matrices)
+        self.matrices = None if matrices is None else fixed(matrices)
         """[L, B, G, R, K, V]; None for convolutions alone."""
         for layer, state in enumerate(self._states):
             state.inputs = self.inputs[layer]
@@ -427,9 +429,3 @@ def _along(stacked: Tensor, path: Tensor) -> Tensor:
     index = path[None, :, None, None, :, None]
     shape = *stacked.shape[:4], path.shape[1], stacked.shape[5]
     return stacked.gather(4, index.expand(shape))
-
-
-def _fixed(tensor: Tensor) -> Tensor:
-    """Tell a compiler that a tensor stays where it is, and return it."""
-    torch._dynamo.mark_static_address(tensor)
-    return tensor

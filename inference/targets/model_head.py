@@ -81,7 +81,7 @@ class ModelHead:
         self._output = output
         self._multiply: nn.Module = output
         """Computes what the output layer does; a packed copy of it in decoding on a CPU."""
-        # A recurrent state cannot give refused drafts up again; other kinds need other masks.
+        # Other kinds need other masks, or states that no cache here has.
         if unknown := self.kinds_of_layers - KINDS_OF_LAYERS:
             names = ", ".join(sorted(unknown))
             raise UserError(

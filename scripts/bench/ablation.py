@@ -26,8 +26,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import BoundedSemaphore
 
 import msgspec
 from rich.console import Console
@@ -58,9 +60,36 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompts: str
     """Test prompts."""
     new_tokens: int = 128
+    batch: int = 1
+    """Test prompts decoded together."""
     trees: dict[str, str]
     """Settings of a drafter, by the name that the table gives them."""
     variants: dict[str, Options]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What starts the commands of an ablation, a limited number at one time."""
+
+    places: AbstractContextManager[object]
+    gpu: bool
+
+    def call(self, command: Sequence[str], log: Path) -> None:
+        """Run Python on one thread, with what it prints in a file, when a place is free."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if not self.gpu:
+            environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        with self.places, log.open("w") as printed:
+            ended = subprocess.run(
+                [sys.executable, *command],
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        if ended.returncode:
+            last = log.read_text().strip().splitlines()[-1:]
+            raise UserError(f"{log}: {''.join(last)}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +99,7 @@ class Runs:
     plan: Plan
     name: str
     folder: Path
+    runner: Runner
     taus: dict[float, float] = field(default_factory=dict)
     """Estimated tau of the first seed by rate."""
 
@@ -88,7 +118,7 @@ class Runs:
             flags = [part for k, v in given.items() for part in (f"--{k}", text(v, seed))]
             command = ["-m", "draftsmith.train", self.plan.method, "--config", self.plan.config]
             log = out.with_name(out.name + ".log")
-            call([*command, *flags], log)
+            self.runner.call([*command, *flags], log)
             if (tau := estimated(out)) is None:
                 raise UserError(f"{log}: the run ended without an estimated tau")
         print(f"{self.name}: rate {rate:.2g}, seed {seed}: {tau:.3f}", file=sys.stderr)
@@ -99,7 +129,10 @@ class Runs:
         optimizer = str(self.options.get("optim.optimizer", self.plan.optimizer))
         middle, seed = self.plan.rates[optimizer], self.plan.seeds[0]
         rates = {power: middle * 2.0**power for power in range(-FURTHEST, FURTHEST + 1)}
-        taus = {power: self.train(rates[power], seed) for power in (-1, 0, 1)}
+        with ThreadPoolExecutor() as pool:
+            middle_three = (-1, 0, 1)
+            found = pool.map(lambda power: self.train(rates[power], seed), middle_three)
+            taus = dict(zip(middle_three, found, strict=True))
         best = max(taus, key=taus.__getitem__)
         while best and abs(best) < FURTHEST and best in (min(taus), max(taus)):
             following = best + (1 if best > 0 else -1)
@@ -111,8 +144,8 @@ class Runs:
     def run(self) -> None:
         """Make all runs and their evaluation."""
         rate = self.searched()
-        for seed in self.plan.seeds[1:]:
-            self.train(rate, seed)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda seed: self.train(rate, seed), self.plan.seeds[1:]))
         report = self.folder / "test.json"
         if not report.exists():
             drafters = [
@@ -123,8 +156,9 @@ class Runs:
             flags = [part for drafter in drafters for part in ("--drafter", drafter)]
             decode = ["--target", self.plan.target, "--prompts", self.plan.prompts]
             decode += ["--max-new-tokens", str(self.plan.new_tokens), "--repeats", "1"]
+            decode += ["--batch-sizes", str(self.plan.batch)]
             command = ["-m", "draftsmith", "evaluate", *decode, "--no-baselines", *flags]
-            call([*command, "--json", str(report)], self.folder / "test.log")
+            self.runner.call([*command, "--json", str(report)], self.folder / "test.log")
         searched = {f"{rate:.2g}": tau for rate, tau in self.taus.items()}
         (self.folder / "rate.json").write_text(json.dumps({"rate": rate, "searched": searched}))
 
@@ -151,6 +185,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", action="append", help="a variant; all if not given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at one time")
+    parser.add_argument("--gpu", action="store_true", help="runs share the GPU")
     parser.add_argument("--table", action="store_true", help="print what is there, make no runs")
     given = parser.parse_args()
     try:
@@ -159,14 +194,15 @@ def main() -> int:
         if unknown := sorted(set(names) - set(plan.variants)):
             known = ", ".join(plan.variants)
             raise UserError(f"{given.plan} has no variant {unknown[0]}; there are {known}")
+        runner = Runner(BoundedSemaphore(given.jobs), given.gpu)
+        variants = {name: Runs(plan, name, given.out / name, runner) for name in plan.variants}
         if not given.table:
-            with ThreadPoolExecutor(given.jobs) as pool:
-                runs = [Runs(plan, name, given.out / name) for name in names]
-                list(pool.map(Runs.run, runs))
+            with ThreadPoolExecutor(len(names)) as pool:
+                list(pool.map(Runs.run, [variants[name] for name in names]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    show(plan, {name: Runs(plan, name, given.out / name) for name in plan.variants})
+    show(plan, variants)
     return 0
 
 
@@ -176,19 +212,6 @@ def read_plan(path: Path) -> Plan:
         return msgspec.yaml.decode(path.read_bytes(), type=Plan)
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"{path} is no plan of an ablation: {error}") from error
-
-
-def call(command: Sequence[str], log: Path) -> None:
-    """Run Python on one thread, with what it prints in a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    with log.open("w") as printed:
-        ended = subprocess.run(
-            [sys.executable, *command], stdout=printed, stderr=subprocess.STDOUT, env=environment
-        )
-    if ended.returncode:
-        last = log.read_text().strip().splitlines()[-1:]
-        raise UserError(f"{log}: {''.join(last)}")
 
 
 def estimated(run: Path) -> float | None:

@@ -1,10 +1,10 @@
-"""Make the quickstart target: a chat-style code model small enough to commit, and a draft LM for
-it.
+"""Make the quickstart targets, chat-style code models small enough to commit, and a draft LM.
 
     python scripts/quickstart/make_target.py --out scripts/quickstart/target --tokens 16e6
-    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_model --draft-model \\
-        --tokens 16e6 \\
-        --tokenizer scripts/quickstart/target
+    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_model --tokens 16e6 \\
+        --kind draft-model --tokenizer scripts/quickstart/target
+    python scripts/quickstart/make_target.py --out scripts/quickstart/hybrid --tokens 16e6 \\
+        --kind hybrid --tokenizer scripts/quickstart/target
 
 Data: the functions (`functions.py`) of the standard library and of the packages installed next to
 it. Held-out modules are left out, and so is every training function that shares a 13-gram with one
@@ -16,6 +16,11 @@ rest (fewer tokens to the same loss at this size), batches of equal-length rows 
 (right padding is never attended, so no mask is built), loss on every token of the conversation (the
 model also learns what prompts look like), standard-library functions seen three times as often (the
 quickstart's prompts come from there).
+
+The hybrid target has Qwen3.5's architecture, with a layer that predicts the token after the next
+(multi-token prediction, arXiv 2412.19437), trained together with the model. transformers has no
+class for that layer in this family and leaves its weights out; they are stored under the family's
+names.
 """
 
 from __future__ import annotations
@@ -34,8 +39,17 @@ from typing import Any
 
 import torch
 from functions import Function, functions_under, ngrams, stdlib_functions
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 # the first ids, in this order
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -51,6 +65,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 STDLIB_REPEATS = 3
+FOLLOWING = 0.3  # weight of the loss of tokens after the next
 # tokens; longer functions are left out, not cut, so that every reply ends with its end token
 CONTEXT = 1024
 
@@ -135,14 +150,52 @@ def batches(
             yield torch.tensor([rows[i] + [pad] * (length - len(rows[i])) for i in group])
 
 
-def token_loss(model: torch.nn.Module, ids: torch.Tensor, pad: int) -> tuple[torch.Tensor, int]:
-    """Summed cross-entropy of every next token that is not padding, and how many there are."""
-    labels = ids[:, 1:]
-    logits = model(input_ids=ids[:, :-1]).logits.float()
-    losses = torch.nn.functional.cross_entropy(
+def token_loss(
+    model: Any, predictor: Predictor | None, ids: Tensor, pad: int
+) -> tuple[Tensor, Tensor, int]:
+    """Summed cross-entropy of every next token that is not padding, that of every token after the
+    next by `predictor`, and how many next tokens there are."""
+    states = model.model(input_ids=ids[:, :-1]).last_hidden_state
+    following = states.new_zeros(())
+    if predictor is not None:
+        embedded = model.get_input_embeddings()(ids[:, 1:-1])
+        following = summed_loss(model, predictor(model, embedded, states[:, :-1]), ids[:, 2:], pad)
+    return summed_loss(model, states, ids[:, 1:], pad), following, int((ids[:, 1:] != pad).sum())
+
+
+def summed_loss(model: Any, states: Tensor, labels: Tensor, pad: int) -> Tensor:
+    """Summed cross-entropy of `labels` by the model's head over `states`, without padding."""
+    logits = model.lm_head(states).float()
+    return nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum"
     )
-    return losses, int((labels != pad).sum())
+
+
+class Predictor(nn.Module):
+    """Qwen3.5's layer for the token after the next: attention over pairs of an embedded token and
+    the state, after the final norm, that predicted it."""
+
+    def __init__(self, config: Qwen3_5TextConfig) -> None:
+        super().__init__()
+        config = copy.deepcopy(config)
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps=eps)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps=eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
+        self.norm = Qwen3_5RMSNorm(size, eps=eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def forward(self, model: Any, embedded: Tensor, states: Tensor) -> Tensor:
+        """States `[B, N, H]` for the head: row t has seen the tokens up to t + 1."""
+        parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)]
+        x = self.fc(torch.cat(parts, -1))
+        places = torch.arange(x.shape[1], device=x.device).expand(3, len(x), -1)
+        turned = model.model.rotary_emb(x, places)
+        return self.norm(self.layers[0](x, position_embeddings=turned))
 
 
 @torch.no_grad()
@@ -159,7 +212,7 @@ def held_out_loss(
     total, count = 0.0, 0
     for ids in _evaluation_batches(rows, pad):
         ids = ids.to(device)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=torch.device(device).type == "cuda"):
             logits = model(input_ids=ids[:, :-1]).logits.float()
         labels = ids[:, 1:].clone()
         if bodies_only is not None:
@@ -180,34 +233,62 @@ def _evaluation_batches(rows: list[list[int]], pad: int) -> Iterator[torch.Tenso
         yield torch.tensor([row + [pad] * (len(group[-1]) - len(row)) for row in group])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, draft_model: bool) -> LlamaForCausalLM:
-    """An 8-layer target of 3.6M parameters, or a 2-layer draft LM of 0.7M."""
-    size: dict[str, Any] = (
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "target": (  # 3.6M parameters
+        LlamaForCausalLM,
+        LlamaConfig,
+        dict(
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+        ),
+    ),
+    "draft-model": (  # 0.7M
+        LlamaForCausalLM,
+        LlamaConfig,
         dict(
             hidden_size=128,
             intermediate_size=384,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-        )
-        if draft_model
-        else dict(
+        ),
+    ),
+    "hybrid": (  # 3.9M; heads of keys and values differ in number and size, so that a mix-up shows
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        dict(
             hidden_size=192,
-            intermediate_size=512,
+            intermediate_size=416,
             num_hidden_layers=8,
             num_attention_heads=6,
             num_key_value_heads=3,
-        )
-    )
-    return LlamaForCausalLM(
-        LlamaConfig(
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=48,
+            linear_conv_kernel_dim=4,
+            mtp_num_hidden_layers=1,
+        ),
+    ),
+}
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, kind: str) -> Any:
+    """A model of a kind of `KINDS`, with random weights."""
+    model, config, sizes = KINDS[kind]
+    return model(
+        config(
             vocab_size=len(tokenizer),
             max_position_embeddings=CONTEXT,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=EOS,
             pad_token_id=PAD,
-            **size,
+            **sizes,
         )
     )
 
@@ -218,45 +299,45 @@ def learning_rate_scale(progress: float) -> float:
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: Any,
+    predictor: Predictor | None,
     rows: list[list[int]],
     valid: list[list[int]],
     args: argparse.Namespace,
-    save,
+    save: Any,
 ) -> None:
     pad, device = PAD, args.device
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    model.to(device).train()
+    named = list(model.named_parameters())
+    if predictor is not None:
+        named += predictor.to(device).train().named_parameters()
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     optimizers = [
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    model.to(device).train()
     done, step, started, last_save = 0, 0, time.monotonic(), time.monotonic()
     for ids in batches(rows, args.batch, pad, args.seed):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate_scale(max(done, 1) / args.tokens)
-        with torch.autocast(device, torch.bfloat16):
-            loss_sum, count = token_loss(model, ids.to(device), pad)
-        (loss_sum / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
+            loss, following, count = token_loss(model, predictor, ids.to(device), pad)
+        ((loss + FOLLOWING * following) / count).backward()
+        torch.nn.utils.clip_grad_norm_([p for _, p in named], 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         done, step = done + count, step + 1
         if step % 50 == 0:
             rate = done / (time.monotonic() - started)
-            print(
-                f"step {step}  tokens {done:,}  loss {loss_sum.item() / count:.3f}  {rate:,.0f} "
-                "tokens/s",
-                flush=True,
-            )
+            losses = " ".join(f"{x.item() / count:.3f}" for x in (loss, following))
+            print(f"step {step}  tokens {done:,}  loss {losses}  {rate:,.0f} tokens/s", flush=True)
         if time.monotonic() - last_save > 600:
-            print(
-                f"  held-out loss {held_out_loss(model, valid[:200], pad, device):.4f}", flush=True
-            )
-            save(model, {"tokens": done})
+            held_out = held_out_loss(model, valid[:200], pad, device)
+            print(f"  held-out loss {held_out:.4f}", flush=True)
+            save({"tokens": done})
             last_save = time.monotonic()
         if done >= args.tokens:
             return
@@ -268,7 +349,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, required=True, help="training tokens")
-    parser.add_argument("--draft-model", action="store_true", help="make the 2-layer draft LM")
+    parser.add_argument("--kind", choices=list(KINDS), default="target")
     parser.add_argument(
         "--tokenizer", type=Path, help="take the tokenizer of this model instead of training one"
     )
@@ -276,10 +357,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--float32", dest="bf16", action="store_false", help="no autocast to bfloat16"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    if args.draft_model and args.tokenizer is None:
-        parser.error("--draft-model needs --tokenizer TARGET, so that both models share it")
+    if args.kind != "target" and args.tokenizer is None:
+        parser.error(f"--kind {args.kind} needs --tokenizer TARGET, so that all models share it")
 
     torch.manual_seed(args.seed)
     train_functions, valid_functions = collect()
@@ -288,8 +372,9 @@ def main() -> None:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
     rows, valid = encode(tokenizer, train_functions), encode(tokenizer, valid_functions)
-    model = build_model(tokenizer, args.draft_model)
-    size = sum(p.numel() for p in model.parameters())
+    model = build_model(tokenizer, args.kind)
+    predictor = Predictor(model.config) if args.kind == "hybrid" else None
+    size = sum(p.numel() for module in (model, predictor) if module for p in module.parameters())
     print(
         f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; "
         f"{size:,} parameters"
@@ -297,14 +382,21 @@ def main() -> None:
         flush=True,
     )
 
-    def save(model: LlamaForCausalLM, facts: dict) -> None:
+    def save(facts: dict) -> None:
         rounded: Any = copy.deepcopy(model)
         rounded.to("cpu", torch.bfloat16).save_pretrained(args.out)
+        if predictor is not None:
+            weights = args.out / "model.safetensors"
+            kept = load_file(weights)
+            own = {
+                f"mtp.{k}": v.to("cpu", torch.bfloat16) for k, v in predictor.state_dict().items()
+            }
+            save_file({**kept, **own}, weights, {"format": "pt"})
         tokenizer.save_pretrained(args.out)
         (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
     started = time.monotonic()
-    train(model, rows, valid, args, save)
+    train(model, predictor, rows, valid, args, save)
     facts = {
         "command": " ".join(sys.argv),
         "tokens": args.tokens,
@@ -317,7 +409,7 @@ def main() -> None:
         "python": sys.version.split()[0],
     }
     facts["held_out_perplexity_bodies"] = round(math.exp(facts["held_out_loss_bodies"]), 2)
-    save(model, facts)
+    save(facts)
     print(json.dumps(facts, indent=2))
 
 

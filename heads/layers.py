@@ -223,17 +223,24 @@ def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
         )
 
 
+HEAD_SIZE = 64
+"""Size of a drafter's attention heads where its target has none."""
+
+
 def layout_of(target: Any) -> JsonObject:
     """Return the fields of `DrafterShape` that a drafter takes from a target's config."""
     layer = last_layer_of(target)
-    hidden, heads = target.hidden_size, layer.num_attention_heads
+    hidden = target.hidden_size
+    heads, size = first_of(layer, "num_attention_heads"), first_of(layer, "head_dim")
+    if not heads:  # a target without attention, whose `head_dim` is that of its recurrence
+        heads, size = max(hidden // HEAD_SIZE, 1), None
     eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
         # A config without the key, or with None, is of a model whose attention heads all have their
         # own keys.
         "num_kv_heads": first_of(layer, "num_key_value_heads") or heads,
-        "head_dim": first_of(layer, "head_dim") or hidden // heads,
+        "head_dim": size or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
         "norm_eps": eps or 1e-6,

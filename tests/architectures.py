@@ -239,7 +239,11 @@ ARCHITECTURES |= HYBRIDS
 
 
 def architecture(
-    kind: str, seed: int = 0, dtype: torch.dtype | None = None, layers: int = 2
+    kind: str,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    layers: int = 2,
+    scale: float = 0.3,
 ) -> Target:
     """A target of this kind, float64 so that near-ties vanish (experts and recurrent layers compute
     in float32)."""
@@ -247,7 +251,7 @@ def architecture(
     torch.manual_seed(seed)
     sizes: dict[str, Any] = dict(
         hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, vocab_size=VOCAB,
-        initializer_range=0.3,
+        initializer_range=scale,
         pad_token_id=0, eos_token_id=[1, 2], bos_token_id=None,
     )  # fmt: skip
     single = "num_experts_per_tok" in extra or kind in HYBRIDS

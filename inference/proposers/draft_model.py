@@ -52,7 +52,7 @@ class DraftModelProposer(CachedProposer):
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
         super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
-        self._kept = KeptCache(model.num_layers)
+        self._kept = KeptCache(model.layers_with_keys)
         # [B]: the token before the root
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack

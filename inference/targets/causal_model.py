@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -88,15 +88,15 @@ class CausalModel(ModelHead):
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds & KINDS_OF_ATTENTION) > 1
         self.mixers = mixers_of(self.decoder)
-        self._check_mixers()
         """Recurrent layers, which run over trees by functions of their own; empty: none."""
+        self._check_mixers()
         self.fused: KernelDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
         """True if rounds run over caches of fixed shapes, as functions that are compiled once."""
-        self.kept_cache = KeptCache(self.num_layers)
+        self.kept_cache = KeptCache(self.layers_with_keys)
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
         self.attends_in_documents = False
@@ -117,8 +117,16 @@ class CausalModel(ModelHead):
     @property
     def stateful_layers(self) -> int:
         """Number of layers that keep something of the positions before."""
+        return self._layers_but(STATELESS_KINDS)
+
+    @property
+    def layers_with_keys(self) -> int:
+        """Number of layers that keep keys and values, by the names that the config has for them."""
+        return self._layers_but(STATELESS_KINDS | RECURRENT_KINDS - {"hybrid"})
+
+    def _layers_but(self, kinds: Collection[str]) -> int:
         named = getattr(self.config, "layer_types", None) or ()
-        return self.num_layers - sum(kind in STATELESS_KINDS for kind in named)
+        return self.num_layers - sum(kind in kinds for kind in named)
 
     @property
     def window(self) -> int | None:

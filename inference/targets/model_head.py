@@ -20,6 +20,7 @@ TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
 BEFORE_BORDER = 5  # positions of a trial before a border: it begins after all of a short document
 KINDS_OF_ATTENTION = {"full_attention", "sliding_attention", "global"}
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
+"""Kinds of layers with a recurrent state; a hybrid one has attention too."""
 STATELESS_KINDS = {"mlp", "moe"}
 """Kinds of layers that keep nothing: Nemotron-H counts its perceptrons as layers."""
 KINDS_OF_LAYERS = KINDS_OF_ATTENTION | RECURRENT_KINDS | STATELESS_KINDS

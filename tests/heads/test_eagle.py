@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Mamba2Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from draftsmith.heads.artifact import Artifact
@@ -39,6 +40,12 @@ def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k, v, is_causal=True, enable_gqa=True
     )
     return found.transpose(1, 2).flatten(2)
+
+
+def test_of_a_target_without_attention_a_drafter_has_heads_of_64() -> None:
+    config = Mamba2Config(hidden_size=192, num_heads=12, head_dim=32, num_hidden_layers=4)
+    shape = shape_for(EagleConfig(taps=[0, 1, 3]), config)
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (3, 3, 64)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ states that any accepted paths leave are those of one pass over the same tokens.
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,24 +144,43 @@ def test_states_after_accepted_paths_are_those_of_one_prefill(
     kind: str, data: st.DataObject
 ) -> None:
     """Rows that accept nothing, and rows that accept a whole path, in one batch."""
-    target = architecture(kind, dtype=torch.float32)
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=3, max_size=3))
     shapes = data.draw(st.lists(trees(), min_size=1, max_size=4))
     ends = [
         data.draw(st.lists(st.integers(-1, shape.nodes - 1), min_size=3, max_size=3))
         for shape in shapes
     ]
-    with torch.inference_mode():
-        cache, texts = run_rounds(target, lengths, shapes, ends)
-        fresh = TreeCache(3, 16)
-        longest = max(map(len, texts))
-        padded = torch.tensor([[*text, *[7] * (longest - len(text))] for text in texts])
-        target.prefill(padded, list(map(len, texts)), fresh)
+    check_states(kind, lengths, shapes, ends)
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "kimi-linear", "bamba"])
+def test_states_do_not_drift_in_fifty_rounds(kind: str) -> None:
+    random = Random(0)
+    sizes = [random.randint(1, 12) for _ in range(50)]
+    shapes = [
+        TreeShape((-1, *(random.randrange(node) for node in range(1, size)))) for size in sizes
+    ]
+    ends = [[random.randint(-1, size - 1) for _ in range(3)] for size in sizes]
+    check_states(kind, [3, 1, 8], shapes, ends)
+
+
+@torch.inference_mode()
+def check_states(
+    kind: str, lengths: list[int], shapes: list[TreeShape], ends: list[list[int]]
+) -> None:
+    """Compare the states after rounds of three rows with those of one prefill of their texts."""
+    # With larger weights a random model amplifies what its layers round.
+    target = architecture(kind, dtype=torch.float32, scale=0.1)
+    cache, texts = run_rounds(target, lengths, shapes, ends)
+    fresh = TreeCache(3, 16)
+    longest = max(map(len, texts))
+    padded = torch.tensor([[*text, *[7] * (longest - len(text))] for text in texts])
+    target.prefill(padded, list(map(len, texts)), fresh)
     assert cache.lengths == fresh.lengths
+    assert len(cache.states) == target.layers_with_keys, "a static cache makes so many"
     for row in range(3):
         for found, expected in zip(states_of(cache, row), states_of(fresh, row), strict=True):
-            # Relative to the whole state: random models amplify what their layers round.
-            assert (found - expected).norm() <= 1e-4 * expected.norm() + 1e-6
+            assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
 def test_rows_that_leave_take_their_states_along() -> None:

@@ -37,12 +37,24 @@ def versions() -> dict[str, str | None]:
 def provenance() -> JsonObject:
     """Return the facts about this process that are noted with a checkpoint, as JSON."""
     return {
-        "command": sys.argv,
+        "command": command_line(sys.argv),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": versions(),
         "platform": platform.platform(),
     }
+
+
+def command_line(argv: list[str]) -> list[str]:
+    """Return a command as a user types it, without the path of what Python runs.
+
+    Example: `/opt/venv/draftsmith/train/__main__.py dspark` is `python -m draftsmith.train dspark`.
+    """
+    path = Path(argv[0])
+    if path.name != "__main__.py":
+        return [path.name, *argv[1:]]
+    inner = "" if path.parent.name == "draftsmith" else f".{path.parent.name}"
+    return ["python", "-m", f"draftsmith{inner}", *argv[1:]]
 
 
 def git_commit() -> str | None:

@@ -9,6 +9,7 @@
 #   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
 #   counts         counters of llama.cpp and vLLM compared with ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
+#                  (counts and engines: llama.cpp takes an EAGLE-3 of --heads.norm-taps false --heads.norm-output false)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
 # Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with
 # `distill`, of Medusa heads with `medusa`. Without runs/smollm2/dspark the DSpark that comes with the project is measured.

@@ -379,35 +379,32 @@ class _Stacked:
         )
 
     def commit(self, counts: Tensor, path: Tensor | None) -> None:
-        new = [state.new_inputs for state in self._states]
-        if new[0] is None:
+        new = [state.new_inputs for state in self._states if state.new_inputs is not None]
+        if not new:
             return
-        inputs = torch.stack([x for x in new if x is not None])
-        _, batch, undecided, _ = inputs.shape
-        device = inputs.device
+        batch, undecided, _ = new[0].shape
+        device = self.inputs.device
         counts = counts.to(device)
         if path is None:
             path = torch.arange(undecided, device=device).expand(batch, -1)
         path = path.to(device)
-        self._take_inputs(inputs, counts, path)
+        self._take_inputs(new, counts, path)
         if self.matrices is not None:
-            self._take_added(counts, path)
+            self._take_added(self.matrices, counts, path)
         for state in self._states:
             state.truncate(0)
 
-    def _take_inputs(self, new: Tensor, counts: Tensor, path: Tensor) -> None:
+    def _take_inputs(self, new: list[Tensor], counts: Tensor, path: Tensor) -> None:
         width = self.inputs.shape[2]
-        index = path[None, :, :, None].expand(len(new), -1, -1, new.shape[-1])
-        every = torch.cat([self.inputs, new.gather(2, index)], 2)
+        every = torch.cat([self.inputs, _along(new, path)], 2)
         counts = counts.expand(len(new), -1).flatten()
         taken = _windows_after(every.flatten(0, 1), counts, width)
         self.inputs.copy_(taken.unflatten(0, self.inputs.shape[:2]))
 
-    def _take_added(self, counts: Tensor, path: Tensor) -> None:
-        assert self.matrices is not None
+    def _take_added(self, matrices: Tensor, counts: Tensor, path: Tensor) -> None:
         added = [state.added for state in self._states if state.added is not None]
         keys, corrections, sums = (
-            _along(torch.stack([getattr(each, name) for each in added]), path)
+            _along([getattr(each, name) for each in added], path)
             for name in ("keys", "corrections", "sums")
         )
         # The last accepted node's sum; a row that accepts nothing does not decay.
@@ -419,13 +416,23 @@ class _Stacked:
         end = torch.where((counts > 0)[None, :, None, None, None, None], end, 0.0)
         # Before the exponential: a node past the count may have a larger sum than the last one.
         weights = (end - sums).masked_fill(~taken, -torch.inf).exp()
-        # In place: a recorded round finds the state where it was.
-        self.matrices.mul_(end.mT.exp())
-        self.matrices.add_((keys * weights).mT @ corrections)
+        # In place: a recorded round finds the state where it was, and memory is read once less.
+        matrices.mul_(end.mT.exp())
+        matrices.flatten(0, 3).baddbmm_(
+            (keys * weights).mT.flatten(0, 3), corrections.flatten(0, 3)
+        )
 
 
-def _along(stacked: Tensor, path: Tensor) -> Tensor:
-    """Return nodes `path` `[B, A]` of `stacked` `[L, B, G, R, U, X]`: `[L, B, G, R, A, X]`."""
-    index = path[None, :, None, None, :, None]
-    shape = *stacked.shape[:4], path.shape[1], stacked.shape[5]
-    return stacked.gather(4, index.expand(shape))
+def _along(layers: list[Tensor], path: Tensor) -> Tensor:
+    """Return nodes `path` `[B, A]` of tensors `[B, .., U, X]` of L layers: `[L, B, .., A, X]`."""
+    if len(path) == 1:
+        # One row needs no index for each number, and most nodes of a tree are not on its path.
+        nodes = path[0]
+        if path.device.type == "cuda":  # fewer kernels
+            return torch.stack(layers).index_select(-2, nodes)
+        return torch.stack([layer.index_select(-2, nodes) for layer in layers])
+    stacked = torch.stack(layers)
+    index = path.reshape(1, len(path), *[1] * (stacked.ndim - 4), path.shape[1], 1)
+    return stacked.gather(
+        -2, index.expand(*stacked.shape[:-2], *path.shape[1:], layers[0].shape[-1])
+    )

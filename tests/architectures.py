@@ -335,22 +335,34 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
     return found
 
 
+TEN_NODES = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
+
+
 class FromTheFuture(Proposer):
-    """Knows what the target will write. `right`: the root with a chain of it, and beside each right
-    node a wrong one; the accepted leaf is never the last row. Otherwise: a tree of the same shape
-    in which no token is right."""
+    """Knows what the target will write. `right`: the path to the first of the deepest nodes is it,
+    and all other nodes are wrong; that leaf is not the last row. Otherwise: a tree of the same
+    shape in which no token is right."""
 
     taps: tuple[int, ...] = ()
-    shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
-    max_drafted = shape.drafted
 
     def __init__(
-        self, texts: dict[tuple[int, ...], list[int]], right: bool, vocab_size: int
+        self,
+        texts: dict[tuple[int, ...], list[int]],
+        right: bool,
+        vocab_size: int,
+        shape: TreeShape = TEN_NODES,
     ) -> None:
         """`texts`: reply by prompt."""
         self.name = "oracle" if right else "adversary"
-        self._texts, self._right, self._vocab = texts, right, vocab_size
+        self._texts, self._vocab = texts, vocab_size
         self._ahead: list[list[int]] = []
+        self.shape, self.max_drafted = shape, shape.drafted
+        path = shape.path_to(shape.depths.index(shape.levels))
+        self._offsets = [
+            0 if right and node in path else 1 + shape.children[parent].index(node)
+            for node, parent in enumerate(shape.parents[1:], 1)
+        ]
+        """What is added to the right token of each node's depth."""
 
     def prefill(self, prompts: Prompts) -> None:
         self._ahead = [list(self._texts[tuple(tokens[:-1])][1:]) for tokens in prompts.tokens]
@@ -358,12 +370,10 @@ class FromTheFuture(Proposer):
     def propose(self, root: torch.Tensor, draws: Draws) -> DraftTree:
         rows = []
         for ahead, first in zip(self._ahead, root.tolist(), strict=True):
-            coming = (ahead + [3] * 4)[:4]
-            wrong = [(token + 1) % self._vocab for token in coming]
-            other = [(token + 2) % self._vocab for token in coming]
-            best = coming if self._right else other
+            coming = ahead + [3] * self.shape.levels
+            drafts = zip(self.shape.depths[1:], self._offsets, strict=True)
             rows.append(
-                [first] + [t for pair in zip(best, wrong, strict=True) for t in pair] + [wrong[0]]
+                [first, *((coming[depth - 1] + offset) % self._vocab for depth, offset in drafts)]
             )
         return DraftTree(torch.tensor(rows, device=root.device), self.shape)
 

@@ -4,6 +4,8 @@ architecture, alone and in batches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,24 +13,33 @@ import torch
 from draftsmith.inference.decode import Generation, generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import make_proposer
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
 from tests.architectures import (
     ARCHITECTURES,
+    HYBRIDS,
+    TEN_NODES,
     FromTheFuture,
     architecture,
     near_copy,
     proposers,
 )
 from tests.conftest import ROOT, wrong_heads
+from tests.eagles import random_eagle
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 BATCH = 8
 SAMPLED = ("llama", "gpt2")
 """Architectures with every drafter in the default tests; `test_families.py` samples others."""
 
+SIXTEEN_NODES = TreeShape.wide((3, 2, 1))
+SIXTY_NODES = TreeShape(TreeShape.wide((4, 3, 2, 1)).parents[:60])
 DRAFT_MODEL = ROOT / "scripts" / "quickstart" / "draft_model"
 
 
@@ -63,9 +74,10 @@ def check(
     max_new_tokens: int,
     alone: int,
     sampling: Sampling = Sampling(),  # noqa: B008
+    shapes: Sequence[TreeShape] = (TEN_NODES,),
 ) -> dict[str, list[Generation]]:
     """Decode in ragged batches of 8, and the first `alone` prompts by themselves; compare with
-    transformers."""
+    transformers. `shapes` are the trees of an oracle and of its opposite."""
     options = (
         {}
         if sampling.repetition_penalty is None
@@ -74,11 +86,12 @@ def check(
     expected = [reference(target, prompt, max_new_tokens, **options) for prompt in prompts]
     texts = {tuple(prompt): reply for prompt, reply in zip(prompts, expected, strict=True)}
     future = {
-        f"{n}": FromTheFuture(texts, n == "oracle", target.vocab_size)
-        for n in ("oracle", "adversary")
+        (n, shape): FromTheFuture(texts, n == "oracle", target.vocab_size, shape)
+        for n, shape in product(("oracle", "adversary"), shapes)
     }
+    named = {f"{n} {shape.nodes}": proposer for (n, shape), proposer in future.items()}
     found: dict[str, list[Generation]] = {}
-    for name, proposer in {**drafters, **future}.items():
+    for name, proposer in {**drafters, **named}.items():
         results = []
         for start in range(0, len(prompts), BATCH):
             results += generate(
@@ -95,10 +108,11 @@ def check(
             assert sum(len(r.tokens) for r in result.rounds) == len(reply) - 1
             assert result.finish_reason == ("eos" if reply[-1] in target.eos_ids else "length")
         found[name] = results + single
-    assert all(r.accepted == 4 for g in found["oracle"] for r in g.rounds[:-2]), (
-        "right drafts are accepted to the end"
-    )
-    assert all(r.accepted == 0 for g in found["adversary"] for r in g.rounds), "wrong drafts never"
+    for n, shape in future:
+        # The last two rounds reach over the end of a reply.
+        rounds = [r for g in found[f"{n} {shape.nodes}"] for r in g.rounds[:-2]]
+        right = shape.levels if n == "oracle" else 0
+        assert all(r.accepted == right for r in rounds), "right drafts always, wrong ones never"
     return found
 
 
@@ -130,6 +144,23 @@ def test_every_architecture(kind: str, count: int) -> None:
         assert accepted(found[name]) > len(found[name]), (
             f"{name}: a drafter that is never right proves nothing"
         )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hybrids_verify_large_trees(kind: str) -> None:
+    """Trees of 16 and 60 nodes, whose states no layer but these could tell apart."""
+    target, loose = architecture(kind), TreeSettings(length=4, width=4)
+    drafter = near_copy(target)
+    drafters: dict[str, Proposer] = {"ngram": NgramLookup(length=5)}
+    for nodes in (15, 59):
+        tree = replace(loose, nodes=nodes)
+        drafters |= {
+            f"draft model {nodes}": DraftModelProposer(drafter, target.vocab_size, tree),
+            f"eagle3 {nodes}": EagleProposer(random_eagle(target, "eagle3.1"), tree),
+        }
+    prompts = random_prompts(100, target.vocab_size)
+    check(target, drafters, prompts, 24, 100, shapes=(SIXTEEN_NODES, SIXTY_NODES))
 
 
 @pytest.mark.parametrize(

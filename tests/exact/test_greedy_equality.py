@@ -149,7 +149,7 @@ def test_every_architecture(kind: str, count: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_hybrids_verify_large_trees(kind: str) -> None:
-    """Trees of 16 and 60 nodes, whose states no layer but these could tell apart."""
+    """A hundred prompts alone and in ragged batches, with trees of 16 and 60 nodes."""
     target, loose = architecture(kind), TreeSettings(length=4, width=4)
     drafter = near_copy(target)
     drafters: dict[str, Proposer] = {"ngram": NgramLookup(length=5)}
@@ -159,8 +159,20 @@ def test_hybrids_verify_large_trees(kind: str) -> None:
             f"draft model {nodes}": DraftModelProposer(drafter, target.vocab_size, tree),
             f"eagle3 {nodes}": EagleProposer(random_eagle(target, "eagle3.1"), tree),
         }
-    prompts = random_prompts(100, target.vocab_size)
-    check(target, drafters, prompts, 24, 100, shapes=(SIXTEEN_NODES, SIXTY_NODES))
+    drawn = random_prompts(110, target.vocab_size)
+    # Recurrent layers compute in float32, where two tokens can be best to the last digit.
+    prompts = [prompt for prompt in drawn if least_gap(target, prompt, 24) > 1e-5]
+    print(f"{kind}: {len(drawn) - len(prompts)} of {len(drawn)} replies have a near-tie")
+    check(target, drafters, prompts[:100], 24, 100, shapes=(SIXTEEN_NODES, SIXTY_NODES))
+
+
+@torch.no_grad()
+def least_gap(target: Target, prompt: list[int], max_new_tokens: int) -> float:
+    """Return the least difference of the two best logits along transformers' reply."""
+    reply = reference(target, prompt, max_new_tokens)
+    logits = target.model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
+    best = logits.topk(2).values
+    return float((best[:, 0] - best[:, 1]).min())
 
 
 @pytest.mark.parametrize(

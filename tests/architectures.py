@@ -196,7 +196,6 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"],
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
-            "time_step_min": 1e-6,  # a limit of texts alone, see `mixers.Mamba2`
             "n_groups": 2,
             "ssm_state_size": 20,
             "conv_kernel": 4,
@@ -214,7 +213,6 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
             "mamba_expand": 2,
             "mamba_ngroups": 2,
             "n_mamba_heads": 4,
-            "time_step_min": 1e-6,
             "chunk_size": 16,
             "layers_block_type": ["mamba", "hybrid", "mamba"],
         },

@@ -100,8 +100,6 @@ MORE: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "num_attention_heads": 4,  # of the drafter
     },
-    # The least step of a text, which a pass over one token does not know (`mixers.Mamba2`).
-    "nemotron_h": {"time_step_min": 1e-6},
     # Only with longrope do its factors change there; `generate` drops the cache in any case.
     "phi3": {"original_max_position_embeddings": POSITIONS},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},

@@ -61,6 +61,11 @@ class DraftModelProposer(CachedProposer):
         self._slots: Tensor
         self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
 
+    def replan(self, plan: Planner) -> None:
+        super().replan(plan)
+        # In a recording what recurrent layers keep of the last drafts would have to stay in place.
+        self.traceable = self.traceable and not self.model.mixers
+
     @property
     def weight_bytes(self) -> int:
         return bytes_of(self.model.model) + self.model.packed_bytes

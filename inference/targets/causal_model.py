@@ -29,7 +29,7 @@ from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
-from .mixers import course_of, mixers_of, over, unknown_mixers
+from .mixers import course_of, mixers_of, over, unknown_mixers, without_limits
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
@@ -330,6 +330,11 @@ class CausalModel(ModelHead):
 
     def _tree_error(self, start: int) -> float:
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
+        # Nodes are no texts: steps of Mamba-2 are not limited in them, see `mixers.Mamba2`.
+        with without_limits(self.mixers):
+            return self._error_without_limits(start)
+
+    def _error_without_limits(self, start: int) -> float:
         try:
             in_tree = self._trial_states((), start)[0][PROMPT:]
             in_rounds = self._trial_rounds(start)
@@ -413,9 +418,10 @@ class CausalModel(ModelHead):
         return [states[0] for states in (joint.last, *joint.taps)]
 
     def _cannot(self) -> str:
+        attention = "" if self.mixers else "--target.attention sdpa or eager, or "
         return (
             f"{self._called} ({self.config.model_type}) cannot verify draft trees and roll "
-            "back; try --target.attention sdpa or eager, or another target"
+            f"back; try {attention}another target"
         )
 
     @torch.no_grad()

@@ -11,10 +11,12 @@ width; G, R, K, V and D are those of `rounds.recurrent`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from torch.nn import functional
 from ..rounds.device import send
 from ..rounds.recurrent import Course, RecurrentState, RecurrentStates, Terms
 from .masks import Pass
+
+IN_USE = RLock()
+"""Held by the thread whose passes the recurrent modules of the process run."""
 
 
 class Mixer(ABC):
@@ -39,6 +44,7 @@ class Mixer(ABC):
 
     @property
     def convolution(self) -> Any:
+        """Module of the convolution."""
         return self.module.conv1d
 
     @abstractmethod
@@ -46,6 +52,7 @@ class Mixer(ABC):
         """Return inputs `[B, N, C]` of the convolution for hidden states `[B, N, H]`, and more."""
 
     def activate(self, mixed: Tensor) -> Tensor:
+        """Return what follows from a convolution `[B, N, C]`."""
         return functional.silu(mixed)
 
     def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms | None:
@@ -65,15 +72,14 @@ class Mixer(ABC):
     def run(self, x: Tensor, state: RecurrentState, course: Course) -> Tensor:
         """Return the module's output for hidden states `[B, N, H]`."""
         inputs, rest = self.project(x)
-        convolution = self.convolution
-        mixed = state.convolve(inputs, convolution.weight.squeeze(1).T, course)
-        if convolution.bias is not None:
-            mixed = mixed + convolution.bias
-        mixed = self.activate(mixed)
+        weight, bias = self.convolution.weight.squeeze(1).T, self.convolution.bias
+        mixed = self.activate(state.convolve(inputs, weight, course, bias))
         terms = self.terms(mixed, rest, in_text=course.counts is not None)
         if terms is None:
             return self.finish(mixed, None, rest)
-        read = state.recur(terms, self.delta, course)
+        # Training may compute in bfloat16, in which differences of sums of decays lose their bits.
+        with torch.autocast(x.device.type, enabled=False):
+            read = state.recur(terms, self.delta, course)
         return self.finish(read.flatten(1, 2).transpose(1, 2), terms, rest)
 
 
@@ -106,6 +112,7 @@ class GatedDeltaNet(Mixer):
         )
 
     def strength(self, projected: Tensor) -> Tensor:
+        """Return the strength of the delta rule."""
         return projected.sigmoid()
 
     def finish(self, read: Tensor, terms: Terms | None, rest: Any) -> Tensor:
@@ -116,6 +123,7 @@ class GatedDeltaNet(Mixer):
         return project(normed.reshape(*read.shape[:2], -1))
 
     def output_parts(self) -> tuple[Any, Any]:
+        """Return the module's norm and its last projection."""
         return self.module.norm, self.module.out_proj
 
 
@@ -218,8 +226,8 @@ class Mamba2(Mixer):
         values, keys, queries = mixed.split([module.intermediate_size, states, states], -1)
         steps = functional.softplus(rest[1].float() + module.dt_bias)
         if in_text:
-            # transformers limits steps in its pass over a text, and not in that over one token, by
-            # which `generate` writes.
+            # `generate` writes by passes over one token, in which transformers does not limit
+            # steps.
             steps = steps.clamp(*module.time_step_limit)
         decays = -steps * module.A_log.float().exp()
         return Terms(
@@ -301,8 +309,31 @@ def unknown_mixers(decoder: nn.Module, known: list[Mixer]) -> str:
 
 
 @contextmanager
+def without_limits(mixers: list[Mixer]) -> Iterator[None]:
+    """Do not limit the steps of texts meanwhile, as those of nodes are not: for a comparison."""
+    limited = [mixer.module for mixer in mixers if hasattr(mixer.module, "time_step_limit")]
+    before = [module.time_step_limit for module in limited]
+    try:
+        for module in limited:
+            module.time_step_limit = (0.0, math.inf)
+        yield
+    finally:
+        for module, limit in zip(limited, before, strict=True):
+            module.time_step_limit = limit
+
+
+@contextmanager
 def over(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
-    """Let the mixers' modules run a pass over `states` meanwhile."""
+    """Let the mixers' modules run a pass over `states` meanwhile, one thread at a time."""
+    if not torch.compiler.is_compiling():
+        with IN_USE:
+            yield from _swapped(mixers, states, course)
+    else:
+        yield from _swapped(mixers, states, course)
+
+
+def _swapped(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
+    """Yield once, while the mixers' modules run over `states`."""
     # A module may have a function of its own already: that of a hook.
     before = [mixer.module.__dict__.get("forward") for mixer in mixers]
     try:
@@ -349,4 +380,5 @@ def _headed(x: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Return vectors `[.., E]` of length one."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

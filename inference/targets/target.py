@@ -145,6 +145,11 @@ def load_target(config: TargetConfig) -> Target:
     if whole and not getattr(model, "is_quantized", False):
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
+    if config.spread == "devices" and target.mixers:
+        raise UserError(
+            f"target.spread=devices does not run recurrent layers, which target {config.path} has; "
+            "use spread=fsdp"
+        )
     target.spread, target.digest = config.spread, digest
     target.reference = not config.fused
     return checked(target, fused=config.fused and config.attention is None, move=True)

@@ -169,7 +169,8 @@ class Runs:
             return []
         drafters = read_report(str(path)).settings[0].drafters
         taus = [drafters[f"{tree}-{seed}"].tau_incl_bonus for seed in self.plan.seeds]
-        return [tau for tau in taus if tau is not None]
+        known = [tau for tau in taus if tau is not None]
+        return known if len(known) == len(taus) else []
 
     def rate(self) -> str:
         """Return the chosen rate, for the table."""
@@ -216,8 +217,9 @@ def read_plan(path: Path) -> Plan:
 
 def estimated(run: Path) -> float | None:
     """Return the estimated tau at the end of a run; None for one that has not ended."""
+    # `last` is written when all steps are done, after the evaluation of the last one.
     path = run / "metrics.jsonl"
-    if not path.exists():
+    if not path.exists() or not (run / "last").exists():
         return None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     taus = [row["tau_estimated"] for row in rows if "tau_estimated" in row]

@@ -4,9 +4,10 @@
 
 Random targets with the layers, widths and vocabulary of SmolLM2-135M in float32, of four families.
 Each row is a family: the pass over one token, passes over 6 and 26 nodes in times of it, the commit
-of a path, the memory that the undecided nodes of a recurrent layer take (of all layers, 26 nodes),
+of a path of five of the 26, the memory that the undecided nodes of a recurrent layer take (of all layers, 26 nodes),
 that of a state for each of them, as engines keep it, and transformers' own pass over 6 tokens after
-a cached prompt, in times of its pass over one. Families and passes take turns; times are medians.
+a cached prompt, in times of its pass over one. Llama's forward pass is transformers' too, not the
+fused one. Families and passes take turns; times are medians.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def show(cases: dict[str, Case], ms: dict[tuple[str, str], float]) -> None:
     """Print the table."""
     table = Table(box=None)
     for column in (
-        "family", "parameters", "1 token, ms", "6 nodes", "26 nodes", "commit of 26, ms",
+        "family", "parameters", "1 token, ms", "6 nodes", "26 nodes", "commit of 5, ms",
         "memory of 26, MB", "26 states, MB", "transformers: 1 token, ms", "6 tokens",
     ):  # fmt: skip
         table.add_column(column)

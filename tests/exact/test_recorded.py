@@ -103,10 +103,23 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     return TAPES
 
 
-def models() -> tuple[Target, dict[str, Proposer]]:
-    target = architecture("llama")
+def models(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
+    target = architecture(kind)
     target.fuse(move=True)
     return target, proposers(target, near_copy(target))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", *(pytest.param(k, marks=full) for k in ("bamba", "lfm2"))]
+)
+def test_recorded_rounds_of_hybrids(kind: str, tapes: list[Tape]) -> None:
+    target, drafters = models(kind)
+    for way in ("plain", "draft-model chain", "draft-model tree", "eagle3 tree"):
+        target.compiled = False
+        expected = without_times(run(target, drafters[way], SAMPLINGS["coupled"]))
+        target.compiled = True
+        assert without_times(run(target, drafters[way], SAMPLINGS["coupled"])) == expected, way
+    assert sum(tape.replays for tape in tapes) > 10
 
 
 @pytest.mark.parametrize(

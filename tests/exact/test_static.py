@@ -63,6 +63,7 @@ def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     [
         ("qwen2", "penalty"),
         ("gemma2", "coupled"),
+        pytest.param("qwen3.5", "coupled", marks=full),
         *(
             pytest.param(kind, name, marks=full)
             for kind, name in product(("llama", "qwen2", "gemma2"), SAMPLINGS)

@@ -92,6 +92,11 @@ class DistillObjective(nn.Module):
         # In a list, so that it never becomes a submodule: its parameters are the drafter's.
         self._draft_model = [draft_model]
         self.projection = None
+        if config.recompute and draft_model.mixers:
+            raise UserError(
+                "objective.recompute does not run the recurrent layers of this draft model; leave "
+                "it out, and take shorter rows if memory does not suffice"
+            )
         if config.hidden_weight:
             # begins as the identity, cut or padded with zeros where the widths differ
             self.projection = nn.Linear(draft_model.hidden_size, target.hidden_size, bias=False)

@@ -3,6 +3,7 @@ states that any accepted paths leave are those of one pass over the same tokens.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
+from draftsmith.inference.targets.mixers import without_limits
 from draftsmith.inference.targets.target import Target
 from tests.architectures import HYBRIDS, architecture
 
@@ -120,7 +124,8 @@ def run_rounds(
     batch, longest = len(lengths), max(lengths)
     cache = TreeCache(batch, 16)
     prompts = torch.randint(3, target.vocab_size, (batch, longest), generator=generator)
-    target.prefill(prompts, lengths, cache, chunk=5)
+    with without_limits(target.mixers):  # as nodes, see `mixers.Mamba2`
+        target.prefill(prompts, lengths, cache, chunk=5)
     texts = [prompts[row, :length].tolist() for row, length in enumerate(lengths)]
     for shape, last in zip(shapes, ends, strict=True):
         nodes = torch.randint(3, target.vocab_size, (batch, shape.nodes), generator=generator)
@@ -172,39 +177,108 @@ def check_states(
     # With larger weights a random model amplifies what its layers round.
     target = architecture(kind, dtype=torch.float32, scale=0.1)
     cache, texts = run_rounds(target, lengths, shapes, ends)
-    fresh = TreeCache(3, 16)
+    compare(target, cache, texts)
+
+
+@torch.inference_mode()
+def compare(target: Target, cache: TreeCache, texts: list[list[int]]) -> None:
+    """Compare the states of rows with those of one prefill of their texts."""
+    fresh = TreeCache(len(texts), 16)
     longest = max(map(len, texts))
     padded = torch.tensor([[*text, *[7] * (longest - len(text))] for text in texts])
-    target.prefill(padded, list(map(len, texts)), fresh)
+    with without_limits(target.mixers):
+        target.prefill(padded, list(map(len, texts)), fresh)
     assert cache.lengths == fresh.lengths
     assert len(cache.states) == target.layers_with_keys, "a static cache makes so many"
-    for row in range(3):
+    for row in range(len(texts)):
         for found, expected in zip(states_of(cache, row), states_of(fresh, row), strict=True):
             assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
 def test_rows_that_leave_take_their_states_along() -> None:
-    target = architecture("qwen3.5", dtype=torch.float32)
-    shapes = [TreeShape((-1, 0, 0, 1))] * 2
+    """And a round after that reaches the states of the rows that stay."""
+    target = architecture("qwen3.5", dtype=torch.float32, scale=0.1)
+    shape = TreeShape((-1, 0, 0, 1))
+    tables = shape.tables(target.device)
+    nodes = torch.tensor([[5, 9, 8, 4], [3, 6, 7, 12]])
     with torch.inference_mode():
-        cache, _ = run_rounds(target, [4, 7, 2], shapes, [[3, -1, 2]] * 2)
+        cache, texts = run_rounds(target, [4, 7, 2], [shape] * 2, [[3, -1, 2]] * 2)
         before = [states_of(cache, row) for row in (2, 0)]
         cache.keep([2, 0])
-    for row, expected in enumerate(before):
-        for found, state in zip(states_of(cache, row), expected, strict=True):
-            assert torch.equal(found, state)
+        for row, expected in enumerate(before):
+            for found, state in zip(states_of(cache, row), expected, strict=True):
+                assert torch.equal(found, state)
+        target.forward(nodes, Pass(depths=tables.depths, visible=tables.ancestors), cache)
+        paths = torch.tensor([[0, 2, -1], [0, 1, 3]])
+        cache.commit(Counts([2, 3], torch.tensor([2, 3])), paths)
+    compare(target, cache, [[*texts[2], 5, 8], [*texts[0], 3, 6, 12]])
 
 
 def test_a_reset_forgets_states_at_the_same_place() -> None:
-    states = RecurrentStates()
+    states, course = RecurrentStates(), Course(counts=torch.tensor([3]))
     state = states.of(0)
-    course = Course(counts=torch.tensor([3]))
-    weight = torch.ones(WIDTH, CHANNELS)
-    state.convolve(torch.ones(1, 5, CHANNELS), weight, course)
-    states.reset()
-    assert state.inputs is not None
-    place = state.inputs.data_ptr()
-    state.convolve(torch.ones(1, 5, CHANNELS), weight, course)
+    state.convolve(torch.ones(1, 5, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
+    state.recur(random_terms(1, 5, False, 0), True, course)
+    states.place()
+    assert state.inputs is not None and state.matrix is not None
+    places = state.inputs.data_ptr(), state.matrix.data_ptr()
     assert state.inputs.sum() == 3 * CHANNELS, "three positions, and padding changes nothing"
     states.reset()
-    assert not state.inputs.any() and state.inputs.data_ptr() == place
+    assert not state.inputs.any() and not state.matrix.any()
+    assert (state.inputs.data_ptr(), state.matrix.data_ptr()) == places
+
+
+def test_states_of_a_prefill_that_failed_are_forgotten_whole() -> None:
+    """A layer may have inputs of its convolution and no matrix then: it is no convolution alone."""
+    states, course = RecurrentStates(), Course(counts=torch.tensor([3]))
+    states.of(0).convolve(torch.ones(1, 5, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
+    states.reset()
+    assert not states.layers
+
+
+def test_a_node_off_the_path_may_have_decayed_to_nothing() -> None:
+    """Differences of sums of decays are positive there, and their exponentials infinite."""
+    shape = TreeShape((-1, 0, 0))
+    terms = random_terms(1, 3, False, 1)
+    terms = Terms(*(x.float() for x in vars(terms).values()))
+    terms.decays[:, :, :, 1] = -200.0
+    states = RecurrentStates()
+    state = states.of(0)
+    start = Course(counts=torch.tensor([1]))
+    state.convolve(torch.ones(1, 1, CHANNELS), torch.ones(WIDTH, CHANNELS), start)
+    state.recur(Terms(*(x[:, :, :, :1] for x in vars(terms).values())), True, start)
+    states.place()
+    assert state.matrix is not None
+    first = state.matrix.clone()
+    tables = shape.tables(torch.device("cpu"))
+    course = Course(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
+    state.convolve(torch.ones(1, 3, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
+    found = state.recur(terms, True, course)
+    read, matrix = step_by_step(first[0], terms, [0, 2], delta=True)
+    torch.testing.assert_close(found[0, :, :, 2], read)
+    states.commit(torch.tensor([2]), torch.tensor([[0, 2]]))
+    torch.testing.assert_close(state.matrix[0], matrix)
+
+
+def test_training_in_low_precision_keeps_sums_of_decays_in_float32() -> None:
+    target = architecture("bamba", dtype=torch.float32)
+    tables = TreeShape((-1, 0, 0, 1)).tables(target.device)
+    cache = TreeCache(1, 16)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        target.prefill(torch.tensor([[3, 4, 5]]), [3], cache)
+        nodes = torch.tensor([[5, 9, 8, 4]])
+        target.forward(nodes, Pass(depths=tables.depths, visible=tables.ancestors), cache)
+    for state in cache.recurrent.layers.values():
+        assert state.added is not None and state.added.sums.dtype == torch.float32
+        assert state.matrix is not None and state.matrix.dtype == torch.float32
+
+
+def test_two_threads_decode_with_one_target() -> None:
+    target = architecture("qwen3.5", dtype=torch.float32)
+    prompts = [[5, 9, 33, 7], [12, 4]]
+    alone = [generate_one(target, PlainDecoding(), prompt, 20).token_ids for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(
+            lambda prompt: generate_one(target, PlainDecoding(), prompt, 20).token_ids, prompts * 3
+        )
+        assert list(found) == alone * 3

@@ -130,7 +130,7 @@ class Runs:
         middle, seed = self.plan.rates[optimizer], self.plan.seeds[0]
         rates = {power: middle * 2.0**power for power in range(-FURTHEST, FURTHEST + 1)}
         with ThreadPoolExecutor() as pool:
-            middle_three = (-1, 0, 1)
+            middle_three: tuple[int, ...] = (-1, 0, 1)
             found = pool.map(lambda power: self.train(rates[power], seed), middle_three)
             taus = dict(zip(middle_three, found, strict=True))
         best = max(taus, key=taus.__getitem__)
@@ -217,13 +217,10 @@ def read_plan(path: Path) -> Plan:
 
 def estimated(run: Path) -> float | None:
     """Return the estimated tau at the end of a run; None for one that has not ended."""
-    # `last` is written when all steps are done, after the evaluation of the last one.
     path = run / "metrics.jsonl"
-    if not path.exists() or not (run / "last").exists():
-        return None
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    taus = [row["tau_estimated"] for row in rows if "tau_estimated" in row]
-    return taus[-1] if taus else None
+    rows = path.read_text().splitlines() if path.exists() else []
+    # The evaluation of the last step is the last thing that a run notes.
+    return json.loads(rows[-1]).get("tau_estimated") if rows else None
 
 
 def text(value: object, seed: int) -> str:

@@ -86,9 +86,18 @@ def test_static_rounds_are_those_of_growing_caches(
         assert found == expected[way], way
 
 
-@pytest.mark.parametrize("way", [*TRACED, *(pytest.param(way, marks=full) for way in OTHERS)])
-def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = architecture("llama")
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("llama", way) for way in TRACED),
+        *(pytest.param("llama", way, marks=full) for way in OTHERS),
+        pytest.param("qwen3.5", "medusa", marks=full),
+    ],
+)
+def test_a_compiler_finds_whole_functions(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = architecture(kind)
     target.fuse(move=True)
     proposer = proposers(target, near_copy(target))[way]
     expected = without_times(run(target, proposer, SAMPLINGS["greedy"]))

@@ -32,7 +32,7 @@ from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .cached import CachedProposer, TreeRunner
 from .growth import Level
-from .tree_plan import DEFAULT_TREE
+from .tree_plan import DEFAULT_TREE, Planner
 
 DEFAULT_LENGTH = 4
 KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)

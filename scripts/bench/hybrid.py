@@ -4,8 +4,8 @@
 
 Random targets with the layers, widths and vocabulary of SmolLM2-135M in float32, of four families.
 Each row is a family: the pass over one token, passes over 6 and 26 nodes in times of it, the commit
-of a path of five of the 26, the memory that 26 undecided nodes take in all recurrent layers, that of
-a state for each of them, as engines keep it, and transformers' own pass over 6 tokens after a
+of a path of five of the 26, the memory that 26 undecided nodes take in all recurrent layers, that
+of a state for each of them, as engines keep it, and transformers' own pass over 6 tokens after a
 cached prompt, in times of its pass over one. Llama's forward pass is transformers' too, not the
 fused one. Families and passes take turns; times are medians.
 """

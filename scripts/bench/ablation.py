@@ -129,10 +129,10 @@ class Runs:
         optimizer = str(self.options.get("optim.optimizer", self.plan.optimizer))
         middle, seed = self.plan.rates[optimizer], self.plan.seeds[0]
         rates = {power: middle * 2.0**power for power in range(-FURTHEST, FURTHEST + 1)}
+        taus: dict[int, float] = {}
         with ThreadPoolExecutor() as pool:
-            middle_three: tuple[int, ...] = (-1, 0, 1)
-            found = pool.map(lambda power: self.train(rates[power], seed), middle_three)
-            taus = dict(zip(middle_three, found, strict=True))
+            found = pool.map(lambda power: self.train(rates[power], seed), (-1, 0, 1))
+            taus.update(zip((-1, 0, 1), found, strict=True))
         best = max(taus, key=taus.__getitem__)
         while best and abs(best) < FURTHEST and best in (min(taus), max(taus)):
             following = best + (1 if best > 0 else -1)

@@ -360,7 +360,7 @@ class FromTheFuture(Proposer):
             0 if right and node in path else 1 + shape.children[parent].index(node)
             for node, parent in enumerate(shape.parents[1:], 1)
         ]
-        """What is added to the right token of each node's depth."""
+        """Differences of the nodes' tokens from the right token of their depth."""
 
     def prefill(self, prompts: Prompts) -> None:
         self._ahead = [list(self._texts[tuple(tokens[:-1])][1:]) for tokens in prompts.tokens]

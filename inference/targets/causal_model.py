@@ -317,7 +317,9 @@ class CausalModel(ModelHead):
         """
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         for start in self.trial_starts:
-            error = self._tree_error(start)
+            # Nodes are no texts: steps of Mamba-2 are not limited in them, see `mixers.Mamba2`.
+            with without_limits(self.mixers):
+                error = self._tree_error(start)
             if not error <= tolerance:  # `error > tolerance` would let NaN pass
                 where = f" at positions from {start} on" if start else ""
                 raise UserError(
@@ -330,11 +332,6 @@ class CausalModel(ModelHead):
 
     def _tree_error(self, start: int) -> float:
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
-        # Nodes are no texts: steps of Mamba-2 are not limited in them, see `mixers.Mamba2`.
-        with without_limits(self.mixers):
-            return self._error_without_limits(start)
-
-    def _error_without_limits(self, start: int) -> float:
         try:
             in_tree = self._trial_states((), start)[0][PROMPT:]
             in_rounds = self._trial_rounds(start)

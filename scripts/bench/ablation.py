@@ -69,7 +69,7 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Runner:
-    """What starts the commands of an ablation, a limited number at one time."""
+    """Starter of the commands of an ablation, a limited number at one time."""
 
     places: AbstractContextManager[object]
     gpu: bool

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its origin."""
+"""Provenance that a checkpoint notes."""
 
 from __future__ import annotations
 

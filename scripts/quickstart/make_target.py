@@ -4,12 +4,12 @@
     python scripts/quickstart/make_target.py --out scripts/quickstart/draft_model --tokens 16e6 \\
         --kind draft-model --tokenizer scripts/quickstart/target
     python scripts/quickstart/make_target.py --out scripts/quickstart/hybrid --tokens 16e6 \\
-        --kind hybrid --tokenizer scripts/quickstart/target
+        --kind hybrid --tokenizer scripts/quickstart/target --teacher scripts/quickstart/target
 
 Data: the functions (`functions.py`) of the standard library and of the packages installed next to
 it. Held-out modules are left out, and so is every training function that shares a 13-gram with one
 (vendored copies and backports are common). The same script runs on a CPU or a GPU; it needs torch,
-transformers, tokenizers and safetensors only.
+transformers, tokenizers and safetensors beside the project only.
 
 Choices that differ from the textbook: Muon for the matrices inside the layers and AdamW for the
 rest (fewer tokens to the same loss at this size), batches of equal-length rows instead of packing
@@ -20,7 +20,8 @@ quickstart's prompts come from there).
 The hybrid target has Qwen3.5's architecture, with a layer that predicts the token after the next
 (multi-token prediction, arXiv 2412.19437), trained together with the model. transformers has no
 class for that layer in this family and leaves its weights out; they are stored under the family's
-names.
+names. With a teacher, the model starts from the teacher's weights of equal name and shape (embedding,
+feed-forward parts, norms) and learns the teacher's distributions, which takes fewer tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+
+from draftsmith.train.muon import Muon
 
 # the first ids, in this order
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -151,24 +154,30 @@ def batches(
 
 
 def token_loss(
-    model: Any, predictor: Predictor | None, ids: Tensor, pad: int
+    model: Any, predictor: Predictor | None, teacher: Any, ids: Tensor, pad: int
 ) -> tuple[Tensor, Tensor, int]:
     """Summed cross-entropy of every next token that is not padding, that of every token after the
-    next by `predictor`, and how many next tokens there are."""
+    next by `predictor`, and how many next tokens there are. `teacher`: take its distributions in
+    place of the tokens."""
     states = model.model(input_ids=ids[:, :-1]).last_hidden_state
+    goals = ids[:, 1:]
+    if teacher is not None:
+        with torch.no_grad():
+            goals = teacher(input_ids=ids[:, :-1]).logits.softmax(-1)
+    counted = ids[:, 1:] != pad
     following = states.new_zeros(())
     if predictor is not None:
         embedded = model.get_input_embeddings()(ids[:, 1:-1])
-        following = summed_loss(model, predictor(model, embedded, states[:, :-1]), ids[:, 2:], pad)
-    return summed_loss(model, states, ids[:, 1:], pad), following, int((ids[:, 1:] != pad).sum())
+        later = predictor(model, embedded, states[:, :-1])
+        following = summed_loss(model, later, goals[:, 1:], counted[:, 1:])
+    return summed_loss(model, states, goals, counted), following, int(counted.sum())
 
 
-def summed_loss(model: Any, states: Tensor, labels: Tensor, pad: int) -> Tensor:
-    """Summed cross-entropy of `labels` by the model's head over `states`, without padding."""
-    logits = model.lm_head(states).float()
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum"
-    )
+def summed_loss(model: Any, states: Tensor, goals: Tensor, counted: Tensor) -> Tensor:
+    """Summed cross-entropy by the model's head over the `counted` ones of `states`; `goals` are
+    token ids or distributions."""
+    logits = model.lm_head(states[counted]).float()
+    return nn.functional.cross_entropy(logits, goals[counted], reduction="sum")
 
 
 class Predictor(nn.Module):
@@ -256,12 +265,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             num_key_value_heads=2,
         ),
     ),
-    "hybrid": (  # 3.9M; heads of keys and values differ in number and size, so that a mix-up shows
+    "hybrid": (  # 4.3M; heads of keys and values differ in number and size, so that a mix-up shows
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig,
         dict(
             hidden_size=192,
-            intermediate_size=416,
+            intermediate_size=512,
             num_hidden_layers=8,
             num_attention_heads=6,
             num_key_value_heads=3,
@@ -293,6 +302,19 @@ def build_model(tokenizer: PreTrainedTokenizerFast, kind: str) -> Any:
     )
 
 
+@torch.no_grad()
+def start_from(model: Any, teacher: Any) -> int:
+    """Copy the teacher's weights of equal name and shape; return how many parameters they are."""
+    theirs, copied = dict(teacher.named_parameters()), 0
+    for name, parameter in model.named_parameters():
+        weight = theirs.get(name)
+        if weight is not None and weight.shape == parameter.shape:
+            # This family's norms multiply by 1 + weight, a Llama's by the weight.
+            parameter.copy_(weight - 1 if "norm" in name else weight)
+            copied += weight.numel()
+    return copied
+
+
 def learning_rate_scale(progress: float) -> float:
     """Warm-up over 1%, constant, then linear to zero over the last 40% of the tokens."""
     return min(1.0, progress / 0.01, (1.0 - progress) / 0.4)
@@ -301,6 +323,7 @@ def learning_rate_scale(progress: float) -> float:
 def train(
     model: Any,
     predictor: Predictor | None,
+    teacher: Any,
     rows: list[list[int]],
     valid: list[list[int]],
     args: argparse.Namespace,
@@ -308,13 +331,15 @@ def train(
 ) -> None:
     pad, device = PAD, args.device
     model.to(device).train()
+    if teacher is not None:
+        teacher.to(device).eval()
     named = list(model.named_parameters())
     if predictor is not None:
         named += predictor.to(device).train().named_parameters()
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     done, step, started, last_save = 0, 0, time.monotonic(), time.monotonic()
@@ -323,7 +348,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate_scale(max(done, 1) / args.tokens)
         with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
-            loss, following, count = token_loss(model, predictor, ids.to(device), pad)
+            loss, following, count = token_loss(model, predictor, teacher, ids.to(device), pad)
         ((loss + FOLLOWING * following) / count).backward()
         torch.nn.utils.clip_grad_norm_([p for _, p in named], 1.0)
         for optimizer in optimizers:
@@ -353,6 +378,9 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="take the tokenizer of this model instead of training one"
     )
+    parser.add_argument(
+        "--teacher", type=Path, help="with --kind hybrid: learn the distributions of this model"
+    )
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
@@ -364,6 +392,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.kind != "target" and args.tokenizer is None:
         parser.error(f"--kind {args.kind} needs --tokenizer TARGET, so that all models share it")
+    if args.teacher is not None and args.kind != "hybrid":
+        parser.error("--teacher is for --kind hybrid alone")
 
     torch.manual_seed(args.seed)
     train_functions, valid_functions = collect()
@@ -374,6 +404,10 @@ def main() -> None:
     rows, valid = encode(tokenizer, train_functions), encode(tokenizer, valid_functions)
     model = build_model(tokenizer, args.kind)
     predictor = Predictor(model.config) if args.kind == "hybrid" else None
+    teacher = None
+    if args.teacher is not None:
+        teacher = LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.float32)
+        print(f"{start_from(model, teacher):,} parameters are the teacher's", flush=True)
     size = sum(p.numel() for module in (model, predictor) if module for p in module.parameters())
     print(
         f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; "
@@ -396,7 +430,7 @@ def main() -> None:
         (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
     started = time.monotonic()
-    train(model, predictor, rows, valid, args, save)
+    train(model, predictor, teacher, rows, valid, args, save)
     facts = {
         "command": " ".join(sys.argv),
         "tokens": args.tokens,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import load_target
+from tests.architectures import architecture
 from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
 from tests.train.test_loop import launch, logged, make_config, train
@@ -111,3 +116,10 @@ def test_a_shared_target_needs_ranks(tmp_path: Path, saved_tiny: Path) -> None:
         done.returncode != 0
         and "shares the target between ranks; start it with accelerate launch" in done.stderr
     )
+
+
+def test_recurrent_layers_do_not_run_on_several_devices(tmp_path: Path, saved_tiny: Path) -> None:
+    shutil.copytree(saved_tiny, tmp_path, dirs_exist_ok=True)
+    architecture("qwen3.5").model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"target\.spread=devices does not run recurrent layers"):
+        load_target(TargetConfig(str(tmp_path), spread="devices"))

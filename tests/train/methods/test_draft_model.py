@@ -38,6 +38,7 @@ from draftsmith.train.methods.draft_model import (
     runner_of,
     whole_of,
 )
+from tests.architectures import architecture
 from tests.conftest import ROOT, tiny_target
 from tests.train.methods.test_alignment import batch_of
 from tests.trained import chat_prompts
@@ -183,6 +184,8 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         DistillRun(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="errors.begin in"):
         Errors(begin=1.0)
+    with pytest.raises(UserError, match="does not run the recurrent layers of this draft model"):
+        DistillObjective(DistillLoss(recompute=True), architecture("qwen3.5"), TARGET)
 
 
 def test_a_draft_model_is_cut_from_the_target_of_a_store(tmp_path: Path) -> None:

@@ -275,6 +275,15 @@ class DSparkFile(BlockFile, kw_only=True):
     markov_rank: Size
 
 
+class MtpFile(Struct):
+    """`config.json` of an MTP layer."""
+
+    layer: JsonObject
+    """transformers' configuration of a model of this layer alone."""
+    reads: Literal["normed", "residual"]
+    recycles: Literal["normed", "residual"]
+
+
 class MedusaFile(Struct):
     """`config.json` of Medusa heads."""
 

@@ -27,13 +27,13 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
-    LayeredDrafter,
     RMSNorm,
     check_taps,
     inner_size,
     layout_of,
     shared_sizes,
 )
+from .recycling import RecyclingDrafter
 from .rotary import Rotary
 
 
@@ -66,15 +66,12 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-class EagleDrafter(LayeredDrafter):
+class EagleDrafter(RecyclingDrafter):
     """Base of both versions: a joint of token and state, and the decoder layers after it."""
 
     method = "eagle"
-    drafts_by_level = True
     document = EagleFile
     shape: EagleShape
-    reads_last: bool
-    """True if rows begin with the target's last hidden state, false if with its taps."""
     first_normed: int
     """First layer with a norm for its input."""
 
@@ -101,18 +98,7 @@ class EagleDrafter(LayeredDrafter):
     def joint(self) -> nn.Linear:
         """Layer in which token and state meet: the token's columns of its matrix come first."""
 
-    @abstractmethod
-    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        """Return the state `[B, N, H]` with which rows begin, from the target's features.
-
-        These are its `taps` and its `last` hidden states, `[B, N, Ht]` each.
-        """
-
     def token_part(self, ids: Tensor) -> Tensor:
-        """Return the tokens' part of the product in which tokens `ids` `[B, N]` and states meet.
-
-        Training computes this part once for all unrolled steps.
-        """
         return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -135,36 +121,12 @@ class EagleDrafter(LayeredDrafter):
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """Return the layers' output `[B, N, H]` of one pass.
-
-        `state` `[B, N, H]` comes from `fuse`, or for drafts of a greater depth from `recycled`.
-        """
         state, qkv = self.enter(token_part, state)
         first, *others = self.decoder_layers
         state = first(0, state, qkv, rotary, attend)
         for i, layer in enumerate(others, 1):
             state = layer(i, state, layer.qkv(self.input_norms[str(i)](state)), rotary, attend)
         return state
-
-    def recycled(self, output: Tensor) -> Tensor:
-        """Return the layers' output as the state `[B, N, H]` of the next row."""
-        return output
-
-    def feature(self, output: Tensor) -> Tensor:
-        """Return the layers' output `[..., H]` in the scale of the target's last hidden state.
-
-        A feature loss compares the two (docs/objectives.md#eagle).
-        """
-        return output
-
-    @abstractmethod
-    def logits(self, output: Tensor) -> Tensor:
-        """Return the logits `[..., Vd]` for the layers' output `[..., H]`."""
-
-    @property
-    def head_parameters(self) -> list[Tensor]:
-        """Parameters of the drafter that `logits` reads."""
-        return []
 
     # docs/checkpoint-formats.md#eagle describes the layout on disk.
 
@@ -294,7 +256,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.norm(output) if self.shape.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """See `EagleDrafter.feature`: the weight of the final norm is applied, not the norm itself.
+        """See `RecyclingDrafter.feature`: the weight of the final norm is applied, not the norm itself.
 
         After the norm a state of any size would do, and one that grows drowns what the layer adds
         to it.

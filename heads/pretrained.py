@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from .documents import DocumentError, convert
 from .errors import UserError, first_line
-from .files import read_json
+from .files import JsonObject, read_json
 from .stored_tensors import files_in
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -104,6 +104,11 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """
     check_repeated(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def config_of_values(values: JsonObject) -> Any:
+    """Return the configuration that `to_dict` of one gave."""
+    return AutoConfig.for_model(**values)
 
 
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:

@@ -1,0 +1,249 @@
+"""Multi-token prediction (MTP): the decoder layer for drafts that a target was published with.
+
+DeepSeek-V3 (arXiv 2412.19437) introduced it; Qwen3-Next, Qwen3.5 and GLM-4.5 have the same. A row
+at position t joins the normed embedding of the token at t + 1 with the normed state of t, runs one
+decoder layer of the target's own class, and a norm; the target's head makes the logits. For the
+next draft the output after that norm is the state, as engines serve it.
+
+Shapes: B rows of the batch, N rows of one pass, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from .documents import MtpFile
+from .embedding_and_head import EmbeddingAndHead
+from .errors import UserError
+from .files import JsonObject
+from .layers import Attend, DrafterShape, inner_size, layout_of
+from .pretrained import config_of_values, make_causal_lm
+from .recycling import RecyclingDrafter
+
+State = Literal["normed", "residual"]
+"""A state after the final norm, or of the residual stream before it."""
+ATTENTION = "draftsmith_recycling"
+"""Name among transformers' functions of attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpShape(DrafterShape):
+    """Sizes of an MTP layer: the configuration of its target with a single layer."""
+
+    layer: JsonObject = field(hash=False)
+    """transformers' configuration of a model of one layer, which is this one."""
+    reads: State = "normed"
+    """State of the target with which rows begin."""
+    recycles: State = "normed"
+    """Output that is the state of the next row."""
+
+
+class MtpDrafter(RecyclingDrafter):
+    """MTP layer: norms, `fc`, and a decoder layer of transformers' class for the target."""
+
+    method = kind = "mtp"
+    borrows_head = reads_last = True
+    document = MtpFile
+    read_in_parts = ("fc",)
+    shape: MtpShape
+
+    def __init__(self, shape: MtpShape, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(shape, embedding_and_head)
+        hidden = shape.hidden_size
+        layer, self.rotary = layer_and_rotary(shape.layer)
+        norm = next(type(part) for name, part in layer.named_modules() if "norm" in name)
+        self.enorm, self.hnorm, self.norm = (norm(hidden, eps=shape.norm_eps) for _ in range(3))
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList([layer])
+        # Of the target's final norm, by which its last states are divided to undo it: the size of a
+        # row does not matter to `hnorm`.
+        scale = torch.ones(hidden) if shape.reads == "residual" else None
+        self.register_buffer("final_scale", scale)
+        self.add_maps(shape.vocab_size, shape.vocab_size)
+
+    final_scale: Tensor | None
+
+    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
+        state = last.to(self.fc.weight.dtype)
+        return state if self.final_scale is None else state / self.final_scale.to(state.dtype)
+
+    def token_part(self, ids: Tensor) -> Tensor:
+        embedded = self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
+        return functional.linear(self.enorm(embedded), self.fc.weight[:, : self.shape.hidden_size])
+
+    def advance(
+        self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        weight = self.fc.weight[:, self.shape.hidden_size :]
+        joined = token_part + functional.linear(self.hnorm(state), weight)
+        output = self.layers[0](
+            joined, position_embeddings=rotary, attention_mask=None, attend=attend
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    def recycled(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.shape.recycles == "normed" else output
+
+    def feature(self, output: Tensor) -> Tensor:
+        return self.norm(output)
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.embedding_and_head.head(self.norm(output))
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        return list(self.norm.parameters())
+
+    def facts(self) -> JsonObject:
+        return {"taps": [], "reads": self.shape.reads, "recycles": self.shape.recycles}
+
+    def serving_state(self) -> dict[str, Tensor]:
+        state = {
+            f"{name}.{part}": tensor
+            for name, module in self.parts().items()
+            for part, tensor in module.state_dict(keep_vars=True).items()
+        }
+        return state if self.final_scale is None else {**state, "final_scale": self.final_scale}
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that hold the drafter's tensors, by name."""
+        named = {name: getattr(self, name) for name in ("enorm", "hnorm", "fc", "norm")}
+        return {**named, "layer": self.layers[0]}
+
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
+        shape = self.shape
+        return {
+            "architectures": ["DraftsmithMtp"],
+            "dtype": dtype,
+            "reads": shape.reads,
+            "recycles": shape.recycles,
+            "layer": shape.layer,
+            "base_model_name_or_path": target_name,
+        }
+
+    @classmethod
+    def from_serving_config(
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
+    ) -> MtpDrafter:
+        if embedding_and_head is None:
+            raise UserError(
+                "an MTP layer needs the target's embedding and head; load it together with its "
+                "target"
+            )
+        values = config["layer"]
+        shape = shape_of(config_of_values(values), values, config["reads"], config["recycles"])
+        return cls(shape, embedding_and_head)
+
+
+def shape_for(target: Any, reads: State = "normed", recycles: State = "normed") -> MtpShape:
+    """Return the sizes of an MTP layer for a target's transformers config.
+
+    Raises `UserError` if the target has no layer of full attention.
+    """
+    config = one_layer(target)
+    return shape_of(config, config.to_dict(), reads, recycles)
+
+
+def shape_of(config: Any, values: JsonObject, reads: State, recycles: State) -> MtpShape:
+    """Return the sizes of an MTP layer from the configuration of a model with that layer alone."""
+    sizes = layout_of(config)
+    if (size := getattr(config, "qk_head_dim", None)) is not None:  # latent attention
+        sizes |= {"head_dim": size, "num_kv_heads": sizes["num_heads"]}
+    return MtpShape(
+        layer=values,
+        reads=reads,
+        recycles=recycles,
+        taps=(),
+        num_layers=1,
+        hidden_size=config.hidden_size,
+        intermediate_size=inner_size(config),
+        activation=config.hidden_act,
+        **sizes,
+    )
+
+
+def one_layer(target: Any) -> Any:
+    """Return a target's configuration with one layer of full attention, sparse where it has any.
+
+    Raises `UserError` if the target has no layer of full attention.
+    """
+    kinds = getattr(target, "layer_types", None) or ["full_attention"]
+    if "full_attention" not in kinds:
+        raise UserError(
+            f"{target.model_type} has no layer of full attention, of which an MTP layer is made; "
+            "train an EAGLE drafter for it"
+        )
+    config = copy.deepcopy(target)
+    config.num_hidden_layers = 1
+    # Only those that the family has: others would change what `to_dict` writes.
+    for name, value in {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse"],
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+    }.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
+    return config
+
+
+def layer_and_rotary(
+    values: JsonObject,
+) -> tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Return an untrained decoder layer of the class of a configuration, and its rotary positions.
+
+    The layer calls the function that is passed to it as `attend` for its attention.
+    """
+    config = config_of_values(values)
+    # The embedding and the head of this model are not used.
+    config.vocab_size, config.pad_token_id = 2, None
+    model = make_causal_lm(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    decoder = model.get_decoder()
+    return decoder.layers[0], TargetsRotary(decoder.rotary_emb)
+
+
+class TargetsRotary:
+    """Cosines and sines of positions by the target's own class.
+
+    This is not a module, because casting a drafter to bfloat16 must not cast its frequencies.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self._rotary = rotary
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 cosines and sines of positions `[B, N]`, as the layer takes them."""
+        self._rotary.to(positions.device)
+        return self._rotary(torch.empty(0, device=positions.device), positions)
+
+
+def attend_as_told(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Return the attention of `attend`, in the form of transformers' functions of attention."""
+    assert attend is not None, "the layer is run by MtpDrafter.advance"
+    size = query.shape[-1]
+    if scaling is not None and scaling != size**-0.5:
+        query = query * (scaling * size**0.5)  # `attend` divides by the root of the size
+    read = attend(0, *(states.transpose(1, 2) for states in (query, key, value)))
+    return read.unflatten(-1, (query.shape[1], -1)), None
+
+
+AttentionInterface.register(ATTENTION, attend_as_told)
+
+Drafter = MtpDrafter

@@ -141,3 +141,18 @@ class DSparkConfig(DFlashConfig):
                 f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to "
                 "have none"
             )
+
+
+@dataclass
+class MtpConfig:
+    """Options of an MTP layer.
+
+    The layer is one of the target's own class and sizes.
+    """
+
+    reads: Literal["normed", "residual"] = "normed"
+    """State of the target that the layer reads: after its final norm, as engines pass it, or
+    before."""
+    recycles: Literal["normed", "residual"] = "normed"
+    """Output of the layer that it reads for the next draft: after its own norm, as engines pass it,
+    or before."""

@@ -256,7 +256,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.norm(output) if self.shape.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """See `RecyclingDrafter.feature`: the weight of the final norm is applied, not the norm itself.
+        """See `RecyclingDrafter.feature`: the final norm's weight is applied, not the norm itself.
 
         After the norm a state of any size would do, and one that grows drowns what the layer adds
         to it.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from .documents import MtpFile
+from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -28,8 +29,6 @@ from .layers import Attend, DrafterShape, inner_size, layout_of
 from .pretrained import config_of_values, make_causal_lm
 from .recycling import RecyclingDrafter
 
-State = Literal["normed", "residual"]
-"""A state after the final norm, or of the residual stream before it."""
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
 
@@ -40,10 +39,10 @@ class MtpShape(DrafterShape):
 
     layer: JsonObject = field(hash=False)
     """transformers' configuration of a model of one layer, which is this one."""
-    reads: State = "normed"
-    """State of the target with which rows begin."""
-    recycles: State = "normed"
-    """Output that is the state of the next row."""
+    reads: str
+    """State of the target with which rows begin: normed, or residual."""
+    recycles: str
+    """Output that is the state of the next row: normed, or residual."""
 
 
 class MtpDrafter(RecyclingDrafter):
@@ -139,28 +138,29 @@ class MtpDrafter(RecyclingDrafter):
                 "target"
             )
         values = config["layer"]
-        shape = shape_of(config_of_values(values), values, config["reads"], config["recycles"])
+        options = MtpConfig(config["reads"], config["recycles"])
+        shape = shape_of(config_of_values(values), values, options)
         return cls(shape, embedding_and_head)
 
 
-def shape_for(target: Any, reads: State = "normed", recycles: State = "normed") -> MtpShape:
+def shape_for(options: MtpConfig, target: Any) -> MtpShape:
     """Return the sizes of an MTP layer for a target's transformers config.
 
     Raises `UserError` if the target has no layer of full attention.
     """
     config = one_layer(target)
-    return shape_of(config, config.to_dict(), reads, recycles)
+    return shape_of(config, config.to_dict(), options)
 
 
-def shape_of(config: Any, values: JsonObject, reads: State, recycles: State) -> MtpShape:
+def shape_of(config: Any, values: JsonObject, options: MtpConfig) -> MtpShape:
     """Return the sizes of an MTP layer from the configuration of a model with that layer alone."""
     sizes = layout_of(config)
     if (size := getattr(config, "qk_head_dim", None)) is not None:  # latent attention
         sizes |= {"head_dim": size, "num_kv_heads": sizes["num_heads"]}
     return MtpShape(
         layer=values,
-        reads=reads,
-        recycles=recycles,
+        reads=options.reads,
+        recycles=options.recycles,
         taps=(),
         num_layers=1,
         hidden_size=config.hidden_size,
@@ -226,14 +226,14 @@ class TargetsRotary:
 
 
 def attend_as_told(
-    module: Any,
+    _module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     scaling: float | None = None,
     attend: Attend | None = None,
-    **others: object,
+    **_others: object,
 ) -> tuple[Tensor, None]:
     """Return the attention of `attend`, in the form of transformers' functions of attention."""
     assert attend is not None, "the layer is run by MtpDrafter.advance"

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 RunT = TypeVar("RunT", bound="RunConfig")
 DrafterT = TypeVar("DrafterT", bound="DrafterModule")
-MethodName = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
+MethodName = Literal["medusa", "eagle", "mtp", "dflash", "dspark", "distill"]
 METHODS: dict[MethodName, tuple[str, str]] = {
     "medusa": ("medusa", "MedusaRun"),
     "eagle": ("eagle", "EagleRun"),
+    "mtp": ("mtp", "MtpRun"),
     "dflash": ("dflash", "DFlashRun"),
     "dspark": ("dspark", "DSparkRun"),
     "distill": ("draft_model", "DistillRun"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleDrafter
+from ...heads.recycling import RecyclingDrafter
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_of_nodes
@@ -38,7 +38,7 @@ KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "sha
 class EagleProposer(FeatureProposer):
     """Proposer of an EAGLE drafter; it drafts a dynamic tree if not set otherwise."""
 
-    def __init__(self, drafter: EagleDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
+    def __init__(self, drafter: RecyclingDrafter, settings: TreeSettings = DEFAULT_TREE) -> None:
         """Put a drafter to work. Raises `UserError` for settings that do not go together."""
         super().__init__(drafter, settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...heads.artifact import Artifact
 from ..drafters import Kind
 from ..tree_settings import TreeSettings
-from .eagle import EagleProposer
 from .eagle import KIND as EAGLE
+from .eagle import EagleProposer
 from .eagle import make_proposer as make_eagle_proposer
 from .tree_plan import DEFAULT_TREE
 

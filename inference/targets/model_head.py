@@ -215,7 +215,7 @@ class ModelHead:
 
     @torch.no_grad()
     def final_norm_weight(self) -> Tensor | None:
-        """Return the weight `w` `[H]` if the final norm computes x / rms(x) * w, else None."""
+        """Return `w` `[H]` if the final norm computes x / rms(x) * w, else None."""
         norm = self.final_norm()
         weight: Any = getattr(norm, "weight", None)
         if norm is None or weight.shape != (self.hidden_size,):
@@ -223,9 +223,12 @@ class ModelHead:
         # Tried on numbers: some norms have a bias, or multiply by 1 + w, under the same names.
         # The numbers have a mean other than 0, so that a norm which subtracts the mean differs.
         x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
-        # In float32, and with tolerances that bfloat16 keeps: it has 8 bits.
-        by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
-        return weight if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2) else None
+        for factor in (weight, 1 + weight):
+            by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, factor.float(), 1e-6)
+            # In float32, and with tolerances that bfloat16 keeps: it has 8 bits.
+            if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2):
+                return factor
+        return None
 
     def head(self, last: Tensor) -> Tensor:
         """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""

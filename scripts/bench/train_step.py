@@ -39,8 +39,8 @@ from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle import EagleObjective, first_weights
-from draftsmith.train.methods.eagle_loss import EagleLoss
+from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.unrolled_loss import EagleLoss, UnrolledObjective
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 256
@@ -106,7 +106,7 @@ def make_step(case: Case, recompute: bool):
     features = Features(
         batch, last, tuple(torch.randn(case.rows, case.length, HIDDEN) for _ in shape.taps)
     )
-    objective = EagleObjective(
+    objective = UnrolledObjective(
         EagleLoss(steps=case.steps, recompute=recompute).resolved(3),
         drafter,
         embedding_and_head.head,

@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "errors": WRITTEN,
     },
     "eagle1": {"heads": {"version": 1}, "optim": {"clip_norm": 0.1}},
+    "mtp": {"objective": {"steps": 2}, "errors": WRITTEN, "optim": {"clip_norm": 0.1}},
     "dflash": {
         "heads": {"taps": [1], "num_layers": 1, "block_size": 4, "mask_token": 2},
         "objective": {"anchors": 20},

@@ -14,8 +14,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.train.data.features import Features, LiveTarget, check_packing
 from draftsmith.train.memory import recomputed, recomputing
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.runs import EagleLoss
+from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
 from tests.train.methods.test_alignment import batch_of
@@ -56,7 +56,7 @@ def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def unrolling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
-    aim = EagleObjective(EagleLoss(steps=4, **options).resolved(3), drafter, TARGET.head)  # type: ignore[arg-type]
+    aim = UnrolledObjective(EagleLoss(steps=4, **options).resolved(3), drafter, TARGET.head)  # type: ignore[arg-type]
     batch = batch_of((120, [(4, 120)]))
     features: Features = LiveTarget(TARGET, drafter.taps).features(batch)
     return drafter, lambda: aim.forward(drafter, features, aim.weights(batch))[0]

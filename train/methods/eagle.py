@@ -1,15 +1,10 @@
-"""Training of EAGLE drafters; the loss is in `eagle_loss.py`.
+"""Training of EAGLE drafters; the loss is in `unrolled_loss.py`.
 
 EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
 step towards the target's next feature.
-
-Shapes: S positions, D unrolled steps.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,13 +13,9 @@ from ...heads import eagle
 from ...heads.artifact import Artifact
 from ...heads.eagle import Eagle3Drafter, EagleDrafter, drafter_of, shape_for
 from ...heads.errors import UserError
-from ...heads.files import JsonObject
-from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
-from ...inference.targets.causal_model import Hidden
-from ...inference.targets.target import Target, TargetSource
+from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
-from ..data.rollouts import Rollouts, Writer, decoded_rounds
-from ..method import FeaturesRead, Method
+from ..method import FeaturesRead
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -36,23 +27,16 @@ from ..outline import (
 )
 from .backends import check_backend
 from .beginnings import shape_before
-from .eagle_loss import EagleObjective
 from .first_weights import start_uncertain
-from .ranks import (
-    accepted_in_chains,
-    batch_of_text,
-    comparable_roots,
-    rank_calibration,
-    ranks_by_root,
-)
+from .recycling import RecyclingMethod
 from .runs import EagleRun
-from .unroll import unroll
-from .vocabulary import VocabularyMap, draft_vocabulary
+from .unrolled_loss import UnrolledObjective
+from .vocabulary import draft_vocabulary
 
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
 
-class EagleMethod(Method[EagleRun, EagleDrafter]):
+class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
     """Training of EAGLE-1 and EAGLE-3."""
 
     run_class = EagleRun
@@ -109,7 +93,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
 
     def make_objective(
         self, run: EagleRun, target: TargetSource, drafter: EagleDrafter
-    ) -> EagleObjective:
+    ) -> UnrolledObjective:
         config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
         if config.feature_weight and shape.hidden_size != shape.target_hidden_size:
             raise UserError(
@@ -131,33 +115,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         if config.freeze_head and isinstance(drafter, Eagle3Drafter):
             freeze_head(drafter, norm=bool(config.feature_weight))
         weight = run.errors.accepted_weight
-        return EagleObjective(config, drafter, target.head, run.seed, weight)
-
-    def writers(
-        self, run: EagleRun, target: Target, drafter: EagleDrafter
-    ) -> list[tuple[str, Rollouts, Writer]]:
-        """Return what decodes texts with the current drafter."""
-        return [("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter))]
-
-    @torch.no_grad()
-    def teacher_forced(
-        self, drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
-    ) -> Tensor:
-        """Return `ranks_by_root` of the training pass."""
-        taps = tuple(tap[None] for tap in hidden.taps)
-        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
-        columns = VocabularyMap(drafter).columns(ids)
-        return ranks_by_root(
-            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
-        )
-
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
-        """Return the rank accuracies of the drafter, and the tree of evaluation."""
-        calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
-        return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
-
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        return accepted_in_chains(outcome, calibration)
+        return UnrolledObjective(config, drafter, target.head, run.seed, weight)
 
 
 @torch.no_grad()

@@ -10,7 +10,13 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from ...distill.settings import NEEDS_LABELS, Divergence, DraftModelConfig
-from ...heads.drafter_configs import DFlashConfig, DSparkConfig, EagleConfig, MedusaConfig
+from ...heads.drafter_configs import (
+    DFlashConfig,
+    DSparkConfig,
+    EagleConfig,
+    MedusaConfig,
+    MtpConfig,
+)
 from ...heads.errors import UserError
 from ..config import Errors, Memory, Optim, Rollouts, RunConfig, examples_of
 
@@ -54,14 +60,14 @@ EAGLE_DEFAULTS = {
 
 
 @dataclass
-class EagleLoss(Memory):
-    """Settings of an EAGLE drafter's loss."""
+class UnrolledLoss(Memory):
+    """Settings of the loss of a drafter that is trained over its own states."""
 
     loss: Divergence = "kl"
     """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
     ce-l1: both)."""
     steps: int | None = None
-    """Unrolled steps; if not given, 7 for version 3, 1 for version 1."""
+    """Unrolled steps; if not given, 7 for EAGLE-3, 1 for EAGLE-1, 3 for an MTP layer."""
     single_step_share: float = 0.0
     """Share of the run that trains the first step alone, at a fraction of the cost, before the
     others join: worth it for short runs, in which a drafter that is wrong at once learns little
@@ -74,22 +80,6 @@ class EagleLoss(Memory):
     """Base of the steps' weights with weighting decay."""
     smoothing: float = 0.5
     """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
-    out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
-    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
-    miss either way."""
-    feature_weight: float | None = None
-    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
-    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
-    version 3 too, together with token_weight 0.1 and freeze_head."""
-    token_weight: float | None = None
-    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
-    freeze_head: bool = False
-    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
-    too, since features are compared in its scale."""
-    noise: float | None = None
-    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
-    0.1 for version 1, 0 for version 3."""
     attention: Backend = "auto"
     """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
     score), or whichever fits."""
@@ -107,6 +97,31 @@ class EagleLoss(Memory):
                 "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
                 "objective.single_step_share in [0, 1)"
             )
+
+
+@dataclass
+class EagleLoss(UnrolledLoss):
+    """Settings of an EAGLE drafter's loss."""
+
+    out_of_vocabulary: Literal["drop", "keep"] = "drop"
+    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
+    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
+    miss either way."""
+    feature_weight: float | None = None
+    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
+    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
+    version 3 too, together with token_weight 0.1 and freeze_head."""
+    token_weight: float | None = None
+    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
+    freeze_head: bool = False
+    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
+    too, since features are compared in its scale."""
+    noise: float | None = None
+    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
+    0.1 for version 1, 0 for version 3."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = (self.feature_weight, self.token_weight, self.noise)
         if any(value is not None and value < 0 for value in sizes):
             raise UserError("objective.feature_weight, token_weight and noise must not be negative")
@@ -136,6 +151,38 @@ class EagleRun(RunConfig):
     objective: EagleLoss = field(default_factory=EagleLoss)
     # docs/results.md#parts-of-an-eagle-3-recipe: with the norms of `heads`, twice AdamW's tau.
     optim: Optim = field(default_factory=partial(Optim, "muon", schedule="wsd", decay_share=0.3))
+    errors: Errors = field(default_factory=Errors)
+
+
+MTP_STEPS = 3
+"""Value of `MtpLoss.steps` where it is None."""
+
+
+@dataclass
+class MtpLoss(UnrolledLoss):
+    """Settings of the loss of an MTP layer."""
+
+    trained: Literal["all", "norms"] = "all"
+    """Parameters that are trained: all of the layer, or its norms alone."""
+    # What EAGLE drafters have as options.
+    out_of_vocabulary: ClassVar[Literal["drop", "keep"]] = "drop"
+    feature_weight: ClassVar[float] = 0.0
+    token_weight: ClassVar[float] = 1.0
+    noise: ClassVar[float] = 0.0
+
+    def resolved(self) -> MtpLoss:
+        """Return these settings with the defaults filled in."""
+        return replace(self, steps=MTP_STEPS if self.steps is None else self.steps)
+
+
+@dataclass
+class MtpRun(RunConfig):
+    """Train the MTP layer of a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("mtp")
+
+    heads: MtpConfig = field(default_factory=MtpConfig)
+    objective: MtpLoss = field(default_factory=MtpLoss)
     errors: Errors = field(default_factory=Errors)
 
 

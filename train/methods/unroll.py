@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest
 
 from ...distill.divergences import wide_dtype
-from ...heads.eagle import EagleDrafter
+from ...heads.recycling import RecyclingDrafter
 from ...inference.rounds.device import send
 from ..config import Memory
 from ..data.batches import PADDING, Batch
@@ -165,7 +165,7 @@ def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
 
 
 def unroll(
-    drafter: EagleDrafter,
+    drafter: RecyclingDrafter,
     batch: Batch,
     taps: tuple[Tensor, ...],
     last: Tensor,

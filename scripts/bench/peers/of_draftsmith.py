@@ -13,8 +13,8 @@ from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle import EagleObjective, first_weights
-from draftsmith.train.methods.eagle_loss import EagleLoss
+from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.unrolled_loss import EagleLoss, UnrolledObjective
 
 DEFAULT_STEPS = 7
 
@@ -60,7 +60,7 @@ class Learner:
         self.model = drafter.to(device)
         self.steps = shape.steps or DEFAULT_STEPS
         settings = EagleLoss(steps=self.steps, **options).resolved(3)
-        self._objective = EagleObjective(settings, drafter, both.head)
+        self._objective = UnrolledObjective(settings, drafter, both.head)
         self._turn = 0
 
     def begin(self, lr: float, steps: int) -> None:

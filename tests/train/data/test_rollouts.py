@@ -27,8 +27,8 @@ from draftsmith.train.data.rollouts import (
 from draftsmith.train.data.tables import TokenTable
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.methods.eagle import EagleObjective
 from draftsmith.train.methods.runs import EagleLoss
+from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
 from tests.train.methods.test_draft_model import draft_model_of
@@ -200,7 +200,7 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     assert aim.row_weights(batch)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 0]
     # EAGLE's row t drafts from the root at t + 1, at step k the token x[t+2+k].
     config = EagleLoss(steps=3).resolved(3)
-    eagle = EagleObjective(config, random_eagle(TARGET), TARGET.head, accepted_weight=0.5)
+    eagle = UnrolledObjective(config, random_eagle(TARGET), TARGET.head, accepted_weight=0.5)
     found = eagle.row_weights(batch)[0]
     assert (
         found[2].tolist() == [0.5, 0.5, 1]

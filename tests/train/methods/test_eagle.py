@@ -18,10 +18,11 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import METHOD, EagleObjective, first_weights, freeze_head
+from draftsmith.train.methods.eagle import METHOD, first_weights, freeze_head
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
+from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from draftsmith.train.objectives import (
     acceptance_lengths,
     depth_metrics,
@@ -37,9 +38,9 @@ TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 STEPS = 3
 
 
-def objective(drafter: EagleDrafter, **options: Any) -> EagleObjective:
+def objective(drafter: EagleDrafter, **options: Any) -> UnrolledObjective:
     options = {"steps": STEPS, "rows_per_chunk": 2, **options}
-    return EagleObjective(
+    return UnrolledObjective(
         EagleLoss(**options).resolved(drafter.shape.version), drafter, TARGET.head
     )
 
@@ -141,7 +142,7 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
             probe.retain_grad()
         return kept
 
-    with patch("draftsmith.train.methods.eagle_loss.unroll", probed):
+    with patch("draftsmith.train.methods.unrolled_loss.unroll", probed):
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
     for probe in kept:

@@ -1,4 +1,4 @@
-"""Loss of EAGLE drafters: rows, teachers and weights of the unrolled steps.
+"""Loss of EAGLE drafters and MTP layers: rows, teachers and weights of the unrolled steps.
 
 Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
 (step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
@@ -25,12 +25,12 @@ from ...distill.divergences import (
     sum_in_chunks,
 )
 from ...distill.settings import LABELS_ONLY
-from ...heads.eagle import EagleDrafter
+from ...heads.recycling import RecyclingDrafter
 from ...inference.rounds.device import send
 from ..data.batches import Batch
 from ..data.features import Features
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
-from .runs import EagleLoss
+from .runs import EagleLoss, MtpLoss
 from .teachers import TeacherPlaces
 from .unroll import unroll
 from .vocabulary import VocabularyMap
@@ -38,16 +38,16 @@ from .vocabulary import VocabularyMap
 NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
 
 
-class EagleObjective:
-    """Objective of EAGLE drafters.
+class UnrolledObjective:
+    """Objective of EAGLE drafters and MTP layers.
 
     By default EAGLE-1 is one step with a feature loss and noise, EAGLE-3 seven steps with neither.
     """
 
     def __init__(
         self,
-        config: EagleLoss,
-        drafter: EagleDrafter,
+        config: EagleLoss | MtpLoss,
+        drafter: RecyclingDrafter,
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
         accepted_weight: float = 1.0,
@@ -82,7 +82,7 @@ class EagleObjective:
 
     def forward(
         self,
-        drafter: EagleDrafter,
+        drafter: RecyclingDrafter,
         features: Features,
         denominators: dict[str, float],
         measured: bool = True,
@@ -173,7 +173,7 @@ class EagleObjective:
 
     def _table(
         self,
-        drafter: EagleDrafter,
+        drafter: RecyclingDrafter,
         last: Tensor,
         vocabulary: VocabularyMap,
         hidden: Tensor,

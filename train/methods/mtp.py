@@ -1,0 +1,129 @@
+"""Training of MTP layers: unrolled over their own states, as engines serve them.
+
+The loss is that of EAGLE drafters (`unrolled_loss.py`). A layer that comes with its target, or with
+the model that the target was tuned from, is trained on with `--init-from`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from ...heads import mtp
+from ...heads.artifact import Artifact
+from ...heads.errors import UserError
+from ...heads.mtp import MtpDrafter, shape_for
+from ...inference.targets.target import TargetSource
+from ..data.batches import Batches
+from ..method import FeaturesRead
+from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
+from .backends import check_backend
+from .beginnings import shape_before
+from .eagle import STATES
+from .recycling import RecyclingMethod
+from .runs import MtpLoss, MtpRun
+from .unrolled_loss import UnrolledObjective
+
+log = logging.getLogger(__name__)
+
+
+class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
+    """Training of MTP layers."""
+
+    run_class = MtpRun
+    drafter_class = MtpDrafter
+
+    def features_of(self, run: MtpRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        return (), True
+
+    def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
+        drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
+        loss = run.objective.resolved()
+        steps = loss.steps or 1
+        head = drafter.shape.hidden_size * drafter.shape.vocab_size
+        each_root = FROZEN * head + (FORWARD * head if loss.weighting != "decay" else 0)
+        layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
+        each_pass = (TRAINED + FORWARD * loss.recompute) * layers + TRAINED * fused // 2
+        return Outline(
+            drafter,
+            logit_rows=loss.rows_per_chunk * steps,
+            operations=TRAINED * fused // 2 + each_pass * steps,
+            head_operations=each_root * steps,
+            passes=steps,
+            layers=1,
+        )
+
+    def make_drafter(
+        self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> MtpDrafter:
+        if before is not None:
+            shape = shape_before(run.heads, str(run.init_from), target, before, mtp)
+            return MtpDrafter(shape, target.embedding_and_head)
+        drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
+        scale = target.final_norm_weight()
+        if drafter.final_scale is not None:
+            if scale is None:
+                raise UserError(
+                    "heads.reads residual undoes the target's final norm, which is no plain RMS "
+                    "norm; leave it out"
+                )
+            drafter.final_scale.copy_(scale)
+        first_weights(drafter, target, scale, torch.Generator().manual_seed(run.seed))
+        return drafter
+
+    def make_objective(
+        self, run: MtpRun, target: TargetSource, drafter: MtpDrafter
+    ) -> UnrolledObjective:
+        config = run.objective.resolved()
+        check_backend(config.attention, target.device)
+        if target.dtype == torch.float16:
+            raise UserError(
+                "an MTP layer learns through the target's head, and float16 loses its gradients; "
+                "give --target.dtype bfloat16 or float32"
+            )
+        freeze(drafter, config)
+        return UnrolledObjective(config, drafter, target.head, run.seed, run.errors.accepted_weight)
+
+
+@torch.no_grad()
+def first_weights(
+    drafter: MtpDrafter, target: TargetSource, scale: Tensor | None, generator: torch.Generator
+) -> None:
+    """Set the first weights of an untrained layer that differ from transformers' own.
+
+    `scale` `[H]` is what the target's final norm multiplies by, None if that is not known. The norm
+    begins with it, made small enough that the logits of random states are (`start_uncertain`).
+    """
+    nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
+    hidden = drafter.shape.hidden_size
+    scale = torch.ones(hidden) if scale is None else scale.cpu().float()
+    set_scale(drafter.norm, scale)
+    states = torch.randn(STATES, hidden, generator=generator)
+    logits = target.head(drafter.norm(states).to(target.device))
+    deviation = logits.float().std(-1).square().mean().sqrt().cpu()
+    set_scale(drafter.norm, scale * (1 / deviation).clamp(max=1.0))
+
+
+def set_scale(norm: nn.Module, scale: Tensor) -> None:
+    """Make a norm multiply by `scale` `[H]`, whether it does so by its weight or by 1 + weight."""
+    weight = norm.get_parameter("weight")
+    probe = norm(torch.ones_like(weight))
+    centred = not torch.allclose(probe, weight, atol=1e-3)
+    weight.copy_(scale - 1 if centred else scale)
+
+
+def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
+    """Exclude from training what `config.trained` does not name."""
+    if config.trained == "norms":
+        for name, parameter in drafter.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    if config.loss == "ce":
+        log.warning(
+            "objective.loss ce teaches the text's tokens, not what the target would write; kl and "
+            "lk-hybrid earned more (docs/results.md)"
+        )
+
+
+METHOD = MtpMethod()

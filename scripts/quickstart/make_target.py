@@ -20,8 +20,9 @@ quickstart's prompts come from there).
 The hybrid target has Qwen3.5's architecture, with a layer that predicts the token after the next
 (multi-token prediction, arXiv 2412.19437), trained together with the model. transformers has no
 class for that layer in this family and leaves its weights out; they are stored under the family's
-names. With a teacher, the model starts from the teacher's weights of equal name and shape (embedding,
-feed-forward parts, norms) and learns the teacher's distributions, which takes fewer tokens.
+names. With a teacher, the model starts from the teacher's weights of equal name and shape
+(embedding, feed-forward parts, norms) and learns the teacher's distributions, which takes fewer
+tokens.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
-from .verbs import USUAL_STEPS, VERBS, options_of_verb
+from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -48,11 +48,10 @@ def _main(argv: list[str]) -> None:
         return
     from ..command_line.parse import parse
 
-    # The commands about data have names of two words.
-    verb_words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
+    verb_words = 2 if argv[0] in GROUPS and len(argv) > 1 and not argv[1].startswith("-") else 1
     verb = " ".join(argv[:verb_words])
-    if verb == "data" and (len(argv) == 1 or argv[1] in ("-h", "--help")):
-        print(_usage("data "))
+    if verb in GROUPS and (len(argv) == 1 or argv[1] in ("-h", "--help")):
+        print(_usage(f"{verb} "))
         return
     if verb not in VERBS:
         known = [*VERBS, "train", "completion"]

@@ -68,6 +68,26 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "inference.serving.options.ServeOptions",
         "a local server with OpenAI's API and a page to chat on",
     ),
+    "mtp doctor": (
+        "train.commands.mtp.doctor",
+        "train.commands.mtp.options.ExamineOptions",
+        "is a target's own layer for drafts there, alive, and read as it was trained?",
+    ),
+    "mtp extract": (
+        "train.commands.mtp.extract",
+        "train.commands.mtp.options.ExtractLayerOptions",
+        "a target's own layer for drafts becomes a drafter",
+    ),
+    "mtp graft": (
+        "train.commands.mtp.graft",
+        "train.commands.mtp.options.GraftOptions",
+        "the layer of a base model becomes a drafter for its fine-tune",
+    ),
+    "mtp stitch": (
+        "train.commands.mtp.stitch",
+        "train.commands.mtp.options.StitchOptions",
+        "write a trained layer into a copy of its target's checkpoint",
+    ),
     "doctor": (
         "train.commands.doctor",
         "train.commands.options.DoctorOptions",
@@ -75,6 +95,8 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     ),
 }
 
+# First words of the commands whose names have two.
+GROUPS = ("data", "mtp")
 # The usual steps from a target to a served drafter, in order.
 USUAL_STEPS = {
     "data regenerate": "let the target write the replies that a drafter learns from",

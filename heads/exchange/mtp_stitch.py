@@ -1,0 +1,178 @@
+"""Writing of an MTP layer into a copy of its target's checkpoint, of which nothing else changes.
+
+Files are copied, and the bytes of the layer's tensors are replaced in the copies; a layer that the
+checkpoint does not have becomes one more file of an index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import UserError
+from ..files import check_space, read_json, whole_directory, write_json
+from ..pretrained import WEIGHTS_INDEX
+from ..stored_tensors import TensorFacts, files_of, header
+
+SINGLE = "model.safetensors"
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+}  # fmt: skip
+CHUNK = 1 << 24  # bytes that are compared at once
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Keys of a config.json with the number of MTP layers, by family."""
+
+
+def stitch(tensors: Mapping[str, Tensor], checkpoint: Path, out: Path) -> dict[str, int]:
+    """Write a copy of the folder `checkpoint` to `out`, with `tensors` by their names in it.
+
+    Returns how many tensors were `replaced` and `added`, and how many others there are, `kept`.
+    Tensors that are there take the type that they have. Raises `UserError` where some of `tensors`
+    are there and others not, for one of another shape, and if what was written differs from what
+    was to be written; `out` is then as it was.
+    """
+    places = places_in(checkpoint)
+    there = places.keys() & tensors.keys()
+    if there and (missing := sorted(tensors.keys() - there)):
+        raise UserError(
+            f"{checkpoint} has a part of an MTP layer, without {missing[0]}; copy or download it "
+            "again"
+        )
+    size = sum(path.stat().st_size for path in checkpoint.iterdir() if path.is_file())
+    check_space(out.parent, size, "name an --out on another disk")
+    with whole_directory(out) as aside:
+        for path in sorted(checkpoint.iterdir()):
+            if path.is_dir():
+                shutil.copytree(path, aside / path.name)
+            else:
+                shutil.copyfile(path, aside / path.name)
+        if there:
+            replace(tensors, places, aside)
+        else:
+            add(tensors, places, aside)
+        check_kept(checkpoint, aside, tensors)
+    return {
+        "replaced": len(there),
+        "added": len(tensors) - len(there),
+        "kept": len(places) - len(there),
+    }
+
+
+def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
+    """Return the file and the facts of each tensor of a checkpoint. Raises `UserError`."""
+    found: dict[str, tuple[Path, TensorFacts]] = {}
+    for file in files_of(checkpoint, ("*.safetensors",)):
+        found |= {name: (file, facts) for name, facts in header(file).items()}
+    if not found:
+        raise UserError(f"{checkpoint} holds no safetensors files; name a model's folder")
+    return found
+
+
+def replace(
+    tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
+) -> None:
+    """Overwrite the bytes of `tensors` in the files of `aside`, which are those of `places`."""
+    for name, tensor in tensors.items():
+        file, facts = places[name]
+        if list(tensor.shape) != facts.shape or facts.dtype not in TYPES:
+            raise UserError(
+                f"{name} of {file} is {facts.dtype} {facts.shape}, the drafter's is "
+                f"{list(tensor.shape)}; name the target that it was made for"
+            )
+        stored = tensor.detach().to("cpu", TYPES[facts.dtype]).contiguous()
+        with (aside / file.name).open("r+b") as opened:
+            opened.seek(start_of_data(file) + facts.data_offsets[0])
+            opened.write(bytes_of(stored))
+
+
+def add(
+    tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
+) -> None:
+    """Write `tensors` as one more file of the checkpoint in `aside`, and name it in its index."""
+    index = aside / WEIGHTS_INDEX
+    table = read_json(index) if index.is_file() else {"metadata": {}, "weight_map": {}}
+    if not index.is_file():
+        # Readers that find a single file ignore an index.
+        names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        (file,) = {file.name for file, _ in places.values()}
+        (aside / file).rename(aside / names[0])
+        table["weight_map"] = dict.fromkeys(places, names[0])
+    else:
+        names = ["", "model-mtp.safetensors"]
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        aside / names[1],
+        {"format": "pt"},
+    )
+    table["weight_map"] |= dict.fromkeys(tensors, names[1])
+    sizes = [facts.data_offsets[1] - facts.data_offsets[0] for _, facts in places.values()]
+    table["metadata"]["total_size"] = sum(sizes) + sum(t.nbytes for t in tensors.values())
+    index.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    note_layer(aside / "config.json")
+
+
+def note_layer(config: Path) -> None:
+    """Write into a config.json that the model has an MTP layer, under its family's key."""
+    values = read_json(config)
+    for part in (values, values.get("text_config")):
+        if isinstance(part, dict):
+            part |= {key: 1 for key in COUNTS if key in part}
+    write_json(config, values)
+
+
+def check_kept(checkpoint: Path, written: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` unless `written` has `tensors`, and all others of `checkpoint` as there."""
+    before, after = places_in(checkpoint), places_in(written)
+    if after.keys() != before.keys() | tensors.keys():
+        raise UserError(f"{written} has other tensors than were written; write it again")
+    for name, (file, facts) in after.items():
+        if name in tensors:
+            wanted = tensors[name].detach().to("cpu", TYPES[facts.dtype]).contiguous()
+            same = read_bytes(file, facts) == bytes_of(wanted)
+        else:
+            old_file, old = before[name]
+            same = old.dtype == facts.dtype and old.shape == facts.shape
+            same = same and equal_bytes(old_file, old, file, facts)
+        if not same:
+            raise UserError(f"{name} was not written as it should be; write it again")
+
+
+def equal_bytes(one: Path, facts: TensorFacts, other: Path, others: TensorFacts) -> bool:
+    """Return whether a tensor has the same bytes in two files, a chunk at a time."""
+    (start, end), (others_start, others_end) = facts.data_offsets, others.data_offsets
+    if end - start != others_end - others_start:
+        return False
+    with one.open("rb") as a, other.open("rb") as b:
+        a.seek(start_of_data(one) + start)
+        b.seek(start_of_data(other) + others_start)
+        left = end - start
+        while left > 0:
+            count = min(left, CHUNK)
+            if a.read(count) != b.read(count):
+                return False
+            left -= count
+    return True
+
+
+def read_bytes(file: Path, facts: TensorFacts) -> bytes:
+    """Return the bytes of a tensor."""
+    with file.open("rb") as opened:
+        opened.seek(start_of_data(file) + facts.data_offsets[0])
+        return opened.read(facts.data_offsets[1] - facts.data_offsets[0])
+
+
+def start_of_data(file: Path) -> int:
+    """Return where the tensors of a safetensors file begin: after the length and the header."""
+    with file.open("rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor on the CPU, as safetensors stores them."""
+    return tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -1,0 +1,1 @@
+"""Commands about the MTP layers that targets are published with."""

@@ -1,0 +1,203 @@
+"""`draftsmith mtp doctor`: examines the MTP layer of a target by what it earns in decoding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from ....heads.files import check_json, output_json
+from ....heads.mtp import MtpDrafter
+from ....inference.console import Console, Progress
+from ....inference.conversations.formats import Conversation
+from ....inference.conversations.prompts import read_prompts
+from ....inference.conversations.rows import prompt_ids
+from ....inference.decode import generate
+from ....inference.evaluation.intervals import tau_interval
+from ....inference.metrics import tau
+from ....inference.proposers.eagle import EagleProposer
+from ....inference.targets.target import Target, load_target
+from ....inference.tree_settings import TreeSettings
+from .layers import layer_in
+from .options import ExamineOptions as Options
+
+BATCH = 8
+DEAD = 1.02  # tau up to which a layer earns nothing
+PROMPTS = (
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Translate into French: The library opens at nine o'clock.",
+    "List five fruits in alphabetical order.",
+    "A train travels 120 km in 90 minutes. What is its average speed in km/h?",
+    "Summarise the plot of Romeo and Juliet.",
+    "Write a polite e-mail that moves a meeting to Thursday.",
+    "What is the difference between a list and a tuple in Python?",
+)
+
+
+@dataclass
+class Finding:
+    """One way to run the layer, and what it earned."""
+
+    variant: str
+    tau: float
+    low: float
+    high: float
+    """Ends of the 95% interval over prompts; NaN for too few of them."""
+
+
+@dataclass
+class Report:
+    """What was found."""
+
+    status: Literal["ok", "warning", "error"]
+    remarks: list[str]
+    findings: list[Finding]
+
+
+AS_SERVED = "as engines serve it"
+
+
+def variants(scale: torch.Tensor | None) -> dict[str, Callable[[MtpDrafter], None]]:
+    """Return the ways to run a layer: functions that change a copy of it, by name.
+
+    `scale` is the weight of the target's final norm, without which that norm cannot be undone.
+    """
+    found: dict[str, Callable[[MtpDrafter], None]] = {
+        AS_SERVED: lambda drafter: None,
+        "own state before the layer's norm": recycle_residual,
+        "embedding and state exchanged": exchange_halves,
+        "their norms exchanged": exchange_norms,
+    }
+    if scale is not None:
+        found["target's state before its final norm"] = partial(read_residual, scale)
+    return found
+
+
+def read_residual(scale: torch.Tensor, drafter: MtpDrafter) -> None:
+    """Let the layer read the target's states from before the final norm, of the weight `scale`."""
+    drafter.shape = replace(drafter.shape, reads="residual")
+    drafter.final_scale = scale.to(drafter.fc.weight.device, torch.float32)
+
+
+def recycle_residual(drafter: MtpDrafter) -> None:
+    """Let the layer's output from before its norm be its next state."""
+    drafter.shape = replace(drafter.shape, recycles="residual")
+
+
+def exchange_halves(drafter: MtpDrafter) -> None:
+    """Exchange the columns for the embedding and for the state."""
+    first, second = drafter.fc.weight.chunk(2, dim=1)
+    drafter.fc.weight = torch.nn.Parameter(torch.cat([second, first], 1), requires_grad=False)
+
+
+def exchange_norms(drafter: MtpDrafter) -> None:
+    """Exchange the norms of the embedding and of the state."""
+    drafter.enorm, drafter.hnorm = drafter.hnorm, drafter.enorm
+
+
+def run(options: Options) -> None:
+    """Examine the layer and print the report; exit with status 2 if it has no use.
+
+    Raises `UserError` if there is no layer.
+    """
+    check_json(options.json)
+    target = load_target(options.target)
+    artifact, _ = layer_in(options.target.path, target)
+    drafter = artifact.drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    prompts = prompts_of(options, target)
+    findings = measured(target, drafter, prompts, options)
+    remarks = about(findings, drafter)
+    if options.base is not None:
+        remarks += compared(drafter, target, options)
+    status = "ok" if len(remarks) == 0 else "warning"
+    if findings[0].tau <= DEAD:
+        status = "error"
+    report = Report(status, remarks, findings)
+    if not output_json(options.json, asdict(report)):
+        show(report, len(prompts))
+    if report.status == "error":
+        raise SystemExit(2)
+
+
+def prompts_of(options: Options, target: Target) -> list[list[int]]:
+    """Return the token ids of the prompts."""
+    if options.prompts is not None:
+        found = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
+        return [prompt.token_ids for prompt in found]
+    texts = PROMPTS[: options.limit]
+    if not target.tokenizer.chat_template:
+        return [target.tokenizer.encode(text) for text in texts]
+    conversations = [Conversation(messages=[{"role": "user", "content": text}]) for text in texts]
+    return [prompt_ids(each, target.tokenizer, target.name) for each in conversations]
+
+
+def measured(
+    target: Target, drafter: MtpDrafter, prompts: Sequence[list[int]], options: Options
+) -> list[Finding]:
+    """Return what each variant of the layer earns with greedy chains; the first is as served."""
+    findings, settings = [], TreeSettings(width=1, length=options.drafts)
+    ways = variants(target.final_norm_weight())
+    for name, change in Progress(ways.items(), desc="examining", unit=" variants"):
+        varied = copy.deepcopy(drafter)
+        change(varied)
+        proposer, results = EagleProposer(varied, settings), []
+        for start in range(0, len(prompts), BATCH):
+            batch = list(prompts[start : start + BATCH])
+            results += generate(target, proposer, batch, options.max_new_tokens)
+        emitted = [[len(each.tokens) for each in result.rounds] for result in results]
+        findings.append(Finding(name, tau(emitted), *tau_interval(emitted)))
+    return findings
+
+
+def about(findings: Sequence[Finding], drafter: MtpDrafter) -> list[str]:
+    """Return what is wrong with the layer, by what its variants earned."""
+    served, best = findings[0], max(findings, key=lambda finding: finding.tau)
+    remarks = []
+    if served.tau <= DEAD:
+        remarks.append(
+            f"the layer earns nothing as it is served (tau {served.tau:.2f}): it was lost or "
+            "made anew with other weights; graft one (draftsmith mtp graft) or train it"
+        )
+    if best is not served and not best.low <= served.tau:
+        remarks.append(
+            f"with another reading ({best.variant}) it earns {best.tau:.2f} instead of "
+            f"{served.tau:.2f}: it was "
+            "trained on another graph than engines serve; train it on (draftsmith train mtp)"
+        )
+    if not all(bool(tensor.isfinite().all()) for tensor in drafter.serving_state().values()):
+        remarks.append("it has numbers that are not finite; copy or download it again")
+    return remarks
+
+
+def compared(drafter: MtpDrafter, target: Target, options: Options) -> list[str]:
+    """Return a remark if the layer is that of `options.base`, though the target is another."""
+    assert options.base is not None
+    base, _ = layer_in(options.base, target)
+    theirs = base.drafter.to(target.device, target.dtype).serving_state()
+    own = drafter.serving_state()
+    if all(torch.equal(own[name], tensor) for name, tensor in theirs.items()):
+        return [
+            f"the layer is that of {options.base}: it was not tuned with the target; train it on "
+            "(draftsmith train mtp)"
+        ]
+    return []
+
+
+def show(report: Report, prompts: int) -> None:
+    """Print the report."""
+    table = Table("how the layer is run", "tau", "95% interval")
+    for finding in report.findings:
+        ends = f"{finding.low:.2f}-{finding.high:.2f}" if finding.low > 0 else ""
+        table.add_row(escape(finding.variant), f"{finding.tau:.2f}", ends)
+    console = Console()
+    console.print(table)
+    color = {"ok": "green", "warning": "yellow", "error": "red"}[report.status]
+    text = "; ".join(report.remarks) or f"alive, and read as it was trained ({prompts} prompts)"
+    console.print(f"[{color}]{report.status}[/]: {escape(text)}")

@@ -11,7 +11,7 @@ from ..command_line.fields import alternatives, options_of_class, positional
 from ..command_line.help_text import usage_of
 from ..endings import fail
 from ..method import METHODS, run_class_named
-from .verbs import VERBS, options_of_verb
+from .verbs import GROUPS, VERBS, options_of_verb
 
 COMPLETED = {"FOLDER": shtab.DIRECTORY, "DRAFTER": shtab.DIRECTORY, "PATH": shtab.FILE}
 COMPLETED |= dict.fromkeys(("FILE", "[FILE]", "FILE,FILE,..."), shtab.FILE)
@@ -34,10 +34,13 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("draftsmith", add_help=False)
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()
-    data = commands.add_parser("data", help="prepare data", add_help=False).add_subparsers()
+    groups = {
+        name: commands.add_parser(name, help=what, add_help=False).add_subparsers()
+        for name, what in GROUPS.items()
+    }
     for verb, (_, _, what) in VERBS.items():
-        parent = data if verb.startswith("data ") else commands
-        one = parent.add_parser(verb.removeprefix("data "), help=what, add_help=False)
+        group, _, last = verb.rpartition(" ")
+        one = groups.get(group, commands).add_parser(last, help=what, add_help=False)
         add_options(one, options_of_verb(verb))
     methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
     for method in METHODS:

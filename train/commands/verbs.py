@@ -96,7 +96,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
 }
 
 # First words of the commands whose names have two.
-GROUPS = ("data", "mtp")
+GROUPS = {"data": "prepare data", "mtp": "layers for drafts that come with a target"}
 # The usual steps from a target to a served drafter, in order.
 USUAL_STEPS = {
     "data regenerate": "let the target write the replies that a drafter learns from",

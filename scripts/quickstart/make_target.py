@@ -266,7 +266,9 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             num_key_value_heads=2,
         ),
     ),
-    "hybrid": (  # 4.3M; heads of keys and values differ in number and size, so that a mix-up shows
+    # 4.3M; heads of keys and values differ in number, so that a mix-up shows. llama.cpp wants one
+    # size for both, as published models have it.
+    "hybrid": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig,
         dict(
@@ -276,10 +278,10 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             num_attention_heads=6,
             num_key_value_heads=3,
             head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
+            linear_num_key_heads=3,
+            linear_num_value_heads=6,
             linear_key_head_dim=32,
-            linear_value_head_dim=48,
+            linear_value_head_dim=32,
             linear_conv_kernel_dim=4,
             mtp_num_hidden_layers=1,
         ),

@@ -15,12 +15,13 @@ from .engines.engine import DrafterFacts, Recipe
 DRAFTS = 3  # drafts of a round, if no other number is given
 TITLES = {
     "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark",
-    "medusa": "Medusa heads",
+    "medusa": "Medusa heads", "mtp": "an MTP layer",
     "draft_model": "a draft model",
 }  # fmt: skip
 PAPERS = {
     "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
     "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
+    "mtp": "arXiv 2412.19437",
 }  # fmt: skip
 
 
@@ -39,6 +40,11 @@ def titles(kinds: Iterable[str], word: str = "or") -> str:
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:
     """Return the recipe of this drafter for `engine`. Raises `UserError` with the reason."""
     facts, recipes = facts_of(artifact), ENGINES[engine].recipes
+    if facts.kind == "mtp":
+        raise UserError(
+            "engines read an MTP layer inside of its target's checkpoint; write it there with "
+            "draftsmith mtp stitch"
+        )
     if facts.kind not in recipes:
         found = ", ".join(takers(facts))
         where = f"this one can be exported to {found}" if found else "no engine takes this one"

@@ -262,10 +262,14 @@ def tensors_in(folder: Path) -> tuple[list[str], Callable[[str], Tensor | None]]
     """Return the names of the tensors in a folder's safetensors files, and what reads one by name.
 
     It gives None for a name that no file has. Files are mapped: only what is looked at is read.
+    Raises `UserError` for a damaged file.
     """
     file_with: dict[str, Any] = {}  # the opened file of each tensor
     for file in sorted(folder.glob("*.safetensors")):
-        opened: Any = safe_open(file, framework="pt")
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read {file}: {error}; copy or download it again") from error
         file_with |= dict.fromkeys(opened.keys(), opened)
 
     def read(name: str) -> Tensor | None:

@@ -42,7 +42,7 @@ class DrafterFacts:
     """A drafter as engines see it."""
 
     kind: str
-    """eagle1, eagle3, dflash, dspark, medusa or draft_model."""
+    """eagle1, eagle3, mtp, dflash, dspark, medusa or draft_model."""
     drafter: Any
     family: str
     """The target's model type."""

@@ -161,7 +161,7 @@ ENGINE = ServingEngine(
     },
     like=Like(
         {"drafts": 3},  # draft n-max
-        dict.fromkeys(("eagle3", "draft_model"), chain)
+        dict.fromkeys(("eagle3", "mtp", "draft_model"), chain)
         | dict.fromkeys(("dflash", "dspark"), block)
         | {"ngram": lookup},
     ),

@@ -249,6 +249,7 @@ ENGINE = ServingEngine(
         # which depends on the drafter.
         {"steps": None, "topk": None, "tokens": None},
         dict.fromkeys(("eagle1", "eagle3"), partial(_tree, 5, 4, 8))
+        | {"mtp": partial(_tree, 3, 1, 4)}
         | dict.fromkeys(("dflash", "dspark"), _whole_block)
         | {"draft_model": partial(_tree, 3, 1, 4)},
         least={"tokens": 2},  # the root and at least one draft

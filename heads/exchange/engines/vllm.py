@@ -211,7 +211,7 @@ ENGINE = ServingEngine(
         # num_speculative_tokens (for which vLLM itself has no default), draft_sample_method and
         # rejection_sample_method.
         {"drafts": 3, "draws": "greedy", "verify": "standard"},
-        dict.fromkeys(("eagle1", "eagle3", "draft_model"), chain)
+        dict.fromkeys(("eagle1", "eagle3", "mtp", "draft_model"), chain)
         | dict.fromkeys(("dflash", "dspark"), block)
         | {"medusa": _heads, "ngram": lookup},
         {"draws": ("greedy", "probabilistic"), "verify": ("standard", "block")},

@@ -1,0 +1,220 @@
+"""`draftsmith mtp`: extract and stitch are the identity on bytes, a lost layer is added, and what
+was tampered with is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.stored_tensors import header
+from draftsmith.train.commands.mtp import extract, graft, options, stitch
+from tests import mtp_models
+from tests.conftest import tiny_target
+
+
+def checkpoint(kind: str, folder: Path, seed: int = 0, layer: bool = True, **save: Any) -> Path:
+    """A target with a tokenizer, in bfloat16."""
+    model = mtp_models.make_model(kind, seed)
+    tensors = mtp_models.layer_tensors(kind, model) if layer else {}
+    model.to(torch.bfloat16).save_pretrained(folder, **save)
+    files = sorted(folder.glob("*.safetensors"))
+    stored = {
+        # as published: the bias of experts in float32
+        name: (tensor if "e_score" in name else tensor.to(torch.bfloat16)).contiguous()
+        for name, tensor in tensors.items()
+    }
+    if len(files) == 1:
+        save_file({**load_file(files[0]), **stored}, files[0], {"format": "pt"})
+    else:
+        index = folder / "model.safetensors.index.json"
+        table = json.loads(index.read_text())
+        # in the last file, next to other tensors
+        save_file({**load_file(files[-1]), **stored}, files[-1], {"format": "pt"})
+        table["weight_map"] |= dict.fromkeys(stored, files[-1].name)
+        index.write_text(json.dumps(table))
+    tiny_target(vocab_size=96).tokenizer.save_pretrained(folder)
+    return folder
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def extracted(folder: Path, out: Path) -> Path:
+    extract.run(options.ExtractLayerOptions(str(folder), str(out)))
+    return out
+
+
+def stitched(drafter: Path, into: Path, out: Path) -> Path:
+    stitch.run(options.StitchOptions(str(drafter), str(into), str(out)))
+    return out
+
+
+@pytest.mark.parametrize("kind", mtp_models.FAMILIES)
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "40KB"}])
+def test_extract_then_stitch_is_the_identity_on_bytes(
+    tmp_path: Path, kind: str, save: dict[str, str]
+) -> None:
+    before = checkpoint(kind, tmp_path / "before", **save)
+    drafter = extracted(before, tmp_path / "drafter")
+    after = stitched(drafter, before, tmp_path / "after")
+    assert hashes(after) == hashes(before)
+
+
+@pytest.mark.parametrize("kind", ["glm", "qwen3.5-moe"])
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "40KB"}])
+def test_a_lost_layer_is_grafted_and_stitched(
+    tmp_path: Path, kind: str, save: dict[str, str]
+) -> None:
+    base = checkpoint(kind, tmp_path / "base")
+    tuned = checkpoint(kind, tmp_path / "tuned", seed=5, layer=False, **save)
+    with pytest.raises(UserError, match="has no MTP layer"):
+        extracted(tuned, tmp_path / "none")
+    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    out = stitched(tmp_path / "drafter", tuned, tmp_path / "out")
+    again = extracted(out, tmp_path / "again")
+    one, two = (load_file(f / "model.safetensors") for f in (tmp_path / "drafter", again))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tuned, out)]
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.equal(*(model(ids).logits for model in models))
+    stored = {
+        name: header(file) for file in out.glob("*.safetensors") for name in [file.name]
+    }  # fmt: skip
+    assert sum(map(len, stored.values())) == len({n for names in stored.values() for n in names})
+
+
+def test_head_only_writes_the_layer_alone(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3.5", tmp_path / "target")
+    drafter = extracted(folder, tmp_path / "drafter")
+    stitch.run(
+        options.StitchOptions(str(drafter), str(folder), str(tmp_path / "layer"), head_only=True)
+    )
+    written = load_file(tmp_path / "layer" / "model-mtp.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    assert written.keys() == {name for name in stored if name.startswith("mtp.")}
+    assert all(torch.equal(written[name], stored[name]) for name in written)
+
+
+Change = Callable[[dict[str, Tensor]], object]
+
+
+def under(tensors: dict[str, Tensor], old: str, new: str) -> None:
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+
+TAMPERED: dict[str, tuple[str, Change, str]] = {
+    "missing": (
+        "glm",
+        lambda t: t.pop("model.layers.3.hnorm.weight"),
+        r"model\.layers\.3\.hnorm\.weight is missing",
+    ),
+    "missing in the layer": (
+        "qwen3.5",
+        lambda t: t.pop("mtp.layers.0.self_attn.q_norm.weight"),
+        r"mtp\.layers\.0\.self_attn\.q_norm\.weight is missing",
+    ),
+    "surplus": (
+        "qwen3.5",
+        lambda t: t.update({"mtp.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        r"q_proj\.bias is not part of the layer",
+    ),
+    "shape": (
+        "deepseek",
+        lambda t: t.update({"model.layers.3.enorm.weight": torch.ones(31)}),
+        r"enorm\.weight has shape \[31\], expected \[32\]",
+    ),
+    "half of fc": (
+        "qwen3.5",
+        lambda t: t.update({"mtp.fc.weight": t["mtp.fc.weight"][:, :32].contiguous()}),
+        r"mtp\.fc\.weight has shape \[32, 32\], expected \[32, 64\]",
+    ),
+    "number too large": (
+        "glm",
+        lambda t: under(t, "model.layers.3.", "model.layers.4."),
+        r"no tensor begins with model\.layers\.3\.; it has model\.layers\.4\.",
+    ),
+    "another family's names": (
+        "qwen3.5",
+        lambda t: under(t, "mtp.", "model.layers.3."),
+        "no tensor begins with mtp",
+    ),
+    "two layers": (
+        "qwen3.5",
+        lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.ones(32)}),
+        "has several MTP layers",
+    ),
+    "one expert lost": (
+        "qwen3.5-moe",
+        lambda t: t.pop("mtp.layers.0.mlp.experts.2.up_proj.weight"),
+        "experts.*is missing",
+    ),
+    "quantised": (
+        "deepseek",
+        lambda t: t.update({"model.layers.3.eh_proj.weight_scale_inv": torch.ones(1)}),
+        "quantised MTP layer",
+    ),
+    "whole numbers": (
+        "glm",
+        lambda t: t.update(
+            {"model.layers.3.eh_proj.weight": t["model.layers.3.eh_proj.weight"].to(torch.int8)}
+        ),
+        r"eh_proj\.weight is of type torch\.int8",
+    ),
+    "DSpark": (
+        "qwen3.5",
+        lambda t: t.update({"mtp.0.markov_head.weight": torch.ones(4)}),
+        "has a DSpark block",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_no_layer_of_the_family_is_refused(tmp_path: Path, name: str) -> None:
+    kind, change, message = TAMPERED[name]
+    folder = checkpoint(kind, tmp_path / "target")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        extracted(folder, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3.5", tmp_path / "target", max_shard_size="40KB")
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=file.name):
+        extracted(folder, tmp_path / "drafter")
+
+
+def test_stitch_refuses_parts_other_targets_and_other_drafters(tmp_path: Path) -> None:
+    folder = checkpoint("glm", tmp_path / "target")
+    drafter = extracted(folder, tmp_path / "drafter")
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    some = {n: t for n, t in whole.items() if n != "model.layers.3.enorm.weight"}
+    save_file(some, file, {"format": "pt"})
+    with pytest.raises(UserError, match="a part of an MTP layer"):
+        stitched(drafter, folder, tmp_path / "out")
+    other = checkpoint("qwen3.5", tmp_path / "other")
+    with pytest.raises(UserError):
+        stitched(drafter, other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -55,8 +55,14 @@ def recipes() -> list[Path]:
     )
 
 
+UNTOLD = {"deepseek-v3": 671.0, "glm-4.5-air": 106.0}
+"""Billions of parameters of targets whose names do not tell them."""
+
+
 def billions(name: str) -> float:
     """The size that a target's name tells."""
+    if name in UNTOLD:
+        return UNTOLD[name]
     number, unit = re.findall(r"-([\d.]+)([bm])", name)[0]
     return float(number) / (1000 if unit == "m" else 1)
 

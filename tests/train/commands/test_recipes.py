@@ -40,6 +40,8 @@ def script() -> ModuleType:
 
 SCRIPT = script()
 RECIPES: list[Path] = SCRIPT.recipes()
+LAYERS = [path for path in RECIPES if path.parent.name == "mtp"]
+"""Recipes for the layers that targets come with."""
 TARGETS = sorted((ROOT / "train" / "planning" / "targets").glob("*.json"))
 UNMEASURED = "No number here was measured by us: nobody has run this file yet."
 PUBLISHED = {  # parameters, as the models' cards have them
@@ -91,13 +93,16 @@ def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> None:
+    trained = [path for path in RECIPES if path not in LAYERS]
     methods = {
-        target: {path.parent.name for path in RECIPES if path.stem == target}
-        for target in {path.stem for path in RECIPES}
+        target: {path.parent.name for path in trained if path.stem == target}
+        for target in {path.stem for path in trained}
     }
     assert set(METHODS) == set(get_args(MethodName))
-    assert len(methods) == 9 and methods.pop("gpt-oss-20b") == set(METHODS) - {"distill"}
-    assert all(found == set(METHODS) for found in methods.values())
+    every = set(METHODS) - {"mtp"}  # of targets that come with such a layer
+    assert len(methods) == 9 and methods.pop("gpt-oss-20b") == every - {"distill"}
+    assert all(found == every for found in methods.values())
+    assert len(LAYERS) == 5
     row = next(
         line
         for line in (ROOT / "configs" / "README.md").read_text().splitlines()
@@ -330,7 +335,11 @@ def test_a_draft_model_by_hand(recipe: Path, plans: Any) -> None:
 
 
 def test_targets_have_the_sizes_that_their_cards_say(plans: Any) -> None:
-    shapes = {Path(run.target.path).name: shape for run, shape, _ in plans.values()}
+    shapes = {
+        Path(run.target.path).name: shape
+        for recipe, (run, shape, _) in plans.items()
+        if recipe not in LAYERS
+    }
     for name, published in PUBLISHED.items():
         assert shapes[name].target_params == pytest.approx(published, rel=6e-3), name
     assert shapes["qwen3-30b-a3b"].active_params == pytest.approx(3.3e9, rel=0.02)
@@ -338,6 +347,34 @@ def test_targets_have_the_sizes_that_their_cards_say(plans: Any) -> None:
         3.6e9, rel=0.01
     )  # the card leaves the embedding out
     assert len(shapes) == len(PUBLISHED) == 9
+
+
+@pytest.mark.parametrize("recipe", LAYERS, ids=name_of)
+def test_a_layer_by_hand(recipe: Path, plans: Any) -> None:
+    """The parameters of the target, and of its layer: what a decoder layer has, `fc` and norms."""
+    run, shape, _ = plans[recipe]
+    drafter, target = built(run, recipe)
+    hidden = target["hidden_size"]
+    cards = {
+        "qwen3.5-0.8b": 0.75e9, "qwen3.5-9b": 8.95e9, "qwen3-next-80b-a3b": 79.7e9,
+        "deepseek-v3": 671e9, "glm-4.5-air": 106e9,
+    }  # fmt: skip
+    assert shape.target_params == pytest.approx(cards[recipe.stem], rel=0.01)
+    inner = target.get("moe_intermediate_size") or target["intermediate_size"]
+    experts = target.get("num_experts") or target.get("n_routed_experts") or 0
+    mlp = 3 * hidden * inner * max(experts + (experts > 0), 1) + experts * hidden
+    queries, keys = (
+        target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value")
+    )
+    gate = queries if target["model_type"].startswith("qwen") else 0
+    attention = hidden * (2 * queries + gate + 2 * keys)
+    if "kv_lora_rank" in target:
+        ranks, heads = (target["q_lora_rank"], target["kv_lora_rank"]), 128
+        attention = hidden * (sum(ranks) + 64) + ranks[0] * heads * 192 + ranks[1] * heads * 256
+        attention += heads * 128 * hidden
+    whole = attention + mlp + 2 * hidden * hidden
+    assert shape.drafter_params == pytest.approx(whole, rel=1e-3)
+    assert drafter.fc.weight.shape == (hidden, 2 * hidden)
 
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.stem)

@@ -108,7 +108,7 @@ class MtpDrafter(RecyclingDrafter):
         state = {
             f"{name}.{part}": tensor
             for name, module in self.parts().items()
-            for part, tensor in module.state_dict(keep_vars=True).items()
+            for part, tensor in merged(module).items()
         }
         return state if self.final_scale is None else {**state, "final_scale": self.final_scale}
 
@@ -141,6 +141,20 @@ class MtpDrafter(RecyclingDrafter):
         options = MtpConfig(config["reads"], config["recycles"])
         shape = shape_of(config_of_values(values), values, options)
         return cls(shape, embedding_and_head)
+
+
+def merged(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors by name; LoRA matrices of peft are added to their layers' own."""
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        owner, inner, last = name.rpartition(".base_layer.")
+        if inner:
+            adapted: Any = module.get_submodule(owner)
+            tensor = tensor + adapted.get_delta_weight("default").to(tensor.dtype)
+            name = f"{owner}.{last}"
+        if ".lora_" not in name:
+            found[name] = tensor
+    return found
 
 
 def shape_for(options: MtpConfig, target: Any) -> MtpShape:
@@ -237,11 +251,13 @@ def attend_as_told(
 ) -> tuple[Tensor, None]:
     """Return the attention of `attend`, in the form of transformers' functions of attention."""
     assert attend is not None, "the layer is run by MtpDrafter.advance"
-    size = query.shape[-1]
+    size, wanted = query.shape[-1], value.shape[-1]
+    if wanted < size:  # latent attention: not every kernel takes values of another size
+        value = functional.pad(value, (0, size - wanted))
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)  # `attend` divides by the root of the size
     read = attend(0, *(states.transpose(1, 2) for states in (query, key, value)))
-    return read.unflatten(-1, (query.shape[1], -1)), None
+    return read.unflatten(-1, (query.shape[1], -1))[..., :wanted], None
 
 
 AttentionInterface.register(ATTENTION, attend_as_told)

@@ -115,15 +115,38 @@ def set_scale(norm: nn.Module, scale: Tensor) -> None:
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
-    """Exclude from training what `config.trained` does not name."""
-    if config.trained == "norms":
+    """Exclude from training what `config.trained` does not name, and add LoRA matrices for lora.
+
+    Raises `UserError` if peft is missing.
+    """
+    if config.trained == "lora":
+        add_lora(drafter, config.lora_rank)
+    if config.trained != "all":
+        kept = ("norm",) if config.trained == "norms" else ("norm", "fc.", ".lora_")
         for name, parameter in drafter.named_parameters():
-            parameter.requires_grad_("norm" in name)
+            parameter.requires_grad_(any(part in name for part in kept))
     if config.loss == "ce":
         log.warning(
             "objective.loss ce teaches the text's tokens, not what the target would write; kl and "
             "lk-hybrid earned more (docs/results.md)"
         )
+
+
+def add_lora(drafter: MtpDrafter, rank: int) -> None:
+    """Add LoRA matrices (arXiv 2106.09685), by peft, to the projections of the decoder layer.
+
+    Raises `UserError` if peft is missing.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise UserError(
+            "objective.trained lora needs peft; in the checkout: pip install -c constraints.txt -e "
+            "'.[lora]'"
+        ) from error
+    # Experts are no linear layers of torch, and stay as they are.
+    named = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=r"layers\.0\..*_proj")
+    inject_adapter_in_model(named, drafter)
 
 
 METHOD = MtpMethod()

@@ -162,13 +162,21 @@ MTP_STEPS = 3
 class MtpLoss(UnrolledLoss):
     """Settings of the loss of an MTP layer."""
 
-    trained: Literal["all", "norms"] = "all"
-    """Parameters that are trained: all of the layer, or its norms alone."""
+    trained: Literal["all", "norms", "lora"] = "all"
+    """Parameters that are trained: all of the layer; its norms alone; or its norms, `fc`, and LoRA
+    matrices for the decoder layer's projections (needs peft), which are merged when it is saved."""
+    lora_rank: int = 16
+    """Rank of the LoRA matrices."""
     # What EAGLE drafters have as options.
     out_of_vocabulary: ClassVar[Literal["drop", "keep"]] = "drop"
     feature_weight: ClassVar[float] = 0.0
     token_weight: ClassVar[float] = 1.0
     noise: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_rank < 1:
+            raise UserError("objective.lora_rank must be at least 1")
 
     def resolved(self) -> MtpLoss:
         """Return these settings with the defaults filled in."""

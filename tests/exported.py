@@ -49,24 +49,33 @@ def drafts_of(artifact: Artifact | None) -> int:
 
 
 def counts_like_each(
-    engine: str, drafters: Mapping[str, tuple[str, int]], prompts_file: Path, folder: Path
+    engine: str,
+    drafters: Mapping[str, tuple[str, int]],
+    prompts_file: Path,
+    folder: Path,
+    target: Path = QUICKSTART,
 ) -> dict[str, Counts]:
     """What `evaluate --like ENGINE:drafts=N` says of each (folder, N), by its name."""
     found: dict[str, Counts] = {}
     for drafts in {drafts for _, drafts in drafters.values()}:
         names = [name for name, (_, number) in drafters.items() if number == drafts]
         counts = counts_like(
-            engine, [drafters[name][0] for name in names], prompts_file, folder, drafts
+            engine, [drafters[name][0] for name in names], prompts_file, folder, drafts, target
         )
         found |= dict(zip(names, counts, strict=True))
     return found
 
 
 def counts_like(
-    engine: str, drafters: Sequence[str], prompts_file: Path, folder: Path, drafts: int = DRAFTS
+    engine: str,
+    drafters: Sequence[str],
+    prompts_file: Path,
+    folder: Path,
+    drafts: int = DRAFTS,
+    target: Path = QUICKSTART,
 ) -> list[Counts]:
     """What `evaluate --like ENGINE:drafts=3` says of each drafter."""
-    config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
+    config = TargetConfig(str(target), dtype="float32", device="cpu")
     given: dict[str, Any] = {
         "baselines": False,
         "repeats": 1,

@@ -328,8 +328,8 @@ def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) ->
 
         proposer._logits = watched  # type: ignore[method-assign]
     else:
-        logits_of = proposer._logits
-        proposer._logits = lambda *given: watch(logits_of(*given))
+        named = proposer._named
+        proposer._named = lambda logits, ids: named(watch(logits), ids)
     for place, ids in enumerate(prompts):
         gaps: list[float] = []
         generate_one(target, proposer, ids, REPLY)

@@ -83,8 +83,10 @@ class MtpDrafter(RecyclingDrafter):
     ) -> Tensor:
         weight = self.fc.weight[:, self.shape.hidden_size :]
         joined = token_part + functional.linear(self.hnorm(state), weight)
+        # The angles were exact; the layer wants their cosines in the type of its queries.
+        turned = tuple(table.to(joined.dtype) for table in rotary)
         output = self.layers[0](
-            joined, position_embeddings=rotary, attention_mask=None, attend=attend
+            joined, position_embeddings=turned, attention_mask=None, attend=attend
         )
         return output[0] if isinstance(output, tuple) else output
 

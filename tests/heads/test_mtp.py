@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_logits_are_those_of_transformers_or_of_a_plain_reference(
     found = logits_of(drafter, ids, last)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert float(found.std()) > 0.1
+
+
+@torch.no_grad()
+def test_low_precision(pair: tuple[str, Target, MtpDrafter]) -> None:
+    _, target, drafter = pair
+    ids = torch.randint(2, 96, (1, 12), generator=torch.Generator().manual_seed(3))
+    last = target.model.model(ids).last_hidden_state
+    exact = logits_of(drafter, ids, last)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = logits_of(drafter, ids, last)
+    low = copy.deepcopy(drafter).to(torch.bfloat16)
+    for found in (mixed, logits_of(low, ids, last)):
+        assert float((found.float() - exact).norm() / exact.norm()) < 0.05
 
 
 @torch.no_grad()

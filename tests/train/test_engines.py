@@ -33,7 +33,7 @@ FULL = [
     ("dspark", "zero3"),
 ] + [
     (method, engine)
-    for method in ("medusa", "distill", "eagle1")
+    for method in ("medusa", "distill", "eagle1", "mtp")
     for engine in ("fsdp2", "zero2", "zero3")
 ]
 

@@ -11,6 +11,7 @@ Shapes: B rows of the batch, N rows of one pass, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,17 +21,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .documents import MtpFile
+from .documents import MtpFile, convert
 from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
-from .errors import UserError
+from .errors import UserError, first_line
 from .files import JsonObject
-from .layers import Attend, DrafterShape, inner_size, layout_of
-from .pretrained import config_of_values, make_causal_lm
+from .layers import Attend, DrafterShape, first_of, inner_size, layout_of
+from .pretrained import Repeated, config_of_values, make_causal_lm
 from .recycling import RecyclingDrafter
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
+HARMLESS = {"dropout", "position_ids", "use_cache", "is_causal"}
+"""Arguments of these functions that change nothing here."""
+NOT_SIZES = {
+    "architectures", "dtype", "torch_dtype", "id2label", "label2id", "transformers_version",
+    "_name_or_path", "_attn_implementation", "quantization_config",
+}  # fmt: skip
+"""Keys of a target's configuration that say nothing about its layers."""
+UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors by which a class of transformers ends what it is not made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +150,7 @@ class MtpDrafter(RecyclingDrafter):
                 "target"
             )
         values = config["layer"]
+        convert(values, Repeated)
         options = MtpConfig(config["reads"], config["recycles"])
         shape = shape_of(config_of_values(values), values, options)
         return cls(shape, embedding_and_head)
@@ -165,7 +176,8 @@ def shape_for(options: MtpConfig, target: Any) -> MtpShape:
     Raises `UserError` if the target has no layer of full attention.
     """
     config = one_layer(target)
-    return shape_of(config, config.to_dict(), options)
+    values = {key: value for key, value in config.to_dict().items() if key not in NOT_SIZES}
+    return shape_of(config, json.loads(json.dumps(values)), options)
 
 
 def shape_of(config: Any, values: JsonObject, options: MtpConfig) -> MtpShape:
@@ -181,7 +193,7 @@ def shape_of(config: Any, values: JsonObject, options: MtpConfig) -> MtpShape:
         num_layers=1,
         hidden_size=config.hidden_size,
         intermediate_size=inner_size(config),
-        activation=config.hidden_act,
+        activation=first_of(config, "hidden_act", "hidden_activation") or "silu",
         **sizes,
     )
 
@@ -218,12 +230,43 @@ def layer_and_rotary(
 
     The layer calls the function that is passed to it as `attend` for its attention.
     """
-    config = config_of_values(values)
-    # The embedding and the head of this model are not used.
-    config.vocab_size, config.pad_token_id = 2, None
-    model = make_causal_lm(config, dtype=torch.float32, attn_implementation=ATTENTION)
-    decoder = model.get_decoder()
-    return decoder.layers[0], TargetsRotary(decoder.rotary_emb)
+    try:
+        config = config_of_values(values)
+        # The embedding and the head of this model are not used.
+        config.vocab_size, config.pad_token_id = 2, None
+        model = make_causal_lm(config, dtype=torch.float32, attn_implementation=ATTENTION)
+        decoder = model.get_decoder()
+        return decoder.layers[0], TargetsRotary(decoder.rotary_emb)
+    except UserError:
+        raise
+    except UNFIT as error:
+        raise no_layer(values["model_type"], first_line(error)) from error
+
+
+def no_layer(model_type: str, reason: str) -> UserError:
+    """Return the error for a family of which no MTP layer is made."""
+    return UserError(
+        f"no MTP layer is made of {model_type}'s decoder layers ({reason}); train an EAGLE drafter "
+        "for it"
+    )
+
+
+@torch.no_grad()
+def check_layer(drafter: MtpDrafter, model_type: str) -> None:
+    """Raise `UserError` unless the decoder layer can be run as `MtpDrafter.advance` does."""
+
+    def attend(_layer: int, queries: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+        return torch.zeros_like(queries).flatten(2)
+
+    weight = drafter.fc.weight
+    states = weight.new_ones(1, 2, drafter.shape.hidden_size)
+    positions = torch.arange(2, device=weight.device)[None]
+    try:
+        drafter.advance(states, states, drafter.rotary(positions), attend)
+    except UserError:
+        raise
+    except UNFIT as error:
+        raise no_layer(model_type, first_line(error)) from error
 
 
 class TargetsRotary:
@@ -249,10 +292,16 @@ def attend_as_told(
     _mask: Tensor | None,
     scaling: float | None = None,
     attend: Attend | None = None,
-    **_others: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """Return the attention of `attend`, in the form of transformers' functions of attention."""
+    """Return the attention of `attend`, in the form of transformers' functions of attention.
+
+    Raises `ValueError` for what `attend` does not do: sinks, windows, capped scores.
+    """
     assert attend is not None, "the layer is run by MtpDrafter.advance"
+    given = {name for name, value in others.items() if value is not None}
+    if unknown := sorted(given - HARMLESS):
+        raise ValueError(f"its attention has {unknown[0]}")
     size, wanted = query.shape[-1], value.shape[-1]
     if wanted < size:  # latent attention: not every kernel takes values of another size
         value = functional.pad(value, (0, size - wanted))

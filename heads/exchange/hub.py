@@ -28,7 +28,7 @@ class Drafter:
 
     folder: Path
     method: str
-    """medusa, eagle, dflash, dspark or draft_model."""
+    """medusa, eagle, mtp, dflash, dspark or draft_model."""
     target_name: str
     """Name of the target in the training."""
 

@@ -41,6 +41,8 @@ class Layout:
     """Names of the parts of `PARTS` after the prefix."""
     layer: str
     """Beginning of the decoder layer's names after the prefix."""
+    count_key: str
+    """Key of a config.json with the number of such layers."""
 
     def name(self, own: str) -> str:
         """Return the name in the checkpoint of the drafter's tensor `own`: enorm.weight, .."""
@@ -53,8 +55,8 @@ class Layout:
 def layout_for(model_type: str, layers: int) -> Layout:
     """Return the layout of a family by its `model_type`, for a target of so many `layers`."""
     if model_type.startswith(("qwen3_next", "qwen3_5", "qwen4")):
-        return Layout("mtp.", QWEN, "layers.0.")
-    return Layout(f"model.layers.{layers}.", DEEPSEEK, "")
+        return Layout("mtp.", QWEN, "layers.0.", "mtp_num_hidden_layers")
+    return Layout(f"model.layers.{layers}.", DEEPSEEK, "", "num_nextn_predict_layers")
 
 
 def layout_in(names: Collection[str], model_type: str, layers: int, where: str) -> Layout:
@@ -154,7 +156,7 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def parted(own: Mapping[str, Tensor], layout: Layout, names: Collection[str]) -> dict[str, Tensor]:
     """Return a drafter's tensors by their names in a checkpoint: what `read_layer` undoes.
 
-    Experts are parted if `names`, of the tensors that are there already, has single ones.
+    Experts are parted if `names`, of all tensors of the checkpoint, has single ones.
     """
     stored: dict[str, Tensor] = {}
     single = any(EXPERT.fullmatch(name) for name in names)

@@ -25,18 +25,23 @@ TYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
 CHUNK = 1 << 24  # bytes that are compared at once
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""Keys of a config.json with the number of MTP layers, by family."""
+LAYER_FILE = "model-mtp.safetensors"
+"""File of a layer by itself."""
 
 
-def stitch(tensors: Mapping[str, Tensor], checkpoint: Path, out: Path) -> dict[str, int]:
+def stitch(
+    tensors: Mapping[str, Tensor], count_key: str, checkpoint: Path, out: Path
+) -> dict[str, int]:
     """Write a copy of the folder `checkpoint` to `out`, with `tensors` by their names in it.
 
     Returns how many tensors were `replaced` and `added`, and how many others there are, `kept`.
-    Tensors that are there take the type that they have. Raises `UserError` where some of `tensors`
-    are there and others not, for one of another shape, and if what was written differs from what
-    was to be written; `out` is then as it was.
+    Tensors that are there take the type that they have; for others `count_key` of the config.json
+    becomes 1. Raises `UserError` where some of `tensors` are there and others not, for one of
+    another shape, where a layer cannot be added, and if what was written differs from what was to
+    be written; `out` is then as it was.
     """
+    if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
+        raise UserError(f"{out} lies in {checkpoint}, which is copied; name another --out")
     places = places_in(checkpoint)
     there = places.keys() & tensors.keys()
     if there and (missing := sorted(tensors.keys() - there)):
@@ -44,7 +49,10 @@ def stitch(tensors: Mapping[str, Tensor], checkpoint: Path, out: Path) -> dict[s
             f"{checkpoint} has a part of an MTP layer, without {missing[0]}; copy or download it "
             "again"
         )
-    size = sum(path.stat().st_size for path in checkpoint.iterdir() if path.is_file())
+    if not there:
+        check_addable(checkpoint, places)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    size += sum(tensor.nbytes for tensor in tensors.values())
     check_space(out.parent, size, "name an --out on another disk")
     with whole_directory(out) as aside:
         for path in sorted(checkpoint.iterdir()):
@@ -56,6 +64,7 @@ def stitch(tensors: Mapping[str, Tensor], checkpoint: Path, out: Path) -> dict[s
             replace(tensors, places, aside)
         else:
             add(tensors, places, aside)
+            note_layer(aside / "config.json", count_key)
         check_kept(checkpoint, aside, tensors)
     return {
         "replaced": len(there),
@@ -72,6 +81,23 @@ def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
     if not found:
         raise UserError(f"{checkpoint} holds no safetensors files; name a model's folder")
     return found
+
+
+def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> None:
+    """Raise `UserError` unless a layer can be added to a checkpoint that has none."""
+    if "quantization_config" in read_json(checkpoint / "config.json"):
+        raise UserError(
+            f"{checkpoint} is quantised, and an engine would look for a quantised layer; stitch "
+            "the layer into the checkpoint that was quantised, and quantise that"
+        )
+    files = {file.name for file, _ in places.values()}
+    if len(files) > 1 and not (checkpoint / WEIGHTS_INDEX).is_file():
+        raise UserError(
+            f"{checkpoint} has {len(files)} files of weights and no {WEIGHTS_INDEX}; save it again "
+            "with save_pretrained"
+        )
+    if (checkpoint / LAYER_FILE).exists():
+        raise UserError(f"{checkpoint} has a {LAYER_FILE} that no index names; remove it")
 
 
 def replace(
@@ -104,7 +130,7 @@ def add(
         (aside / file).rename(aside / names[0])
         table["weight_map"] = dict.fromkeys(places, names[0])
     else:
-        names = ["", "model-mtp.safetensors"]
+        names = ["", LAYER_FILE]
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
         aside / names[1],
@@ -112,17 +138,15 @@ def add(
     )
     table["weight_map"] |= dict.fromkeys(tensors, names[1])
     sizes = [facts.data_offsets[1] - facts.data_offsets[0] for _, facts in places.values()]
-    table["metadata"]["total_size"] = sum(sizes) + sum(t.nbytes for t in tensors.values())
+    total = sum(sizes) + sum(tensor.nbytes for tensor in tensors.values())
+    table["metadata"] = {**table.get("metadata", {}), "total_size": total}
     index.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
-    note_layer(aside / "config.json")
 
 
-def note_layer(config: Path) -> None:
+def note_layer(config: Path, count_key: str) -> None:
     """Write into a config.json that the model has an MTP layer, under its family's key."""
     values = read_json(config)
-    for part in (values, values.get("text_config")):
-        if isinstance(part, dict):
-            part |= {key: 1 for key in COUNTS if key in part}
+    values.get("text_config", values)[count_key] = 1
     write_json(config, values)
 
 

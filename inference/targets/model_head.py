@@ -215,7 +215,10 @@ class ModelHead:
 
     @torch.no_grad()
     def final_norm_weight(self) -> Tensor | None:
-        """Return `w` `[H]` if the final norm computes x / rms(x) * w, else None."""
+        """Return `w` `[H]` if the final norm computes x / rms(x) * w, else None.
+
+        It is the norm's weight, or 1 + weight in float32.
+        """
         norm = self.final_norm()
         weight: Any = getattr(norm, "weight", None)
         if norm is None or weight.shape != (self.hidden_size,):
@@ -223,7 +226,7 @@ class ModelHead:
         # Tried on numbers: some norms have a bias, or multiply by 1 + w, under the same names.
         # The numbers have a mean other than 0, so that a norm which subtracts the mean differs.
         x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
-        for factor in (weight, 1 + weight):
+        for factor in (weight, 1 + weight.float()):
             by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, factor.float(), 1e-6)
             # In float32, and with tolerances that bfloat16 keeps: it has 8 bits.
             if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2):

@@ -11,6 +11,7 @@ All keys are in docs/checkpoint-formats.md#feature-store.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,10 +274,14 @@ def tensors_in(folder: Path) -> tuple[list[str], Callable[[str], Tensor | None]]
         file_with |= dict.fromkeys(opened.keys(), opened)
 
     def read(name: str) -> Tensor | None:
-        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
-        if name not in file_with:
-            name = name.replace("model.language_model.", "language_model.model.", 1)
-        return file_with[name].get_tensor(name) if name in file_with else None
+        # In checkpoints of multimodal models the language model's names have another prefix, whose
+        # parts are in the older order in some.
+        newer = re.sub(r"^model\.(?!language_model\.)", "model.language_model.", name)
+        older = newer.replace("model.language_model.", "language_model.model.", 1)
+        for stored in (name, newer, older):
+            if stored in file_with:
+                return file_with[stored].get_tensor(stored)
+        return None
 
     return list(file_with), read
 

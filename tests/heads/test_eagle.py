@@ -288,7 +288,9 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     first_weights(drafter, target.head_weight, target.final_norm_weight(), ids)
     assert torch.equal(drafter.lm_head.weight, target.head_weight[ids])
     assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
-    assert architecture("gemma2").final_norm_weight() is None, "its norm multiplies by 1 + w"
+    gemma = architecture("gemma2")
+    factor = gemma.final_norm_weight()
+    assert factor is not None and torch.equal(factor, 1 + gemma.decoder.norm.weight.float())
 
 
 def test_version_3_has_the_norms_of_3_1_if_nothing_else_is_asked_for() -> None:

@@ -18,7 +18,7 @@ from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.commands.mtp.layers import layer_in
+from draftsmith.train.commands.mtp.layers import find_layer, read_for
 from tests import mtp_models
 from tests.conftest import tiny_target
 
@@ -37,7 +37,11 @@ def pair(
     # transformers looks for the layer under the number that it has in the published model.
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]
     target = Target(model, None, str(folder))
-    return kind, target, layer_in(str(folder), target)[0].drafter.eval().requires_grad_(False)
+    return (
+        kind,
+        target,
+        read_for(find_layer(str(folder)), target)[0].drafter.eval().requires_grad_(False),
+    )
 
 
 def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from ...heads.dflash import DFlashDrafter
 from ...heads.dspark import DSparkDrafter
-from ...heads.layers import RMSNorm
 
 # Length of the direction that queries and keys share at first (`attend_nearby`); random weights
 # alone give them a length of about 3 in another direction each, for heads of size 32.
@@ -24,7 +23,20 @@ INIT_STD = 0.02  # of the matrices that DSpark has and DFlash has not
 
 
 @torch.no_grad()
-def start_uncertain(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
+def set_scale(norm: nn.Module, scale: Tensor) -> None:
+    """Make a norm multiply by `scale` `[H]`, whether it does so by its weight or by 1 + weight."""
+    weight = norm.get_parameter("weight")
+    weight.copy_(scale - 1 if is_centred(norm) else scale)
+
+
+def is_centred(norm: nn.Module) -> bool:
+    """Return whether an RMS norm multiplies by 1 + weight instead of by its weight."""
+    weight = norm.get_parameter("weight")
+    return not torch.allclose(norm(torch.ones_like(weight)), weight, atol=1e-3)
+
+
+@torch.no_grad()
+def start_uncertain(norm: nn.Module, logits: Tensor, spread: float = 1.0) -> None:
     """Scale an untrained drafter's final norm down until its logits are small.
 
     `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
@@ -34,7 +46,9 @@ def start_uncertain(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
     """
     deviation = logits.float().std(-1).square().mean().sqrt()
     # Only down: small logits are no harm to an untrained drafter.
-    norm.weight.mul_((spread / deviation).clamp(max=1.0).to(norm.weight))
+    weight, offset = norm.get_parameter("weight"), float(is_centred(norm))
+    factor = (spread / deviation).clamp(max=1.0).to(weight)
+    weight.copy_((weight + offset) * factor - offset)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...heads import mtp
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...heads.mtp import MtpDrafter, shape_for
+from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
@@ -22,6 +22,7 @@ from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, matrix_numb
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle import STATES
+from .first_weights import set_scale, start_uncertain
 from .recycling import RecyclingMethod
 from .runs import MtpLoss, MtpRun
 from .unrolled_loss import UnrolledObjective
@@ -41,6 +42,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
+        freeze(drafter, loss)
         steps = loss.steps or 1
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
         each_root = FROZEN * head + (FORWARD * head if loss.weighting != "decay" else 0)
@@ -62,6 +64,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
             shape = shape_before(run.heads, str(run.init_from), target, before, mtp)
             return MtpDrafter(shape, target.embedding_and_head)
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
+        check_layer(drafter, target.config.model_type)
         scale = target.final_norm_weight()
         if drafter.final_scale is not None:
             if scale is None:
@@ -84,6 +87,11 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
                 "give --target.dtype bfloat16 or float32"
             )
         freeze(drafter, config)
+        if config.loss == "ce":
+            log.warning(
+                "objective.loss ce teaches the text's tokens, not the target's distributions, as "
+                "kl and lk-hybrid do (docs/mtp.md#training)"
+            )
         return UnrolledObjective(config, drafter, target.head, run.seed, run.errors.accepted_weight)
 
 
@@ -102,16 +110,7 @@ def first_weights(
     set_scale(drafter.norm, scale)
     states = torch.randn(STATES, hidden, generator=generator)
     logits = target.head(drafter.norm(states).to(target.device))
-    deviation = logits.float().std(-1).square().mean().sqrt().cpu()
-    set_scale(drafter.norm, scale * (1 / deviation).clamp(max=1.0))
-
-
-def set_scale(norm: nn.Module, scale: Tensor) -> None:
-    """Make a norm multiply by `scale` `[H]`, whether it does so by its weight or by 1 + weight."""
-    weight = norm.get_parameter("weight")
-    probe = norm(torch.ones_like(weight))
-    centred = not torch.allclose(probe, weight, atol=1e-3)
-    weight.copy_(scale - 1 if centred else scale)
+    start_uncertain(drafter.norm, logits.cpu())
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
@@ -125,11 +124,6 @@ def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
         kept = ("norm",) if config.trained == "norms" else ("norm", "fc.", ".lora_")
         for name, parameter in drafter.named_parameters():
             parameter.requires_grad_(any(part in name for part in kept))
-    if config.loss == "ce":
-        log.warning(
-            "objective.loss ce teaches the text's tokens, not what the target would write; kl and "
-            "lk-hybrid earned more (docs/results.md)"
-        )
 
 
 def add_lora(drafter: MtpDrafter, rank: int) -> None:

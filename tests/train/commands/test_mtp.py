@@ -92,10 +92,66 @@ def test_a_lost_layer_is_grafted_and_stitched(
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tuned, out)]
     ids = torch.tensor([[3, 5, 7]])
     assert torch.equal(*(model(ids).logits for model in models))
-    stored = {
-        name: header(file) for file in out.glob("*.safetensors") for name in [file.name]
-    }  # fmt: skip
-    assert sum(map(len, stored.values())) == len({n for names in stored.values() for n in names})
+    stored = [header(file) for file in sorted(out.glob("*.safetensors"))]
+    names = [name for table in stored for name in table]
+    assert len(names) == len(set(names))
+    layer = {n: f for n, f in stored[-1].items() if ".3." in n or n.startswith("mtp.")}
+    assert {f.dtype for f in layer.values() if len(f.shape) > 1} == {"BF16"}
+    assert any(n.endswith("mlp.experts.3.up_proj.weight") for n in layer), "one by one, as there"
+    key = "num_nextn_predict_layers" if kind == "glm" else "mtp_num_hidden_layers"
+    assert json.loads((out / "config.json").read_text())[key] == 1
+
+
+def test_a_checkpoint_of_a_model_with_images(tmp_path: Path) -> None:
+    """Qwen3.5 is published so: other names for the language model, and its config in a part."""
+    folder = checkpoint("qwen3.5", tmp_path / "target")
+    plain = extracted(folder, tmp_path / "plain")
+    file, config = folder / "model.safetensors", folder / "config.json"
+    renamed = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t
+        for name, t in load_file(file).items()
+    }
+    save_file(renamed, file, {"format": "pt"})
+    values = json.loads(config.read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    config.write_text(json.dumps({**whole, "text_config": values}))
+    again = extracted(folder, tmp_path / "again")
+    assert hashes(again)["model.safetensors"] == hashes(plain)["model.safetensors"]
+    assert hashes(stitched(again, folder, tmp_path / "out")) == hashes(folder)
+
+
+def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
+    base = checkpoint("qwen3.5", tmp_path / "base")
+    tuned = checkpoint("qwen3.5", tmp_path / "tuned", seed=5, layer=False)
+    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    with pytest.raises(UserError, match="lies in"):
+        stitched(tmp_path / "drafter", tuned, tuned / "out")
+    config = tuned / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(UserError, match="is quantised"):
+        stitched(tmp_path / "drafter", tuned, tmp_path / "out")
+    wide = checkpoint("glm", tmp_path / "wide")
+    with pytest.raises(UserError, match="has model_type qwen3_5_text, the target has glm4_moe"):
+        graft.run(options.GraftOptions(str(base), str(wide), str(tmp_path / "other")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError):
+        extracted(tmp_path / "empty", tmp_path / "other")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "other").exists()
+
+
+def test_a_copy_of_the_embedding_that_is_another_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint("glm", tmp_path / "target")
+    extracted(folder, tmp_path / "drafter")
+    assert "own matrix" not in caplog.text
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.3.embed_tokens.weight"] += 1
+    save_file(tensors, file, {"format": "pt"})
+    extracted(folder, tmp_path / "again")
+    assert "model.layers.3.embed_tokens.weight" in caplog.text
 
 
 def test_head_only_writes_the_layer_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,7 +13,9 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from ....heads.errors import UserError
 from ....heads.files import check_json, output_json
+from ....heads.layout import place
 from ....heads.mtp import MtpDrafter
 from ....inference.console import Console, Progress
 from ....inference.conversations.formats import Conversation
@@ -23,8 +26,9 @@ from ....inference.evaluation.intervals import tau_interval
 from ....inference.metrics import tau
 from ....inference.proposers.eagle import EagleProposer
 from ....inference.targets.target import Target, load_target
+from ....inference.targets.target_files import base_and_adapter
 from ....inference.tree_settings import TreeSettings
-from .layers import layer_in
+from .layers import StoredLayer, find_layer, read_for
 from .options import ExamineOptions as Options
 
 BATCH = 8
@@ -47,9 +51,9 @@ class Finding:
 
     variant: str
     tau: float
-    low: float
-    high: float
-    """Ends of the 95% interval over prompts; NaN for too few of them."""
+    low: float | None
+    high: float | None
+    """Ends of the 95% interval over prompts; None for too few of them."""
 
 
 @dataclass
@@ -108,14 +112,22 @@ def run(options: Options) -> None:
     Raises `UserError` if there is no layer.
     """
     check_json(options.json)
+    path, _ = base_and_adapter(options.target)
+    # Found before the target is loaded, which takes longer.
+    layer = find_layer(path)
+    base = None if options.base is None else find_layer(options.base)
+    if base is not None and base.folder.resolve() == layer.folder.resolve():
+        raise UserError(f"--base {options.base} is the target; name the model it was tuned from")
     target = load_target(options.target)
-    artifact, _ = layer_in(options.target.path, target)
-    drafter = artifact.drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    drafter = drafter_of(layer, target)
     prompts = prompts_of(options, target)
     findings = measured(target, drafter, prompts, options)
     remarks = about(findings, drafter)
-    if options.base is not None:
-        remarks += compared(drafter, target, options)
+    if base is not None and same(drafter, drafter_of(base, target)):
+        remarks.append(
+            f"the layer is that of {options.base}: it was not tuned with the target; train it on "
+            "(draftsmith train mtp)"
+        )
     status = "ok" if len(remarks) == 0 else "warning"
     if findings[0].tau <= DEAD:
         status = "error"
@@ -124,6 +136,13 @@ def run(options: Options) -> None:
         show(report, len(prompts))
     if report.status == "error":
         raise SystemExit(2)
+
+
+def drafter_of(layer: StoredLayer, target: Target) -> MtpDrafter:
+    """Return a layer as a drafter of `target`, in the target's type."""
+    drafter = read_for(layer, target)[0].drafter
+    place(drafter, target.device, target.dtype)
+    return drafter.eval().requires_grad_(False)
 
 
 def prompts_of(options: Options, target: Target) -> list[list[int]]:
@@ -152,7 +171,8 @@ def measured(
             batch = list(prompts[start : start + BATCH])
             results += generate(target, proposer, batch, options.max_new_tokens)
         emitted = [[len(each.tokens) for each in result.rounds] for result in results]
-        findings.append(Finding(name, tau(emitted), *tau_interval(emitted)))
+        low, high = (None if math.isnan(end) else end for end in tau_interval(emitted))
+        findings.append(Finding(name, tau(emitted), low, high))
     return findings
 
 
@@ -165,7 +185,7 @@ def about(findings: Sequence[Finding], drafter: MtpDrafter) -> list[str]:
             f"the layer earns nothing as it is served (tau {served.tau:.2f}): it was lost or "
             "made anew with other weights; graft one (draftsmith mtp graft) or train it"
         )
-    if best is not served and not best.low <= served.tau:
+    if best is not served and best.low is not None and best.low > served.tau:
         remarks.append(
             f"with another reading ({best.variant}) it earns {best.tau:.2f} instead of "
             f"{served.tau:.2f}: it was "
@@ -176,25 +196,17 @@ def about(findings: Sequence[Finding], drafter: MtpDrafter) -> list[str]:
     return remarks
 
 
-def compared(drafter: MtpDrafter, target: Target, options: Options) -> list[str]:
-    """Return a remark if the layer is that of `options.base`, though the target is another."""
-    assert options.base is not None
-    base, _ = layer_in(options.base, target)
-    theirs = base.drafter.to(target.device, target.dtype).serving_state()
-    own = drafter.serving_state()
-    if all(torch.equal(own[name], tensor) for name, tensor in theirs.items()):
-        return [
-            f"the layer is that of {options.base}: it was not tuned with the target; train it on "
-            "(draftsmith train mtp)"
-        ]
-    return []
+def same(one: MtpDrafter, other: MtpDrafter) -> bool:
+    """Return whether two layers have the same tensors."""
+    theirs = other.serving_state()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.serving_state().items())
 
 
 def show(report: Report, prompts: int) -> None:
     """Print the report."""
     table = Table("how the layer is run", "tau", "95% interval")
     for finding in report.findings:
-        ends = f"{finding.low:.2f}-{finding.high:.2f}" if finding.low > 0 else ""
+        ends = "" if finding.low is None else f"{finding.low:.2f}-{finding.high:.2f}"
         table.add_row(escape(finding.variant), f"{finding.tau:.2f}", ends)
     console = Console()
     console.print(table)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,51 +13,98 @@ from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
 from ....heads.exchange.hub import fetched
-from ....heads.exchange.mtp_checkpoints import layout_in, read_layer
+from ....heads.exchange.mtp_checkpoints import SHARED, Layout, layout_in, read_layer
 from ....heads.files import check_output_folder
-from ....heads.mtp import MtpDrafter, shape_for
-from ....heads.pretrained import read_config
+from ....heads.mtp import MtpDrafter, check_layer, shape_for
+from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import StoredTensors
 from ....inference.targets.stored import StoredTarget, embedding_and_head_in
 from ....inference.targets.target import TargetSource
 from ...provenance import provenance
 
+log = logging.getLogger(__name__)
 READ = ["*.json", "*.safetensors"]
 """Files of a repository on the hub that are read."""
+SIZES = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
+"""Keys of two configurations in which a layer's model and its target have to be equal."""
 
 
-def layer_in(name: str, target: TargetSource) -> tuple[Artifact, torch.dtype]:
-    """Return the MTP layer of the checkpoint `name` as a drafter for `target`, and its type.
+@dataclass
+class StoredLayer:
+    """MTP layer in a checkpoint, of which nothing but names was read."""
 
-    The type is float32 where the tensors have several. Raises `UserError` for a checkpoint without
-    a layer that fits the target.
+    folder: Path
+    config: Any
+    """transformers' configuration of the language model."""
+    tensors: StoredTensors
+    layout: Layout
+
+
+def find_layer(name: str) -> StoredLayer:
+    """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
+
+    Raises `UserError` if there is none, or one of a form that is not known.
     """
     folder = fetched(name, READ, "checkpoint")
-    config = read_config(folder).get_text_config()
+    with clear_errors(folder, "checkpoint"):
+        config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
     layout = layout_in(list(tensors), config.model_type, config.num_hidden_layers, str(folder))
+    return StoredLayer(folder, config, tensors, layout)
+
+
+def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.dtype]:
+    """Return a layer as a drafter for `target`, and the type that it is stored in.
+
+    The type is float32 where the tensors have several. Raises `UserError` for a layer of a model of
+    another family or size, and for one that does not fit its own configuration.
+    """
+    folder = str(layer.folder)
+    for key in SIZES:
+        theirs, wanted = (getattr(config, key) for config in (layer.config, target.config))
+        if theirs != wanted:
+            raise UserError(
+                f"{folder} has {key} {theirs}, the target has {wanted}; name the model that the "
+                "target was tuned from"
+            )
     drafter = MtpDrafter(shape_for(MtpConfig(), target.config), target.embedding_and_head)
     expected = drafter.serving_state()
-    found = read_layer(tensors, layout, expected, str(folder))
+    found = read_layer(layer.tensors, layer.layout, expected, folder)
     with torch.no_grad():
         for own, tensor in expected.items():
             tensor.copy_(found[own])
+    check_layer(drafter, layer.config.model_type)
+    warn_of_copies(layer, target)
     dtypes = {tensor.dtype for tensor in found.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    facts = {**provenance(), "extracted_from": str(folder), "prefix": layout.prefix}
+    facts = {**provenance(), "extracted_from": folder, "prefix": layer.layout.prefix}
     return Artifact(drafter, target.fingerprint(), {}, facts), dtype
 
 
-def make_drafter(source: str, target_name: str, out: str) -> StoredTarget:
-    """Write the MTP layer of the checkpoint `source` as a drafter for a target; return the target.
+def warn_of_copies(layer: StoredLayer, target: TargetSource) -> None:
+    """Log a warning for a copy of embedding or head next to the layer that is not the target's."""
+    own = (target.model.get_input_embeddings().weight, target.head_weight)
+    for name, matrix in zip(SHARED, own, strict=True):
+        stored = layer.tensors.get(layer.layout.prefix + name)
+        if stored is not None and not torch.equal(stored.to(matrix), matrix):
+            log.warning(
+                "%s%s of %s is not the target's own matrix; draftsmith drafts with the target's, "
+                "and an engine may draft with that one",
+                layer.layout.prefix,
+                name,
+                layer.folder,
+            )
+
+
+def make_drafter(source: str, target_name: str, out: str) -> None:
+    """Write the MTP layer of the checkpoint `source` as a drafter for a target.
 
     Raises `UserError` if there is none that fits, and for an `out` that is there already.
     """
     check_output_folder(out, "--out", replaced=True)
     if Path(out).exists():
         raise UserError(f"{out} is there already; name another --out")
-    cpu = torch.device("cpu")
-    target = embedding_and_head_in(target_name, cpu, "auto", StoredTarget)
-    artifact, dtype = layer_in(source, target)
+    layer = find_layer(source)
+    target = embedding_and_head_in(target_name, torch.device("cpu"), "auto", StoredTarget)
+    artifact, dtype = read_for(layer, target)
     artifact.save(out, dtype)
-    return target

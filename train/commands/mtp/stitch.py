@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,10 +12,11 @@ from safetensors.torch import save_file
 from ....heads.artifact import Artifact
 from ....heads.errors import UserError
 from ....heads.exchange.mtp_checkpoints import layout_for, layout_in, parted
-from ....heads.exchange.mtp_stitch import places_in, stitch
+from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, places_in, stitch
 from ....heads.files import check_output_folder, whole_directory
 from ....heads.mtp import MtpDrafter
-from ....heads.pretrained import read_config
+from ....heads.pretrained import clear_errors, read_config
+from ....heads.stored_tensors import TensorFacts
 from ....inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import StitchOptions as Options
 
@@ -42,24 +45,25 @@ def run(options: Options) -> None:
             f"{options.drafter} reads {shape.reads} states and recycles {shape.recycles} ones; "
             "engines pass both after a norm"
         )
-    config = read_config(checkpoint).get_text_config()
+    with clear_errors(checkpoint):
+        config = read_config(checkpoint).get_text_config()
     family = layout_for(config.model_type, config.num_hidden_layers)
-    there = [name for name in places_in(checkpoint) if name.startswith(family.prefix)]
+    places = places_in(checkpoint)
+    there = any(name.startswith(family.prefix) for name in places)
     if there:
-        layout_in(there, config.model_type, config.num_hidden_layers, str(checkpoint))
+        layout_in(list(places), config.model_type, config.num_hidden_layers, str(checkpoint))
     own = {name: tensor.detach() for name, tensor in drafter.serving_state().items()}
     if not there:  # buffers stay in float32, as families with them store them
-        parameters, dtype = dict(drafter.named_parameters()), stored_dtype(target)
-        kept = {tensor.data_ptr() for tensor in parameters.values()}
-        own = {n: t.to(dtype) if t.data_ptr() in kept else t for n, t in own.items()}
-    tensors = parted(own, family, there)
+        dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
+        own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
+    tensors = parted(own, family, list(places))
     if options.head_only:
         with whole_directory(options.out) as aside:
             stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-            save_file(stored, aside / "model-mtp.safetensors", {"format": "pt"})
+            save_file(stored, aside / LAYER_FILE, {"format": "pt"})
         print(f"wrote {len(tensors)} tensors under {family.prefix} to {options.out}")
         return
-    counts = stitch(tensors, checkpoint, Path(options.out))
+    counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
     print(
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "
         f"{counts['added']} added, {counts['kept']} others compared byte for byte\n"
@@ -72,6 +76,7 @@ def run(options: Options) -> None:
     )
 
 
-def stored_dtype(target: StoredTarget) -> torch.dtype:
-    """Return the type of the checkpoint's own matrices."""
-    return target.head_weight.dtype
+def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:
+    """Return the type of most of a checkpoint's matrices."""
+    found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
+    return TYPES.get(found.most_common(1)[0][0], torch.bfloat16)

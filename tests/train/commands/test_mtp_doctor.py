@@ -1,0 +1,116 @@
+"""`draftsmith mtp doctor` on the hybrid quickstart target, whose layer was trained with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.train.commands.mtp import doctor
+from draftsmith.train.commands.mtp.options import ExamineOptions
+from tests.conftest import QUICKSTART
+
+HYBRID = QUICKSTART.parent / "hybrid"
+Change = Callable[[dict[str, Tensor]], object]
+
+
+def changed(folder: Path, change: Change) -> Path:
+    shutil.copytree(HYBRID, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict[str, Any]:
+    """What is found, with this exit status."""
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [f"def {name}(self, value):" for name in ("__init__", "get", "close", "__eq__", "add")]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    out = tmp_path / "found.json"
+    config = TargetConfig(str(folder), dtype="float32", device="cpu")
+    options = ExamineOptions(config, str(prompts), max_new_tokens=32, json=str(out), **more)
+    if status:
+        with pytest.raises(SystemExit) as end:
+            doctor.run(options)
+        assert end.value.code == status
+    else:
+        doctor.run(options)
+    return json.loads(out.read_text())
+
+
+def exchange_norms(tensors: dict[str, Tensor]) -> None:
+    one, other = "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def exchange_halves(tensors: dict[str, Tensor]) -> None:
+    first, second = tensors["mtp.fc.weight"].chunk(2, 1)
+    tensors["mtp.fc.weight"] = torch.cat([second, first], 1)
+
+
+def test_a_layer_that_is_right(tmp_path: Path) -> None:
+    found = examined(HYBRID, tmp_path)
+    served, *others = found["findings"]
+    assert found["status"] == "ok" and not found["remarks"]
+    assert len(others) == 4 and served["tau"] > 1.5
+    assert all(other["tau"] <= served["tau"] for other in others)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (exchange_norms, "their norms exchanged"),
+        (exchange_halves, "embedding and state exchanged"),
+    ],
+)
+def test_a_mistake_is_told(tmp_path: Path, change: Change, told: str) -> None:
+    found = examined(changed(tmp_path / "target", change), tmp_path)
+    assert any(told in remark for remark in found["remarks"]), found
+    best = max(found["findings"], key=lambda finding: finding["tau"])
+    assert best["variant"] == told
+
+
+def test_a_dead_layer_ends_with_status_2(tmp_path: Path) -> None:
+    def noise(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for name in [name for name in tensors if name.startswith("mtp.layers")]:
+            shape = tensors[name].shape
+            tensors[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    found = examined(changed(tmp_path / "target", noise), tmp_path, status=2)
+    assert found["status"] == "error" and "earns nothing" in found["remarks"][0]
+
+
+def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors["mtp.norm.weight"][3] = torch.nan
+
+    found = examined(changed(tmp_path / "target", damage), tmp_path, status=2)
+    assert any("not finite" in remark for remark in found["remarks"])
+
+
+def test_a_stale_layer_is_told(tmp_path: Path) -> None:
+    def tune(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] += 0.01
+
+    tuned = changed(tmp_path / "tuned", tune)
+    found = examined(tuned, tmp_path, base=str(HYBRID))
+    assert found["status"] == "warning"
+    assert any("was not tuned with the target" in remark for remark in found["remarks"])
+    with pytest.raises(UserError, match="is the target"):
+        examined(HYBRID, tmp_path, base=str(HYBRID))
+
+
+def test_a_target_without_a_layer_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no MTP layer"):
+        examined(QUICKSTART, tmp_path)

@@ -34,7 +34,19 @@ def changed(folder: Path, change: Change) -> Path:
 def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict[str, Any]:
     """What is found, with this exit status."""
     prompts = tmp_path / "prompts.jsonl"
-    texts = [f"def {name}(self, value):" for name in ("__init__", "get", "close", "__eq__", "add")]
+    names = (
+        "__init__",
+        "get",
+        "close",
+        "__eq__",
+        "add",
+        "set_name",
+        "read",
+        "__len__",
+        "pop",
+        "run",
+    )
+    texts = [f"def {name}(self, value):" for name in names]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     out = tmp_path / "found.json"
     config = TargetConfig(str(folder), dtype="float32", device="cpu")
@@ -49,6 +61,12 @@ def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict
 
 
 def exchange_norms(tensors: dict[str, Tensor]) -> None:
+    # The two are alike after a training of this length. So the first, which multiplies by 1 + its
+    # weight, is made eight times as large, and its columns of fc as much smaller.
+    tensors["mtp.pre_fc_norm_embedding.weight"] *= 8
+    tensors["mtp.pre_fc_norm_embedding.weight"] += 7
+    half = tensors["mtp.fc.weight"].shape[1] // 2
+    tensors["mtp.fc.weight"][:, :half] /= 8
     one, other = "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
     tensors[one], tensors[other] = tensors[other], tensors[one]
 

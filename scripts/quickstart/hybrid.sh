@@ -32,9 +32,10 @@ all_of() { # target
         [ -e "$out/mtp" ] || draftsmith mtp extract --from "$target" --out "$out/mtp"
         drafters+=(--drafter "$out/mtp:width=1,length=3" --drafter "$out/mtp:nodes=16")
     fi
-    draftsmith evaluate --target "$target" "${drafters[@]}" --no-baselines --drafter ngram --repeats 1 --max-new-tokens 128 \
-        --temperatures 0 1 --prompts $run/test.prompts.jsonl --json "$out/evaluation.json" >"$out/evaluation.txt"
+    draftsmith evaluate --target "$target" "${drafters[@]}" --drafter ngram --no-baselines --repeats 1 --max-new-tokens 128 \
+        --prompts $run/test.prompts.jsonl --json "$out/evaluation.json" >"$out/evaluation.txt"
 }
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 all_of target & other=$!
 all_of hybrid
 wait $other

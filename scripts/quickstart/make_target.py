@@ -389,6 +389,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--held-out", type=int, help="judge the result by so many held-out functions instead of all"
+    )
+    parser.add_argument(
         "--float32", dest="bf16", action="store_false", help="no autocast to bfloat16"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -432,6 +435,8 @@ def main() -> None:
         tokenizer.save_pretrained(args.out)
         (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
+    if args.held_out is not None:
+        valid = random.Random(0).sample(valid, args.held_out)
     started = time.monotonic()
     train(model, predictor, teacher, rows, valid, args, save)
     facts = {

@@ -15,7 +15,7 @@ from draftsmith.inference.api import load
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.command_line.fields import fields_of, positional
 from draftsmith.train.command_line.parse import given_options
-from draftsmith.train.commands.verbs import options_of_verb
+from draftsmith.train.commands.verbs import GROUPS, options_of_verb
 from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import PYTHON, QUICKSTART, ROOT
 
@@ -167,7 +167,7 @@ def options_of(words: list[str]) -> tuple[Any, list[str]]:
     if words[:2] == ["draftsmith", "train"]:
         return method_named(words[2]).run_class, words[3:]
     if words[0] == "draftsmith":
-        count = 2 if words[1] == "data" else 1
+        count = 2 if words[1] in GROUPS else 1
         return options_of_verb(" ".join(words[1 : 1 + count])), words[1 + count :]
     at = words.index("draftsmith.train") + 1
     if words[at : at + 2] == ["data", "extract"]:

@@ -32,7 +32,7 @@ EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.we
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """Names of the tensors of an MTP layer in a family's checkpoints."""
 
     prefix: str
@@ -52,14 +52,14 @@ class Layout:
         return f"{self.prefix}{self.parts[part]}.{rest}"
 
 
-def layout_for(model_type: str, layers: int) -> Layout:
+def layout_for(model_type: str, layers: int) -> LayerLayout:
     """Return the layout of a family by its `model_type`, for a target of so many `layers`."""
     if model_type.startswith(("qwen3_next", "qwen3_5", "qwen4")):
-        return Layout("mtp.", QWEN, "layers.0.", "mtp_num_hidden_layers")
-    return Layout(f"model.layers.{layers}.", DEEPSEEK, "", "num_nextn_predict_layers")
+        return LayerLayout("mtp.", QWEN, "layers.0.", "mtp_num_hidden_layers")
+    return LayerLayout(f"model.layers.{layers}.", DEEPSEEK, "", "num_nextn_predict_layers")
 
 
-def layout_in(names: Collection[str], model_type: str, layers: int, where: str) -> Layout:
+def layout_in(names: Collection[str], model_type: str, layers: int, where: str) -> LayerLayout:
     """Return the layout of the MTP layer among a checkpoint's tensors `names`.
 
     Raises `UserError`, which begins with `where`, if there is none, if there are several, or if
@@ -92,7 +92,7 @@ def layout_in(names: Collection[str], model_type: str, layers: int, where: str) 
 
 
 def read_layer(
-    tensors: Mapping[str, Tensor], layout: Layout, expected: Mapping[str, Tensor], where: str
+    tensors: Mapping[str, Tensor], layout: LayerLayout, expected: Mapping[str, Tensor], where: str
 ) -> dict[str, Tensor]:
     """Return the tensors of an MTP layer by the drafter's own names, of the shapes of `expected`.
 
@@ -153,7 +153,9 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def parted(own: Mapping[str, Tensor], layout: Layout, names: Collection[str]) -> dict[str, Tensor]:
+def parted(
+    own: Mapping[str, Tensor], layout: LayerLayout, names: Collection[str]
+) -> dict[str, Tensor]:
     """Return a drafter's tensors by their names in a checkpoint: what `read_layer` undoes.
 
     Experts are parted if `names`, of all tensors of the checkpoint, has single ones.

@@ -45,11 +45,8 @@ def pair(
 
 
 def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    read = scaled_dot_product_attention(
-        *(states.transpose(1, 2) for states in (queries, keys, values)),
-        is_causal=True,
-        enable_gqa=True,
-    )
+    q, k, v = (states.transpose(1, 2) for states in (queries, keys, values))
+    read = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return read.transpose(1, 2).flatten(2)
 
 

@@ -66,5 +66,5 @@ def test_it_is_imitated_with_its_defaults() -> None:
 def test_an_engine_takes_kinds_that_there_are(engine: ServingEngine) -> None:
     assert engine.recipes.keys() <= TITLES.keys()
     if engine.like is not None:
-        assert engine.like.shapes.keys() - {"ngram"} <= engine.recipes.keys()
+        assert engine.like.shapes.keys() - {"ngram", "mtp"} <= engine.recipes.keys()
         assert engine.like.choices.keys() | engine.like.least.keys() <= engine.like.settings.keys()

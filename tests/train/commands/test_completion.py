@@ -12,9 +12,10 @@ import pytest
 from draftsmith.train.commands.cli import main
 
 TYPED = {
-    "": "data export import evaluate compare report simulate tune generate serve doctor train "
+    "": "data mtp export import evaluate compare report simulate tune generate serve doctor train "
     "completion",
     "data ": "plan extract regenerate",
+    "mtp ": "doctor extract graft stitch",
     "train ea": "eagle",
     "train eagle --optim.o": "--optim.optimizer",
     "train eagle --optim.optimizer ": "adamw muon",

@@ -67,7 +67,7 @@ def stitched(drafter: Path, into: Path, out: Path) -> Path:
 @pytest.mark.parametrize("kind", mtp_models.FAMILIES)
 @pytest.mark.parametrize("save", [{}, {"max_shard_size": "40KB"}])
 def test_extract_then_stitch_is_the_identity_on_bytes(
-    tmp_path: Path, kind: str, save: dict[str, str]
+    tmp_path: Path, kind: str, save: dict[str, Any]
 ) -> None:
     before = checkpoint(kind, tmp_path / "before", **save)
     drafter = extracted(before, tmp_path / "drafter")
@@ -78,7 +78,7 @@ def test_extract_then_stitch_is_the_identity_on_bytes(
 @pytest.mark.parametrize("kind", ["glm", "qwen3.5-moe"])
 @pytest.mark.parametrize("save", [{}, {"max_shard_size": "40KB"}])
 def test_a_lost_layer_is_grafted_and_stitched(
-    tmp_path: Path, kind: str, save: dict[str, str]
+    tmp_path: Path, kind: str, save: dict[str, Any]
 ) -> None:
     base = checkpoint(kind, tmp_path / "base")
     tuned = checkpoint(kind, tmp_path / "tuned", seed=5, layer=False, **save)

@@ -108,15 +108,15 @@ def test_a_layer_that_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "told", "status"),
     [
-        (exchange_norms, "their norms exchanged"),
-        (exchange_halves, HALVES),
-        (read_residual, "target's state before its final norm"),
+        (exchange_norms, "their norms exchanged", 0),
+        (exchange_halves, HALVES, 2),
+        (read_residual, "target's state before its final norm", 0),
     ],
 )
-def test_a_mistake_is_told(tmp_path: Path, change: Change, told: str) -> None:
-    found = examined(changed(tmp_path / "target", change), tmp_path)
+def test_a_mistake_is_told(tmp_path: Path, change: Change, told: str, status: int) -> None:
+    found = examined(changed(tmp_path / "target", change), tmp_path, status)
     assert any(told in remark for remark in found["remarks"]), found
     best = max(found["findings"], key=lambda finding: finding["tau"])
     assert best["variant"] == told

@@ -42,7 +42,9 @@ def pair(kind: str, seed: int = 0, **options: Any) -> tuple[Target, MtpDrafter]:
                 parameter.add_(0.2 * torch.randn_like(parameter))
         drafter.layers[0].load_state_dict(target.model.model.layers[-1].state_dict())
         if drafter.final_scale is not None:
-            drafter.final_scale.copy_(target.final_norm_weight())
+            scale = target.final_norm_weight()
+            assert scale is not None
+            drafter.final_scale.copy_(scale)
     return target, drafter
 
 
@@ -81,8 +83,10 @@ class Recorded(EagleProposer):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", mtp_models.FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"reads": "residual"}, {"recycles": "residual"}])
-def test_logits_of_training_are_those_of_decoding(kind: str, options: dict[str, str]) -> None:
+def test_logits_of_training_are_those_of_decoding(kind: str, options: dict[str, Any]) -> None:
     target, drafter = pair(kind, **options)
+    recorder, prompt = Recorded(drafter), [5]
+    reply = generate_one(target, recorder, prompt, 16)
     generator = torch.Generator().manual_seed(1)
     for prompt in torch.randint(2, SIZE, (20, 6), generator=generator).tolist():
         recorder = Recorded(drafter)

@@ -46,7 +46,7 @@ PROMPTS = (
 
 
 @dataclass
-class Finding:
+class Earned:
     """One way to run the layer, and what it earned."""
 
     variant: str
@@ -57,12 +57,12 @@ class Finding:
 
 
 @dataclass
-class Report:
+class Examined:
     """What was found."""
 
     status: Literal["ok", "warning", "error"]
     remarks: list[str]
-    findings: list[Finding]
+    findings: list[Earned]
 
 
 AS_SERVED = "as engines serve it"
@@ -131,7 +131,7 @@ def run(options: Options) -> None:
     status = "ok" if len(remarks) == 0 else "warning"
     if findings[0].tau <= DEAD:
         status = "error"
-    report = Report(status, remarks, findings)
+    report = Examined(status, remarks, findings)
     if not output_json(options.json, asdict(report)):
         show(report, len(prompts))
     if report.status == "error":
@@ -159,7 +159,7 @@ def prompts_of(options: Options, target: Target) -> list[list[int]]:
 
 def measured(
     target: Target, drafter: MtpDrafter, prompts: Sequence[list[int]], options: Options
-) -> list[Finding]:
+) -> list[Earned]:
     """Return what each variant of the layer earns with greedy chains; the first is as served."""
     findings, settings = [], TreeSettings(width=1, length=options.drafts)
     ways = variants(target.final_norm_weight())
@@ -172,11 +172,11 @@ def measured(
             results += generate(target, proposer, batch, options.max_new_tokens)
         emitted = [[len(each.tokens) for each in result.rounds] for result in results]
         low, high = (None if math.isnan(end) else end for end in tau_interval(emitted))
-        findings.append(Finding(name, tau(emitted), low, high))
+        findings.append(Earned(name, tau(emitted), low, high))
     return findings
 
 
-def about(findings: Sequence[Finding], drafter: MtpDrafter) -> list[str]:
+def about(findings: Sequence[Earned], drafter: MtpDrafter) -> list[str]:
     """Return what is wrong with the layer, by what its variants earned."""
     served, best = findings[0], max(findings, key=lambda finding: finding.tau)
     remarks = []
@@ -202,7 +202,7 @@ def same(one: MtpDrafter, other: MtpDrafter) -> bool:
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.serving_state().items())
 
 
-def show(report: Report, prompts: int) -> None:
+def show(report: Examined, prompts: int) -> None:
     """Print the report."""
     table = Table("how the layer is run", "tau", "95% interval")
     for finding in report.findings:

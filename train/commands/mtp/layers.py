@@ -13,7 +13,7 @@ from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
 from ....heads.exchange.hub import fetched
-from ....heads.exchange.mtp_checkpoints import SHARED, Layout, layout_in, read_layer
+from ....heads.exchange.mtp_checkpoints import SHARED, LayerLayout, layout_in, read_layer
 from ....heads.files import check_output_folder
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....heads.pretrained import clear_errors, read_config
@@ -37,7 +37,7 @@ class StoredLayer:
     config: Any
     """transformers' configuration of the language model."""
     tensors: StoredTensors
-    layout: Layout
+    layout: LayerLayout
 
 
 def find_layer(name: str) -> StoredLayer:

@@ -59,7 +59,7 @@ class StitchOptions:
 
     drafter: str
     """Folder of the drafter."""
-    into: str
+    into: str = field(metadata={"form": "FOLDER"})
     """Folder of the target."""
     out: str
     """Folder to write."""
@@ -86,7 +86,7 @@ class ExamineOptions:
     prompts: str | None = None
     """Prompts to decode; if not given, some of draftsmith's own."""
     base: str | None = None
-    """Model that the target was tuned from: is its layer the same?"""
+    """Folder or name of the model that the target was tuned from: is its layer the same?"""
     drafts: int = 3
     """Drafts of a round."""
     limit: int = 16

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..errors import UserError
 
-PARTS = ("fc", "enorm", "hnorm", "norm")
-"""Parts of an MTP layer besides its decoder layer, by their names in `MtpDrafter`."""
 QWEN = {
     "fc": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm",
 }  # fmt: skip
@@ -38,7 +36,7 @@ class LayerLayout:
     prefix: str
     """Beginning of the names of all its tensors."""
     parts: Mapping[str, str]
-    """Names of the parts of `PARTS` after the prefix."""
+    """Names after the prefix of what surrounds the decoder layer, by those in `MtpDrafter`."""
     layer: str
     """Beginning of the decoder layer's names after the prefix."""
     count_key: str
@@ -72,9 +70,9 @@ def layout_in(names: Collection[str], model_type: str, layers: int, where: str) 
     if any(".markov" in name or "block_attn" in name for name in found):
         raise UserError(f"{where} has a DSpark block under {layout.prefix}; give it to import")
     if not found:
-        told = f"; it has {others[0]}, which is not where this family keeps it" if others else ""
+        other = f"; it has {others[0]}, which is not where this family keeps it" if others else ""
         raise UserError(
-            f"{where} has no MTP layer: no tensor begins with {layout.prefix}{told}; take it from "
+            f"{where} has no MTP layer: no tensor begins with {layout.prefix}{other}; take it from "
             "the model that this one was tuned from (draftsmith mtp graft), or train one"
         )
     more = r"mtp\.layers\.[1-9]" if layout.parts is QWEN else rf"model\.layers\.{layers + 1}\."

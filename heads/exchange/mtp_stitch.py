@@ -20,7 +20,6 @@ from ..files import check_space, read_json, whole_directory, write_json
 from ..pretrained import WEIGHTS_INDEX
 from ..stored_tensors import TensorFacts, files_of, header
 
-SINGLE = "model.safetensors"
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip

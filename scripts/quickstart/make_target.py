@@ -9,7 +9,7 @@
 Data: the functions (`functions.py`) of the standard library and of the packages installed next to
 it. Held-out modules are left out, and so is every training function that shares a 13-gram with one
 (vendored copies and backports are common). The same script runs on a CPU or a GPU; it needs torch,
-transformers, tokenizers and safetensors beside the project only.
+transformers, tokenizers and safetensors and the project only.
 
 Choices that differ from the textbook: Muon for the matrices inside the layers and AdamW for the
 rest (fewer tokens to the same loss at this size), batches of equal-length rows instead of packing

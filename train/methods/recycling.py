@@ -33,7 +33,7 @@ RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
 
 
 class RecyclingMethod(Method[RunT, RecyclingT]):
-    """What decodes texts in training, and calibrations by the ranks of unrolled steps."""
+    """Base with the decoding of texts in training and calibrations by ranks of unrolled steps."""
 
     def writers(
         self, run: Any, target: Target, drafter: RecyclingDrafter

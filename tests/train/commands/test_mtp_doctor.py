@@ -38,7 +38,7 @@ def changed(folder: Path, change: Change) -> Path:
 
 
 def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict[str, Any]:
-    """What is found, with this exit status."""
+    """The report, after the command ended with this exit status."""
     prompts = tmp_path / "prompts.jsonl"
     names = (
         "__init__",

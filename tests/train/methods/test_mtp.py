@@ -1,4 +1,4 @@
-"""How an MTP layer learns: the training pass is the decoding pass, no row reads what is ahead of
+"""Training of an MTP layer: the training pass is the decoding pass, no row reads what is ahead of
 it, what is frozen stays, LoRA is merged."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Earned:
 
 @dataclass
 class Examined:
-    """What was found."""
+    """Result of an examination."""
 
     status: Literal["ok", "warning", "error"]
     remarks: list[str]
@@ -183,13 +183,13 @@ def about(findings: Sequence[Earned], drafter: MtpDrafter) -> list[str]:
     if served.tau <= DEAD:
         remarks.append(
             f"the layer earns nothing as it is served (tau {served.tau:.2f}): it was lost or "
-            "made anew with other weights; graft one (draftsmith mtp graft) or train it"
+            "written with other weights; graft one (draftsmith mtp graft) or train it"
         )
     if best is not served and best.low is not None and best.low > served.tau:
         remarks.append(
             f"with another reading ({best.variant}) it earns {best.tau:.2f} instead of "
-            f"{served.tau:.2f}: it was "
-            "trained on another graph than engines serve; train it on (draftsmith train mtp)"
+            f"{served.tau:.2f}: it was trained on another graph than engines serve; train it on "
+            "(draftsmith train mtp)"
         )
     if not all(bool(tensor.isfinite().all()) for tensor in drafter.serving_state().values()):
         remarks.append("it has numbers that are not finite; copy or download it again")

@@ -226,6 +226,7 @@ SHELL_SCRIPTS: dict[str, str | None] = {
     "vllm/hidden_states.sh": None,
     "quickstart.sh": "--quick",
     "quickstart/make_drafters.sh": None,
+    "quickstart/hybrid.sh": None,
     "bench/gpu_wheels.sh": "--out",
     "bench/peers/environments.sh": "--folder",
     "equal_data.sh": "--seeds",

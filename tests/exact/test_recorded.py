@@ -166,7 +166,7 @@ def test_requests_follow_one_another_in_one_recording(
             texts = []
             for drafter in (drafters["plain"], proposer):
                 target.compiled = drafter is proposer
-                replies = generate(target, drafter, requests, 20, SAMPLINGS[name], frozenset())
+                replies = generate(target, drafter, requests, 9, SAMPLINGS[name], frozenset())
                 texts.append([reply.token_ids for reply in replies])
             if SAMPLINGS[name].rule != "rejection":  # which keeps the distribution, not the text
                 assert texts[0] == texts[1], (way, prompts)

@@ -65,7 +65,7 @@ def test_recorded_rounds_with_them_write_the_same_texts(
     requests = [Request([5, 9, 33, 7]), Request([12])]
 
     def texts(proposer: Any) -> list[list[int]]:
-        replies = generate(target, proposer, requests, 9, eos_ids=frozenset())
+        replies = generate(target, proposer, requests, 5, eos_ids=frozenset())
         return [reply.token_ids for reply in replies]
 
     plain = texts(proposers(target, near_copy(target))["plain"])

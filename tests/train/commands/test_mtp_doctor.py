@@ -56,7 +56,7 @@ def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     out = tmp_path / "found.json"
     config = TargetConfig(str(folder), dtype="float32", device="cpu")
-    options = ExamineOptions(config, str(prompts), max_new_tokens=32, json=str(out), **more)
+    options = ExamineOptions(config, str(prompts), max_new_tokens=16, json=str(out), **more)
     if status:
         with pytest.raises(SystemExit) as end:
             doctor.run(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +20,16 @@ from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import TensorFacts
 from ....inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import StitchOptions as Options
+
+SERVE = """\
+vllm serve {model} --speculative-config '{{"method": "mtp", "num_speculative_tokens": 3}}'
+python -m sglang.launch_server --model-path {model} --speculative-algorithm NEXTN \\
+    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: 3\\n' > speculative.yaml
+trtllm-serve {model} --config speculative.yaml
+llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 3  # of convert_hf_to_gguf.py
+"""
+"""Commands that serve a checkpoint with its MTP layer."""
 
 
 def run(options: Options) -> None:
@@ -68,12 +79,7 @@ def run(options: Options) -> None:
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "
         f"{counts['added']} added, {counts['kept']} others compared byte for byte\n"
     )
-    print(f"vllm serve {options.out} --speculative-config "
-          "'{\"method\": \"mtp\", \"num_speculative_tokens\": 3}'")  # fmt: skip
-    print(
-        f"python -m sglang.launch_server --model-path {options.out} --speculative-algorithm NEXTN "
-        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-    )
+    print(SERVE.format(model=quote(options.out)))
 
 
 def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:

@@ -62,6 +62,8 @@ class Plan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     new_tokens: int = 128
     batch: int = 1
     """Test prompts decoded together."""
+    temperature: float = 0.0
+    """Temperature of the test prompts' replies."""
     trees: dict[str, str]
     """Settings of a drafter, by the name that the table gives them."""
     variants: dict[str, Options]
@@ -157,6 +159,7 @@ class Runs:
             decode = ["--target", self.plan.target, "--prompts", self.plan.prompts]
             decode += ["--max-new-tokens", str(self.plan.new_tokens), "--repeats", "1"]
             decode += ["--batch-sizes", str(self.plan.batch)]
+            decode += ["--sampling.temperature", str(self.plan.temperature)]
             command = ["-m", "draftsmith", "evaluate", *decode, "--no-baselines", *flags]
             self.runner.call([*command, "--json", str(report)], self.folder / "test.log")
         searched = {f"{rate:.2g}": tau for rate, tau in self.taus.items()}

@@ -112,11 +112,10 @@ def test_llamacpp_accepts_what_we_count(
     rounds, accepted = (sum(counts[key] for counts in ours) for key in ("drafts", "accepted"))
     print(f"{name}: tau {1 + accepted / rounds:.2f}, near ties of the target {gaps}")
     assert accepted > 0.2 * rounds, "next to nothing was accepted, so equality says nothing"
-    # A round writes its accepted drafts and one token. By this measure llama.cpp's counts of the MTP
-    # layer are those of its text, as ours are: 19 of 24 prompts have equal counts, and all
-    # together 335 rounds with 708 accepted drafts for our 336 with 707. With a draft model, after
-    # which it restores the recurrent states, its counters leave out rounds, for 21 of 24 prompts
-    # (EXPERIMENTS.md, 2026-11-28).
+    # A round writes its accepted drafts and one token. By this measure llama.cpp counts every round
+    # with an MTP layer, as we do: 19 of 24 prompts have equal counts, and all together 335 rounds
+    # with 708 accepted drafts for our 336 with 707. With a draft model its counters leave out
+    # rounds, for 21 of 24 prompts (EXPERIMENTS.md, 2026-11-28).
     equal = sum(theirs["counts"][i] == ours[i] for i in alike)
     left_out = sum(written(ours[i]) != written(theirs["counts"][i]) for i in alike)
     print(f"counts are equal for {equal} of {len(alike)} prompts; {left_out} leave out rounds")

@@ -1,7 +1,7 @@
 """Fine-tune a quickstart target on another domain: from Python functions to their docstrings.
 
     python scripts/quickstart/fine_tune.py --model scripts/quickstart/hybrid --out runs/mtp/target
-    python scripts/quickstart/fine_tune.py --prompts train:2400 --out runs/mtp/train.prompts.jsonl
+    python scripts/quickstart/fine_tune.py --prompts train:2000 --out runs/mtp/train.prompts.jsonl
 
 The user turn gives a function without its docstring, the assistant writes the docstring; functions
 and their splits are those of `functions.py`. All weights are trained. A layer for multi-token
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import textwrap
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from functions import Function, ngrams, select, stdlib_functions
+from functions import Function, Split, ngrams, select, stdlib_functions, write_rows
 from make_target import PAD, batches, encode, held_out_loss, token_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,18 +61,14 @@ def conversations() -> tuple[list[Function], list[Function]]:
     return [f for f in train if forbidden.isdisjoint(ngrams(f.prompt + f.body))], held_out[:200]
 
 
-def write_prompts(split: str, count: int, out: Path) -> None:
+def write_prompts(split: Split, count: int, out: Path) -> None:
     """Write a seeded sample of prompts of one split."""
     # More than asked for: some docstrings have no usual length.
-    chosen = select(stdlib_functions(), split, int(1.3 * count), 0, 80, 700)  # type: ignore[arg-type]
+    chosen = select(stdlib_functions(), split, int(1.3 * count), 0, 80, 700)
     rows = reversed_tasks(chosen)[:count]
     if len(rows) < count:
         raise SystemExit(f"error: only {len(rows)} functions in split {split!r}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w") as file:
-        for f in rows:
-            message = {"role": "user", "content": f.prompt}
-            file.write(json.dumps({"id": f"{f.module}.{f.name}", "messages": [message]}) + "\n")
+    write_rows(rows, out)
 
 
 def fine_tune(source: Path, out: Path, tokens: float, rate: float) -> None:

@@ -160,6 +160,17 @@ def select(
     return chosen[:count]
 
 
+def write_rows(functions: list[Function], path: Path, bodies: bool = False) -> None:
+    """Write a conversation for each function, with its body as the reply or without a reply."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as out:
+        for f in functions:
+            messages = [{"role": "user", "content": f.prompt}]
+            if bodies:
+                messages.append({"role": "assistant", "content": f.body})
+            out.write(json.dumps({"id": f"{f.module}.{f.name}", "messages": messages}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -177,14 +188,7 @@ def main() -> None:
     chosen = select(
         stdlib_functions(), args.split, args.count, args.seed, args.min_body, args.max_chars
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as out:
-        for f in chosen:
-            messages = [{"role": "user", "content": f.prompt}]
-            if args.bodies:
-                messages.append({"role": "assistant", "content": f.body})
-            row = {"id": f"{f.module}.{f.name}", "messages": messages}
-            out.write(json.dumps(row) + "\n")
+    write_rows(chosen, args.out, args.bodies)
     print(f"{len(chosen)} prompts of split {args.split} -> {args.out}", file=sys.stderr)
 
 

@@ -22,7 +22,7 @@ from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
 from ..heads.layout import dtype_name
 from ..heads.pretrained import make_causal_lm, read_config
-from ..inference.targets.causal_model import CausalModel
+from ..inference.targets.causal_model import UNFIT, CausalModel
 from ..inference.targets.spread import decoder_layers
 from ..inference.targets.target import Target, TargetSource
 from ..inference.targets.target_files import check_there
@@ -290,6 +290,10 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(small, name, [value[i] for i in kept])
+    # Lists of the layers that have attention.
+    for name in ("attn_layer_indices", "hybrid_layer_ids"):
+        if (numbers := getattr(target.config, name, None)) is not None:
+            setattr(small, name, [new for new, i in enumerate(kept) if i in numbers])
     if config.head == "tie":
         small.tie_word_embeddings = True
     if config.vocab_size is not None:
@@ -309,6 +313,9 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
 
 def _narrow(config: DraftModelConfig, target: Any, small: Any) -> None:
     """Set the widths in a cut's config `small`. Raises `UserError` if the target's are smaller."""
+    for name in ("intermediate_size", "num_attention_heads"):
+        if not hasattr(target, name):
+            raise _not_narrower(target, f"its config has no {name}")
     hidden, inner = target.hidden_size, target.intermediate_size
     small.hidden_size = config.hidden_size or hidden
     small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
@@ -329,6 +336,14 @@ def _narrow(config: DraftModelConfig, target: Any, small: Any) -> None:
     small.head_dim = head_size
 
 
+def _not_narrower(target: Any, reason: str) -> UserError:
+    return UserError(
+        f"a narrower draft model cannot be cut from {target.model_type}: {reason}; leave out "
+        "draft_model.hidden_size and draft_model.intermediate_size, or start from "
+        "draft_model.config"
+    )
+
+
 @torch.no_grad()
 def _copy_weights(
     config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int], dims: Tensor | None
@@ -347,11 +362,7 @@ def _copy_weights(
         else:
             part = _narrowed(whole, name, tensor.shape, dims, state)
         if part is None:
-            raise UserError(
-                f"a narrower draft model cannot be cut from {target.config.model_type}: {name} is "
-                "not known; leave out draft_model.hidden_size and intermediate_size, or start from "
-                "draft_model.config"
-            )
+            raise _not_narrower(target.config, f"{name} is not known")
         tensor.copy_(part)
 
     prefix, _ = layers_of(target)
@@ -387,7 +398,13 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
     ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
     with _layers_hooked(target, skip):
         expected = target.forward(ids).last.float().cpu()
-    last = draft_model.forward(ids.cpu()).last.float()
+    try:
+        last = draft_model.forward(ids.cpu()).last.float()
+    except UNFIT as error:
+        raise UserError(
+            f"layers {kept} of {target.config.model_type} do not run alone ({first_line(error)}); "
+            "choose others, or give draft_model.path"
+        ) from error
     # The cut computes in float32, and the target may not.
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
     # The comparison is negated so that NaN fails it.
@@ -432,12 +449,15 @@ def _narrowed(
     tensors by name.
     """
     module, kind = name.split(".")[-2:]
+    down = f"{name.rpartition('mlp.')[0]}mlp.down_proj.weight"
+    if module in ("gate_proj", "up_proj", "down_proj") and down not in state:
+        return None  # an MLP of another name
 
     def neurons(count: int) -> Tensor:
         """Return those of largest output weights in the MLP, ascending."""
         # `down_proj` alone decides, so that all matrices of an MLP keep the same neurons.
-        down = state[name.rpartition("mlp.")[0] + "mlp.down_proj.weight"].to("cpu", torch.float32)
-        return down[dims].norm(dim=0).topk(count).indices.sort().values
+        written = state[down].to("cpu", torch.float32)
+        return written[dims].norm(dim=0).topk(count).indices.sort().values
 
     # Vectors over attention heads or their elements: the first heads are kept.
     bias_of_heads = module in ("q_proj", "k_proj", "v_proj") and kind == "bias"

@@ -186,7 +186,21 @@ HYBRIDS: dict[str, tuple[type, dict[str, Any]]] = {
             "layer_types": DELTA["layer_types"],
         },
     ),
-    "falcon-h1": (FalconH1Config, {**MAMBA, "mamba_d_ssm": 64}),
+    "falcon-h1": (
+        FalconH1Config,
+        {
+            **MAMBA,
+            "mamba_d_ssm": 64,
+            "embedding_multiplier": 1.3,
+            "lm_head_multiplier": 0.5,
+            "attention_in_multiplier": 0.8,
+            "key_multiplier": 0.7,
+            "attention_out_multiplier": 1.1,
+            "ssm_in_multiplier": 0.5,
+            "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
     "nemotron-h": (
         NemotronHConfig,
         {

@@ -39,6 +39,7 @@ from ..inference.metrics import (
 from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
 from ..inference.targets.causal_model import Hidden
+from ..inference.targets.masks import with_replies
 from ..inference.targets.stored import HeldOutPrompt, HeldOutText
 from ..inference.targets.target import Target, TargetSource
 from .config import Evaluation
@@ -96,7 +97,8 @@ def write_text(
     request = Request(start, prompt.unit)
     plain = generate_one(target, PlainDecoding(), request, longest, sampling=config.sampling)
     ids = start + plain.token_ids
-    states = target.forward(torch.tensor([ids], device=target.device), taps=taps)
+    layout = with_replies([len(start)], len(ids))
+    states = target.forward(torch.tensor([ids], device=target.device), layout, taps=taps)
     return HeldOutText(ids, len(start), states.map(lambda x: x[0].cpu()), prompt.unit)
 
 

@@ -15,6 +15,7 @@ import torch
 from .. import metrics
 from ..decode import Generation, Round
 from ..settings import Sampling
+from ..targets.masks import with_replies
 from ..targets.target import Target
 from .intervals import LEVEL, interval, pooled, summed, tau_interval
 from .measure import Results, Setting, Turn, comparable, first_difference
@@ -310,7 +311,8 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     ids: Any = torch.tensor([text], device=target.device)
     # a position predicts the token after it: those before each reply token, not the last one
     start = len(reply.prompt_ids) - 1
-    scores = target.head(target.forward(ids).last[0, start:-1]).float()
+    states = target.forward(ids, with_replies([start + 1], ids.shape[1])).last
+    scores = target.head(states[0, start:-1]).float()
     # the penalty is about the text before each token, so that every row has its own
     if (penalise := sampling.history_processor) is not None:
         penalised = []

@@ -24,6 +24,7 @@ from ..proposer import Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
 from ..settings import Sampling
+from ..targets.masks import with_replies
 from ..targets.target import Target
 from .journal import Journal
 from .names import distinct_names
@@ -195,7 +196,8 @@ def first_difference(
     if not sampling.greedy and (request is None or not sampling.coupled):
         return index, None
     ids = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
-    logits = target.head(target.forward(ids).last[:, -1:])
+    layout = with_replies([len(plain.prompt_ids)], ids.shape[1])
+    logits = target.head(target.forward(ids, layout).last[:, -1:])
     keys = row_keys(sampling.seed, [request or (0, 0)], ids.device)
     # The last token is the root, and the only one of its path. A penalty asks only if a token is in
     # the text, so the root may be in both.

@@ -45,6 +45,8 @@ class Course:
     documents: Tensor | None = None
     """[B, N], with `counts`: numbers of the documents of packed rows, none of which sees another.
     Documents of one number lie side by side; nothing is kept after the pass."""
+    written: Tensor | None = None
+    """[B, N] bool, with `counts`: positions that a model wrote one by one; None: none of them."""
     depths: Tensor | None = None
     """[1 | B, N]: depths of the nodes."""
     visible: Tensor | None = None

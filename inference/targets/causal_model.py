@@ -29,7 +29,7 @@ from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
-from .mixers import course_of, mixers_of, over, unknown_mixers, without_limits
+from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers, without_limits
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
@@ -171,8 +171,10 @@ class CausalModel(ModelHead):
         with ExitStack() as stack:
             if spans is not None:
                 stack.enter_context(in_documents(decoder))
-            if self.mixers and (cache is not None or layout.documents is not None):
-                # Without a cache transformers' own layers run, which know no documents.
+            apart = layout.documents is not None or self._has_written(layout)
+            if self.mixers and (cache is not None or apart):
+                # Without a cache transformers' own layers run, which know neither documents nor
+                # which positions were written one by one.
                 states = RecurrentStates() if cache is None else cache.recurrent
                 course = course_of(layout, ids)
                 stack.enter_context(over(self.mixers, states, course))
@@ -180,6 +182,10 @@ class CausalModel(ModelHead):
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
         return hidden
+
+    def _has_written(self, layout: Pass) -> bool:
+        """Return true if recurrent layers treat some of a pass's positions in another way."""
+        return layout.written is not None and limit_steps(self.mixers)
 
     def fuse(self, move: bool) -> None:
         """Run decoding by a `FusedDecoder` if the model is of Llama's form and both agree.

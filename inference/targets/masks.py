@@ -5,6 +5,7 @@ Shapes: B rows, N positions of one forward pass, U undecided slots of the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,20 @@ class Pass:
     counts: Tensor | None = None
     """[B]: positions that each row has of this piece of its text, all of which are committed next.
     Recurrent layers take them over in the pass, and the others change nothing there."""
+    written: Tensor | None = None
+    """[B, N] bool, without a cache: positions of replies, which the model wrote one by one. Some
+    recurrent layers limit their steps in prompts alone."""
     depths: Tensor | None = None
     """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
     visible: Tensor | None = None
     """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
     slot_depths: Tensor | None = None
     """[1 | B, U]: depths of all undecided slots; None: they are the nodes, with `depths`."""
+
+
+def with_replies(starts: Sequence[int], count: int) -> Pass:
+    """Return the layout of whole texts `[B, count]`, whose replies begin at `starts`."""
+    return Pass(written=torch.arange(count) >= torch.tensor(starts)[:, None])
 
 
 def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:

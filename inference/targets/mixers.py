@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -55,11 +55,8 @@ class Mixer(ABC):
         """Return what follows from a convolution `[B, N, C]`."""
         return functional.silu(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms | None:
-        """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none.
-
-        `in_text`: the positions are those of texts, and not tree nodes.
-        """
+    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms | None:
+        """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none."""
         return None
 
     @abstractmethod
@@ -74,7 +71,7 @@ class Mixer(ABC):
         inputs, rest = self.project(x)
         weight, bias = self.convolution.weight.squeeze(1).T, self.convolution.bias
         mixed = self.activate(state.convolve(inputs, weight, course, bias))
-        terms = self.terms(mixed, rest, in_text=course.counts is not None)
+        terms = self.terms(mixed, rest, course)
         if terms is None:
             return self.finish(mixed, None, rest)
         # Training may compute in bfloat16, in which differences of sums of decays lose their bits.
@@ -94,7 +91,7 @@ class GatedDeltaNet(Mixer):
         rest = module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
         return module.in_proj_qkv(x), rest
 
-    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
         module = self.module
         _, strength, decay = rest
         sizes = module.key_dim, module.key_dim, module.value_dim
@@ -183,7 +180,7 @@ class KimiDeltaAttention(Mixer):
         inputs = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
         return inputs, x
 
-    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
         module, heads = self.module, self.module.num_heads
         queries, keys, values = (_headed(x, heads, heads) for x in mixed.chunk(3, -1))
         return Terms(
@@ -219,16 +216,18 @@ class Mamba2(Mixer):
     def activate(self, mixed: Tensor) -> Tensor:
         return self.module.act(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, in_text: bool) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
         module = self.module
         groups, heads = module.n_groups, module.num_heads
         states = groups * module.ssm_state_size
         values, keys, queries = mixed.split([module.intermediate_size, states, states], -1)
         steps = functional.softplus(rest[1].float() + module.dt_bias)
-        if in_text:
+        if course.counts is not None:
             # `generate` writes by passes over one token, in which transformers does not limit
             # steps.
-            steps = steps.clamp(*module.time_step_limit)
+            limited = steps.clamp(*module.time_step_limit)
+            written = course.written
+            steps = limited if written is None else steps.where(written[..., None], limited)
         decays = -steps * module.A_log.float().exp()
         return Terms(
             _headed(queries, groups, groups),
@@ -308,6 +307,12 @@ def unknown_mixers(decoder: nn.Module, known: list[Mixer]) -> str:
     return ""
 
 
+def limit_steps(mixers: list[Mixer]) -> bool:
+    """Return true if recurrent layers limit their steps, which they do in prompts alone."""
+    limits = [getattr(mixer.module, "time_step_limit", (0.0, math.inf)) for mixer in mixers]
+    return any(least > 0 or most < math.inf for least, most in limits)
+
+
 @contextmanager
 def without_limits(mixers: list[Mixer]) -> Iterator[None]:
     """Do not limit the steps of texts meanwhile, as those of nodes are not: for a comparison."""
@@ -324,7 +329,10 @@ def without_limits(mixers: list[Mixer]) -> Iterator[None]:
 
 @contextmanager
 def over(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
-    """Let the mixers' modules run a pass over `states` meanwhile, one thread at a time."""
+    """Let the mixers' modules run this thread's pass over `states`, one thread at a time.
+
+    Passes of other threads that need no states run by the modules' own functions meanwhile.
+    """
     if not torch.compiler.is_compiling():
         with IN_USE:
             yield from _swapped(mixers, states, course)
@@ -336,9 +344,12 @@ def _swapped(mixers: list[Mixer], states: RecurrentStates, course: Course) -> It
     """Yield once, while the mixers' modules run over `states`."""
     # A module may have a function of its own already: that of a hook.
     before = [mixer.module.__dict__.get("forward") for mixer in mixers]
+    # Compiled code has no threads: it keeps what was traced, and leaves the modules as they were.
+    owner = None if torch.compiler.is_compiling() else get_ident()
     try:
         for mixer in mixers:
-            mixer.module.forward = partial(_run, mixer, states, course)
+            own = mixer.module.forward
+            mixer.module.forward = partial(_run, mixer, states, course, own, owner)
         yield
     finally:
         for mixer, own in zip(mixers, before, strict=True):
@@ -349,17 +360,29 @@ def _swapped(mixers: list[Mixer], states: RecurrentStates, course: Course) -> It
 
 
 def _run(
-    mixer: Mixer, states: RecurrentStates, course: Course, hidden_states: Tensor, *_: Any, **__: Any
-) -> Tensor:
+    mixer: Mixer,
+    states: RecurrentStates,
+    course: Course,
+    own: Callable[..., Any],
+    owner: int | None,
+    hidden_states: Tensor,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    if owner is not None and get_ident() != owner:
+        return own(hidden_states, *arguments, **named)
     return mixer.run(hidden_states, states.of(mixer.module.layer_idx), course)
 
 
 def course_of(layout: Pass, ids: Tensor) -> Course:
     """Return the course of a pass over `ids` `[B, N]`: nodes, a piece of texts, or packed rows."""
     batch, count = ids.shape
-    if layout.documents is not None:
-        whole = torch.full((batch,), count, device=ids.device)
-        return Course(counts=whole, documents=send(layout.documents, ids.device))
+    if layout.documents is not None or layout.written is not None:
+        return Course(
+            counts=torch.full((batch,), count, device=ids.device),
+            documents=_sent(layout.documents, ids.device),
+            written=_sent(layout.written, ids.device),
+        )
     if layout.counts is not None:
         return Course(counts=layout.counts)
     depths = layout.depths
@@ -371,6 +394,10 @@ def course_of(layout: Pass, ids: Tensor) -> Course:
         # All undecided slots, which are a chain: a text is one that sees no later position.
         visible = depths[:, :, None] >= slot_depths[:, None]
     return Course(depths=depths, visible=visible, slot_depths=slot_depths)
+
+
+def _sent(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else send(tensor, device)
 
 
 def _headed(x: Tensor, heads: int, groups: int) -> Tensor:

@@ -90,7 +90,8 @@ class ModelHead:
                 "cannot be rolled back here"
             )
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
-        self._scale = getattr(self.config, "logit_scale", None)
+        names = ("logit_scale", "lm_head_multiplier")  # Cohere's name, and Falcon-H1's
+        self._scale = next((v for n in names if (v := getattr(self.config, n, None))), None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             self._scale = 1.0 / divisor
 

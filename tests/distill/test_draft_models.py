@@ -39,6 +39,8 @@ from tests.conftest import make_tokenizer, tiny_target
 TEXTS = [torch.arange(3, 40), torch.arange(60, 20, -1)]
 IDS = torch.arange(5, 30)[None]
 FULL_WIDTH = [
+    "bamba",
+    "zamba2",
     "llama",
     "qwen2",
     "qwen3",
@@ -116,23 +118,29 @@ def target_of(draft_model: DraftModel) -> Target:
     return Target(draft_model.model, draft_model.tokenizer, "draft_model")
 
 
+def without_layer(_: torch.nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> Any:
+    before = arguments[0] if arguments else named["hidden_states"]
+    return (before, *output[1:]) if isinstance(output, tuple) else before
+
+
 @pytest.mark.parametrize("kind", FULL_WIDTH)
 def test_a_cut_has_the_targets_distribution_with_the_other_layers_gone(kind: str) -> None:
-    """All layers: the target itself. One of them: the target when its other layers are skipped, but
+    """All layers: the target itself. The second: the target when its other layers are skipped, but
     for how sure it is."""
     target = architecture(kind, dtype=torch.float32)
 
     def logits(model):
         return model.head(model.forward(IDS).last)
 
-    whole = make_draft_model(DraftModelConfig(layers=2), target, texts)
+    whole = make_draft_model(DraftModelConfig(layers=target.num_layers), target, texts)
     torch.testing.assert_close(logits(target_of(whole)), logits(target))
     draft_model = target_of(make_draft_model(DraftModelConfig(layers=[1]), target, texts))
     check_packing(draft_model, kind)
     draft_model.check_tree()
     skipped = copy.deepcopy(target)
     _, layers = layers_of(skipped)
-    layers[0].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[method-assign]
+    for skip in {0, target.num_layers - 1} - {1}:
+        layers[skip].register_forward_hook(without_layer, with_kwargs=True)
     ours, theirs = draft_model.forward(IDS).last, skipped.forward(IDS).last
     factor = float((ours * theirs).sum() / theirs.square().sum())
     torch.testing.assert_close(ours, factor * theirs, rtol=1e-3, atol=1e-4)
@@ -212,11 +220,19 @@ def test_neurons_of_largest_output_are_kept() -> None:
     assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, ::4])  # type: ignore[union-attr,index]
 
 
-def test_narrowing_an_unknown_architecture_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="gpt_neox"):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gpt-neox", "gpt_neox: .* is not known"),
+        ("bamba", "bamba: layers.0.* is not known"),
+        ("mamba2", "mamba2: its config has no intermediate_size"),
+    ],
+)
+def test_narrowing_an_unknown_architecture_is_refused_by_name(kind: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"a narrower draft model cannot be cut from {reason}"):
         make_draft_model(
             DraftModelConfig(layers=1, hidden_size=16),
-            architecture("gpt-neox", dtype=torch.float32),
+            architecture(kind, dtype=torch.float32),
             texts,
         )
 

@@ -3,20 +3,28 @@ fp32, round by round."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
+from draftsmith.inference.proposer import Accepted
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
+from draftsmith.train.config import Evaluation
+from draftsmith.train.data.batches import collate
+from draftsmith.train.data.features import LiveTarget
+from draftsmith.train.evaluation import write_text
 from draftsmith.train.methods.eagle import METHOD
+from tests.architectures import architecture
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle
 from tests.trained import chat_prompts
@@ -86,6 +94,37 @@ def test_rounds_agree_where_replies_end_and_are_cut(kind: str) -> None:
     prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(12)]
     for limit in (1, 2, 3, 30):
         check(target, drafter, prompts, limit)
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "nemotron-h", "zamba2"])
+def test_features_of_hybrids_are_those_of_decoding(kind: str) -> None:
+    """Those of estimated tau and of training, also where steps are limited in prompts alone."""
+    target = architecture(kind)
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if name.endswith("dt_bias"):  # steps of about the least, 0.001
+                parameter.sub_(5)
+    prompt = [5, 9, 33, 7, 21, 8]
+    decoded: list[torch.Tensor] = []
+
+    class Recorder(PlainDecoding):
+        traceable = False
+
+        def commit(self, accepted: Accepted) -> None:
+            decoded.append(accepted.hidden.last[0])
+
+    generate_one(target, Recorder(), prompt, 40)
+    expected = torch.cat(decoded)
+    text = write_text(target, HeldOutPrompt(prompt, 0), (), Evaluation(max_new_tokens=40))
+    after = slice(len(prompt), len(prompt) + len(expected))
+    torch.testing.assert_close(text.hidden.last[after], expected, rtol=1e-3, atol=1e-4)
+    mask = np.arange(len(text.ids)) >= len(prompt)
+    rows = collate([[(np.arange(7), np.zeros(7, bool)), (np.array(text.ids), mask)]])
+    trained = LiveTarget(target).features(rows).last[0, 7:][after]
+    torch.testing.assert_close(trained, expected, rtol=1e-3, atol=1e-4)
+    whole = target.forward(torch.tensor([text.ids])).last[0, after]
+    if kind != "qwen3.5":
+        assert not torch.allclose(whole, expected, rtol=0.01, atol=0.01), "no step was limited"
 
 
 def test_a_replay_of_a_text_is_right_for_other_drafters_too() -> None:

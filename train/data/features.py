@@ -66,7 +66,7 @@ class LiveTarget:
         if self._target.spread == "tensor":
             hidden = self._in_turn(ids, positions)
         else:
-            rows = Pass(positions=positions, documents=batch.documents)
+            rows = Pass(positions=positions, documents=batch.documents, written=batch.mask)
             hidden = self._target.forward(ids, rows, taps=self._taps)
         return Features(batch, hidden.last, hidden.taps)
 

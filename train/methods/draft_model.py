@@ -134,7 +134,11 @@ class DistillObjective(nn.Module):
         if draft_model.attends_in_documents:
             within = partial(in_documents, draft_model.decoder)
         with recomputed(layers, self.config.offload, within):
-            packed = Pass(positions=on_device(batch.positions), documents=batch.documents)
+            packed = Pass(
+                positions=on_device(batch.positions),
+                documents=batch.documents,
+                written=batch.mask,
+            )
             hidden = draft_model.forward(known_ids, packed).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.

@@ -28,6 +28,7 @@ from ...rounds.sampling import Draws
 from ...rounds.tree import DraftTree, TreeShape
 from ...settings import Sampling
 from ...targets.causal_model import Hidden
+from ...targets.masks import with_replies
 from ...targets.target import Target
 
 NEVER = 1 << 20
@@ -90,7 +91,8 @@ class KnownTexts:
         if taps not in self._states:
             self.forget()  # before the new ones need their memory
             with torch.inference_mode():
-                self._states[taps] = self.target.forward(self.ids, taps=taps)
+                layout = with_replies([text.start for text in self.texts], self.ids.shape[1])
+                self._states[taps] = self.target.forward(self.ids, layout, taps=taps)
         return self._states[taps]
 
     def forget(self) -> None:

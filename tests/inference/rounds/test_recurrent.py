@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from threading import Thread, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
-from draftsmith.inference.targets.mixers import without_limits
+from draftsmith.inference.targets.mixers import Mixer, without_limits
 from draftsmith.inference.targets.target import Target
 from tests.architectures import HYBRIDS, architecture
 
@@ -271,6 +273,31 @@ def test_training_in_low_precision_keeps_sums_of_decays_in_float32() -> None:
     for state in cache.recurrent.layers.values():
         assert state.added is not None and state.added.sums.dtype == torch.float32
         assert state.matrix is not None and state.matrix.dtype == torch.float32
+
+
+def test_another_threads_pass_without_a_cache_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins and ends within a layer of a decoding thread's pass."""
+    target = architecture("qwen3.5", dtype=torch.float32)
+    prompt = [5, 9, 33, 7]
+    alone = generate_one(target, PlainDecoding(), prompt, 12).token_ids
+    text = torch.tensor([prompt])
+    features = target.forward(text).last
+    found: list[Tensor] = []
+    whole, decoding = Mixer.run, get_ident()
+
+    def run(self: Mixer, *arguments: Any) -> Tensor:
+        if get_ident() == decoding:
+            other = Thread(target=lambda: found.append(target.forward(text).last))
+            other.start()
+            other.join()
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Mixer, "run", run)
+    assert generate_one(target, PlainDecoding(), prompt, 12).token_ids == alone
+    assert len(found) >= 12 * len(target.mixers)
+    assert all(torch.equal(states, features) for states in found)
 
 
 def test_two_threads_decode_with_one_target() -> None:

@@ -50,7 +50,11 @@ from tests.train.test_loop import (
     weights,
 )
 
-PLAIN = {"distill": {"rollouts": {}, "errors": {}}, "eagle": {"errors": {}}}
+PLAIN = {
+    "distill": {"rollouts": {}, "errors": {}},
+    "eagle": {"errors": {}},
+    "mtp": {"errors": {}},
+}
 
 
 def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
@@ -94,7 +98,7 @@ def full(method: str) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "method", ["eagle", "distill", full("medusa"), full("eagle1"), full("dflash"), full("dspark")]
+    "method", ["eagle", "eagle1", "distill", "medusa", "mtp", "dflash", "dspark"]
 )
 def test_training_from_a_store_is_training_from_the_target(
     tmp_path: Path, saved_tiny: Path, method: str
@@ -414,7 +418,7 @@ def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
     assert all(one[step] == pytest.approx(two[step], abs=1e-4) for step in one)
 
 
-@pytest.mark.parametrize("method", ["eagle", full("medusa"), full("distill")])
+@pytest.mark.parametrize("method", ["eagle", full("medusa"), full("mtp"), full("distill")])
 def test_replay_without_the_target_counts_what_decoding_counts(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
@@ -427,6 +431,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
         "medusa": ["nodes=2", "nodes=6"],
         # the first one twice: drafters of one name are distinguished
         "eagle": ["length=3,width=1", "nodes=8,width=3", "length=3,width=1"],
+        "mtp": ["length=3,width=1", "nodes=8,width=3"],
         "distill": ["length=3"],
     }
     specs = [f"{drafter}:{setting}" for setting in settings[method]]

@@ -104,6 +104,11 @@ def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
     return torch.minimum(log_q, log_p).exp_().sum(-1)
 
 
+def overlap_of_probs(q: Tensor, p: Tensor) -> Tensor:
+    """Return alpha as `overlap` does, of probabilities."""
+    return torch.minimum(q, p).sum(-1)
+
+
 def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Return 1 - alpha `[R]`, the rate of rejection. d/dz = -q (1[q < p] - s), s = sum_{q < p} q.
 
@@ -172,17 +177,23 @@ assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
 
 
 def loss_of_logits(
-    name: Divergence, logits: Tensor, log_p: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the `divergence` `[R]` of the softmax of `logits` `[R, V]`, and their log-sums `[R]`.
+    name: Divergence,
+    logits: Tensor,
+    log_p: Tensor | None,
+    labels: Tensor,
+    p: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the `divergence` `[R]` of the softmax of `logits` `[R, V]`, their log-sums, overlaps.
 
-    The log-probabilities are the logits less the log-sums, which carry no gradient.
+    The log-probabilities are the logits less the log-sums `[R]`. The overlaps `[R]` with `p`, if it
+    is given, cost less here than by `overlap`. Neither carries a gradient.
     """
     if name in ("ce", "kl"):
-        return _OfLogits.apply(logits, log_p if name == "kl" else None, labels)
+        return _OfLogits.apply(logits, log_p if name == "kl" else None, labels, p)
     log_q = log_probs(logits)
     log_sums = (logits.amax(-1) - log_q.amax(-1)).detach()
-    return divergence(name, log_q, log_p, labels), log_sums
+    overlaps = None if p is None else overlap_of_probs(log_q.detach().exp(), p)
+    return divergence(name, log_q, log_p, labels), log_sums, overlaps
 
 
 class _OfLogits(torch.autograd.Function):
@@ -193,8 +204,8 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, log_p: Tensor | None, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits: Tensor, log_p: Tensor | None, labels: Tensor, other: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, p = torch.softmax(logits, -1, dtype=wide_dtype(logits.dtype)), None
         # The largest q is exp(z - log-sum) of the largest logit z, and at least 1 / V.
         log_sums = logits.amax(-1) - q.amax(-1).log()
@@ -206,11 +217,12 @@ class _OfLogits(torch.autograd.Function):
         # Saved so, and not as attributes, since `checkpoint` has to be able to drop them.
         ctx.save_for_backward(q, p, labels)
         ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(log_sums)
-        return losses, log_sums
+        overlaps = None if other is None else overlap_of_probs(q, other)
+        ctx.mark_non_differentiable(log_sums, *([] if overlaps is None else [overlaps]))
+        return losses, log_sums, overlaps
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         # Changed in place, so that a second pass over the same graph fails instead of being wrong.
         q, p, labels = ctx.saved_tensors
         if p is not None:
@@ -218,7 +230,7 @@ class _OfLogits(torch.autograd.Function):
         else:
             index = labels[..., None]
             q.scatter_add_(-1, index, q.new_full((1,), -1.0).expand(index.shape))
-        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None
+        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None, None
 
 
 def sum_in_chunks(

@@ -206,12 +206,16 @@ def test_losses_of_logits_have_the_values_and_gradients_of_divergences(
     z = (3 * torch.randn(5, drafts, V, dtype=torch.float64)).requires_grad_()
     log_p = torch.log_softmax(torch.randn(5, 1, V, dtype=torch.float64), -1)
     labels, weights = torch.randint(0, V, (5, drafts)), torch.randn(5, drafts, dtype=torch.float64)
-    losses, log_sums = loss_of_logits(name, z, log_p, labels)
+    p = 0.9 * log_p.exp()  # a draft vocabulary without a tenth of the mass
+    losses, log_sums, overlaps = loss_of_logits(name, z, log_p, labels, p)
     (gradient,) = torch.autograd.grad((losses * weights).sum(), z)
     expected = divergence(name, log_probs(z), log_p, labels)
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(gradient, *torch.autograd.grad((expected * weights).sum(), z))
     torch.testing.assert_close(log_sums, z.detach().logsumexp(-1))
+    assert overlaps is not None and not overlaps.requires_grad
+    torch.testing.assert_close(overlaps, overlap(log_probs(z.detach()), p.log()))
+    assert loss_of_logits(name, z, log_p, labels)[2] is None
 
 
 def test_top_k_looks_at_the_targets_best_tokens_only() -> None:

@@ -40,7 +40,7 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...inference.rounds.device import send
+from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
@@ -189,11 +189,11 @@ class BlockObjective:
             with torch.no_grad():
                 target_log_p = log_probs(self._target_head(last[positions]))
                 # of float32 tables, in which a CPU finds the best faster than in bfloat16 logits
-                best = vocabulary.columns(target_log_p.argmax(-1))[position_of]
+                best = vocabulary.columns(best_of(target_log_p))[position_of]
                 log_p = vocabulary.restrict(target_log_p)[position_of]
         logits = drafter.logits(state)
         # A label without a column is clamped to have one; its loss counts as 0 below.
-        losses, log_sums = loss_of_logits(config.loss, logits, log_p, labels.clamp(min=0))
+        losses, log_sums, _ = loss_of_logits(config.loss, logits, log_p, labels.clamp(min=0))
         losses = config.token_weight * losses
         if vocabulary.reduced:
             # What cannot be drafted teaches nothing: a label, or with a distribution its best.
@@ -225,7 +225,7 @@ class BlockObjective:
         if best is None or alpha is None or not measured:
             return (loss,)
         # A best token of -1 equals no column, so a draft that cannot be made is a miss.
-        right = (logits.argmax(-1) == best).float()
+        right = (best_of(logits) == best).float()
         return loss, losses, right, alpha, *tables
 
     def further_loss(

@@ -47,7 +47,7 @@ from ...heads.files import JsonObject
 from ...heads.fingerprint import changed_numbers
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
-from ...inference.rounds.device import send
+from ...inference.rounds.device import best_of, send
 from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
@@ -206,7 +206,7 @@ class DistillObjective(nn.Module):
         """
         with torch.no_grad():
             teacher = self._target_head(last[rows])
-            best = teacher.argmax(-1)
+            best = best_of(teacher)
         # A draft model may have padding rows past the target's vocabulary, which are never drafted,
         # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
@@ -216,20 +216,21 @@ class DistillObjective(nn.Module):
             log_p = log_probs(teacher)[:, :size]
             # A label that the draft model lacks is clamped to have a column; its loss is set to 0.
             clamped = labels.clamp(max=size - 1)
-            losses, _ = loss_of_logits(self.config.loss, logits, log_p, clamped)
+            losses, log_sums, _ = loss_of_logits(self.config.loss, logits, log_p, clamped)
             if self.config.loss in NEEDS_LABELS:
                 losses = losses.masked_fill(labels >= size, 0.0)
         else:
-            losses = self._losses_at(temperatures[:, None], logits, teacher, best)
+            losses, log_sums = self._losses_at(temperatures[:, None], logits, teacher, best), None
         loss = (losses * factors).sum()
         if not measured:
             return (loss,)
         # Metrics are at temperature 1, whatever is taught.
         with torch.no_grad():
-            right = (logits.argmax(-1) == best).float()
+            right = (best_of(logits) == best).float()
             if log_p is None:
                 log_p = log_probs(teacher)[:, :size]
-            alpha = overlap(log_probs(logits), log_p)
+            log_q = log_probs(logits) if log_sums is None else logits - log_sums[:, None]
+            alpha = overlap(log_q, log_p)
         return loss, losses, right, alpha
 
     def _losses_at(

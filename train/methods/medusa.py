@@ -35,7 +35,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.proposers.shapes import grow
-from ...inference.rounds.device import send
+from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
@@ -151,11 +151,11 @@ class MedusaObjective:
             logits, log_p = drafter.logits(hidden, i), None
             if target_log_probs is not None:
                 log_p = target_log_probs[teacher[:, i]]
-            losses, log_sums = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
+            losses, log_sums, _ = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
             entry = [losses]
             if log_p is not None and measured:
                 with torch.no_grad():
-                    right = (logits.argmax(-1) == log_p.argmax(-1)).float()
+                    right = (best_of(logits) == best_of(log_p)).float()
                     entry += [right, overlap(logits - log_sums[:, None], log_p)]
             tables.append(entry)
         # From tables `[R]` for each head to tables `[R, D]` of all heads.

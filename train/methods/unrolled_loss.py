@@ -19,14 +19,13 @@ from torch.nn import functional
 
 from ...distill.divergences import (
     NEEDS_LABELS,
-    log_probs,
     loss_of_logits,
-    overlap,
+    overlap_of_probs,
     sum_in_chunks,
 )
 from ...distill.settings import LABELS_ONLY
 from ...heads.recycling import RecyclingDrafter
-from ...inference.rounds.device import send
+from ...inference.rounds.device import best_of, send
 from ..data.batches import Batch
 from ..data.features import Features
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
@@ -188,12 +187,12 @@ class UnrolledObjective:
         position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
         `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
-        config, teacher = self.config, None
+        config, teacher, p = self.config, None, None
         with torch.no_grad():
             target_states = last[teachers]
             target_logits = self._target_head(target_states)
             # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
-            best = vocabulary.columns(target_logits.argmax(-1))[:, None]
+            best = vocabulary.columns(best_of(target_logits))[:, None]
             labels = vocabulary.columns(labels)[:, None]
             kept: Tensor | slice = slice(None)
             drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
@@ -204,10 +203,14 @@ class UnrolledObjective:
             if config.loss not in LABELS_ONLY:
                 # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
                 teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
+            if measured:
+                p = vocabulary.log_probs(target_logits).exp_()[:, None]
         logits = drafter.logits(hidden[kept])
         # A label without a column is clamped to have one; what is computed of it counts as 0 below.
         columns = labels.clamp(min=0).expand(factors.shape)
-        kept_losses, _ = loss_of_logits(config.loss, logits, teacher, columns[kept])
+        kept_losses, log_sums, overlaps = loss_of_logits(
+            config.loss, logits, teacher, columns[kept], None if p is None else p[kept]
+        )
         kept_losses = kept_losses * (config.token_weight or 0.0)
         if config.out_of_vocabulary == "drop":
             kept_losses = kept_losses.masked_fill(best[kept] < 0, 0.0)
@@ -221,16 +224,23 @@ class UnrolledObjective:
             )
             kept_losses = kept_losses + config.feature_weight * distances.mean(-1)
         loss = (kept_losses * factors[kept]).sum()
-        if not measured:
+        if p is None or overlaps is None:
             return (loss,)
         with torch.no_grad():
-            losses = kept_losses.new_zeros(factors.shape)
-            losses[kept] = kept_losses
-            if isinstance(kept, Tensor):
-                logits = drafter.logits(hidden)
-            log_q = log_probs(logits)
+            label_logits = logits.gather(-1, columns[kept][..., None])[..., 0]
+            label_probs = (label_logits - log_sums).exp() * (labels[kept] >= 0)
             # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
-            right = (log_q.argmax(-1) == best).float()
-            alpha = overlap(log_q, vocabulary.restrict(log_probs(target_logits))[:, None])
-            label_probs = log_q.gather(-1, columns[..., None])[..., 0].exp() * (labels >= 0)
-        return loss, losses, right, alpha, label_probs
+            right = (best_of(logits) == best[kept]).float()
+            tables = kept_losses, right, overlaps, label_probs
+            if isinstance(kept, slice):
+                return loss, *tables
+            losses, right, overlaps, label_probs = (
+                table.new_zeros(factors.shape).index_copy(0, kept, table) for table in tables
+            )
+            # Of the other positions overlaps and labels alone are more than zero.
+            rest = (best < 0).nonzero()[:, 0]
+            q = torch.softmax(drafter.logits(hidden[rest]), -1, dtype=overlaps.dtype)
+            overlaps[rest] = overlap_of_probs(q, p[rest])
+            of_labels = q.gather(-1, columns[rest][..., None])[..., 0]
+            label_probs[rest] = of_labels * (labels[rest] >= 0)
+        return loss, losses, right, overlaps, label_probs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...distill.divergences import RENORMALISED, log_probs
+from ...distill.divergences import RENORMALISED, log_probs, wide_dtype
 from ...heads.vocabulary import VocabularyMaps, most_frequent
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
@@ -70,6 +70,14 @@ class VocabularyMap:
         # several times as fast on a CPU as indexing by brackets
         return probs.index_select(1, self._draft_vocab_ids)
 
+    def log_probs(self, target_logits: Tensor) -> Tensor:
+        """Return the draft vocabulary's part `[J, Vd]` of the log-softmax of logits `[J, V]`."""
+        if self._draft_vocab_ids is None:
+            return log_probs(target_logits)
+        # The sum is over all tokens, but what is left out need not be written down.
+        wide = target_logits.to(wide_dtype(target_logits.dtype))
+        return self.restrict(wide) - wide.logsumexp(-1, keepdim=True)
+
     def teacher(self, loss: str, target_logits: Tensor) -> Tensor:
         """Return the log-probabilities `[J, Vd]` that teach by `loss`, of logits `[J, V]`.
 
@@ -77,4 +85,4 @@ class VocabularyMap:
         """
         if loss in RENORMALISED:
             return log_probs(self.restrict(target_logits))
-        return self.restrict(log_probs(target_logits))
+        return self.log_probs(target_logits)

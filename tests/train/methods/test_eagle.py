@@ -283,13 +283,17 @@ def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default(
     assert share < 0.9
     total, count = sums["top1@1"]
     assert int(count) == 117 and float(total / count) <= share
-    dropped, _ = objective(drafter, out_of_vocabulary="drop").forward(
+    dropped, some = objective(drafter, out_of_vocabulary="drop").forward(
         drafter, features, aim.weights(batch)
     )
-    kept, _ = objective(drafter, out_of_vocabulary="keep").forward(
+    kept, every = objective(drafter, out_of_vocabulary="keep").forward(
         drafter, features, aim.weights(batch)
     )
     assert float(kept.detach()) > float(dropped.detach())
+    # Metrics are of all positions, whatever has a loss.
+    for name in ("top1@1", "cond@2", "surv@2", "reach@1", "reach@2"):
+        for one, other in zip(some[name], every[name], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_depth_metrics_equal_brute_force() -> None:

@@ -8,6 +8,7 @@ Shapes: S positions of a text, H hidden size of the draft model, Ht of the targe
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -294,6 +295,9 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     for name in ("attn_layer_indices", "hybrid_layer_ids"):
         if (numbers := getattr(target.config, name, None)) is not None:
             setattr(small, name, [new for new, i in enumerate(kept) if i in numbers])
+    # Zamba2 shares blocks among its hybrid layers in turns; here each has a block of its own.
+    if hasattr(small, "num_mem_blocks"):
+        small.num_mem_blocks = max(len(small.hybrid_layer_ids), 1)
     if config.head == "tie":
         small.tie_word_embeddings = True
     if config.vocab_size is not None:
@@ -375,8 +379,9 @@ def _copy_weights(
         parameters = target.decoder.named_parameters()
         target_state[next(name for name, value in parameters if value is table)] = head.weight
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
+    hybrids = getattr(target.config, "hybrid_layer_ids", [])
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, _in_target(name, prefix, kept), target_state)
+        copy_cut(tensor, _in_target(name, prefix, kept, hybrids), target_state)
     draft_model.tie_weights()
     # A tied head was filled with the embedding.
     if draft_model.get_output_embeddings().weight is not draft_model.get_input_embeddings().weight:
@@ -416,12 +421,20 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
         )
 
 
-def _in_target(name: str, prefix: str, kept: list[int]) -> str:
-    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
+def _in_target(name: str, prefix: str, kept: list[int], hybrids: list[int]) -> str:
+    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers.
+
+    `hybrids` are the target's layers with blocks that several of them share.
+    """
     if not name.startswith(prefix + "."):
         return name
     number, _, rest = name[len(prefix) + 1 :].partition(".")
-    return f"{prefix}.{kept[int(number)]}.{rest}"
+    layer = kept[int(number)]
+    if hybrids:  # Zamba2's adapters are numbered by hybrid layers
+        rest = re.sub(
+            r"(adapter_list)\.\d+", lambda found: f"{found[1]}.{hybrids.index(layer)}", rest
+        )
+    return f"{prefix}.{layer}.{rest}"
 
 
 @torch.no_grad()

@@ -3,6 +3,9 @@ wrong."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +52,7 @@ from draftsmith.inference.proposers.suffix import SuffixLookup
 from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
+from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from tests.blocks import proposer_of, random_block
@@ -256,6 +260,7 @@ def architecture(
     dtype: torch.dtype | None = None,
     layers: int = 2,
     scale: float = 0.3,
+    **sizes_of_its_own: Any,
 ) -> Target:
     """A target of this kind, float64 so that near-ties vanish (experts and recurrent layers compute
     in float32)."""
@@ -268,7 +273,8 @@ def architecture(
     )  # fmt: skip
     single = "num_experts_per_tok" in extra or kind in HYBRIDS
     model = AutoModelForCausalLM.from_config(
-        make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if single else torch.float64)
+        make(**{**sizes, **extra, **sizes_of_its_own}),
+        dtype=dtype or (torch.float32 if single else torch.float64),
     )
     if kind in HYBRIDS:
         scatter(model)
@@ -286,6 +292,20 @@ def scatter(model: torch.nn.Module) -> None:
             weight.copy_(torch.randn_like(weight))
         elif kind == "dt_bias":
             weight.copy_(torch.randn_like(weight) - 2)
+
+
+@contextmanager
+def without_limits(mixers: list[Mixer]) -> Iterator[None]:
+    """Do not limit the steps of texts meanwhile, as those of nodes are not: for a comparison."""
+    limited = [mixer.module for mixer in mixers if hasattr(mixer.module, "time_step_limit")]
+    before = [module.time_step_limit for module in limited]
+    try:
+        for module in limited:
+            module.time_step_limit = (0.0, math.inf)
+        yield
+    finally:
+        for module, limit in zip(limited, before, strict=True):
+            module.time_step_limit = limit
 
 
 def near_copy(target: Target, noise: float = 0.05) -> Target:

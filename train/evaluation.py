@@ -152,13 +152,13 @@ class HeldOutEvaluation:
     def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
 
-        The latter is, for each text, the outcome of the method's `teacher_forced` with the position
-        at which the reply begins.
+        The latter is, for each text, the method's `outcome` with the position at which the reply
+        begins.
         """
         outcomes = []
         for start, ids, hidden in self._read_by(drafter):
             # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
-            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), start))
+            outcomes.append((self._method.outcome(drafter, hidden, ids, start).cpu(), start))
         outcomes = self._gather(outcomes)
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
 

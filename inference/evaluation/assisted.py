@@ -33,7 +33,9 @@ class Assisted:
     """
 
     def __init__(self, target: Target, drafter: DraftModelProposer) -> None:
-        """Raises `UserError` for a drafter that transformers does not take."""
+        """Raises `UserError` for a target or a drafter that transformers does not take."""
+        if target.mixers or drafter.model.mixers:
+            raise UserError("transformers does not assist models with recurrent layers")
         target_vocab, draft_vocab = (
             model.config.get_text_config().vocab_size
             for model in (target.model, drafter.model.model)

@@ -29,7 +29,7 @@ from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
-from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers, without_limits
+from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
 
@@ -323,9 +323,7 @@ class CausalModel(ModelHead):
         """
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         for start in self.trial_starts:
-            # Nodes are no texts: steps of Mamba-2 are not limited in them, see `mixers.Mamba2`.
-            with without_limits(self.mixers):
-                error = self._tree_error(start)
+            error = self._tree_error(start)
             if not error <= tolerance:  # `error > tolerance` would let NaN pass
                 where = f" at positions from {start} on" if start else ""
                 raise UserError(
@@ -354,8 +352,18 @@ class CausalModel(ModelHead):
         errors = []
         for states, text in [*found, *in_rounds]:
             positions = torch.arange(start, start + len(text), device=self.device)[None]
-            alone = self.forward(text[None], Pass(positions=positions)).last[0, -len(states) :]
-            errors.append(relative_error(states, alone))
+            alone = self.forward(text[None], Pass(positions=positions)).last[0]
+            if limit_steps(self.mixers):
+                # Prompts alone have limits, see `mixers.Mamba2`: transformers' pass is one of a
+                # prompt, and nodes are compared with ours of a reply.
+                reply = torch.ones_like(positions, dtype=torch.bool)
+                as_prompt, as_reply = (
+                    self.forward(text[None], Pass(positions=positions, written=written)).last[0]
+                    for written in (~reply, reply)
+                )
+                errors.append(relative_error(as_prompt, alone))
+                alone = as_reply
+            errors.append(relative_error(states, alone[-len(states) :]))
         return max(errors, key=nan_last)
 
     @torch.no_grad()
@@ -370,7 +378,12 @@ class CausalModel(ModelHead):
         lengths, paths = [PROMPT - 1, PROMPT], TRIAL_PATHS
         prompts, nodes = ids[:PROMPT].expand(2, -1), ids[PROMPT:].expand(2, -1)
         positions = torch.arange(start, start + PROMPT, device=self.device).expand(2, -1)
-        self.forward(prompts, Pass(positions=positions, counts=send(lengths, self.device)), cache)
+        layout = Pass(
+            positions=positions,
+            counts=send(lengths, self.device),
+            written=torch.ones_like(positions, dtype=torch.bool),
+        )
+        self.forward(prompts, layout, cache)
         cache.commit(lengths)
         first = cache.starts()[:, None] + start
         in_tree = Pass(

@@ -35,7 +35,7 @@ class Pass:
     """[B]: positions that each row has of this piece of its text, all of which are committed next.
     Recurrent layers take them over in the pass, and the others change nothing there."""
     written: Tensor | None = None
-    """[B, N] bool, without a cache: positions of replies, which the model wrote one by one. Some
+    """[B, N] bool, in texts: positions of replies, which the model wrote one by one. Some
     recurrent layers limit their steps in prompts alone."""
     depths: Tensor | None = None
     """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""

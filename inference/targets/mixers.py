@@ -314,20 +314,6 @@ def limit_steps(mixers: list[Mixer]) -> bool:
 
 
 @contextmanager
-def without_limits(mixers: list[Mixer]) -> Iterator[None]:
-    """Do not limit the steps of texts meanwhile, as those of nodes are not: for a comparison."""
-    limited = [mixer.module for mixer in mixers if hasattr(mixer.module, "time_step_limit")]
-    before = [module.time_step_limit for module in limited]
-    try:
-        for module in limited:
-            module.time_step_limit = (0.0, math.inf)
-        yield
-    finally:
-        for module, limit in zip(limited, before, strict=True):
-            module.time_step_limit = limit
-
-
-@contextmanager
 def over(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
     """Let the mixers' modules run this thread's pass over `states`, one thread at a time.
 
@@ -377,14 +363,15 @@ def _run(
 def course_of(layout: Pass, ids: Tensor) -> Course:
     """Return the course of a pass over `ids` `[B, N]`: nodes, a piece of texts, or packed rows."""
     batch, count = ids.shape
-    if layout.documents is not None or layout.written is not None:
+    counts = layout.counts
+    if counts is None and (layout.documents is not None or layout.written is not None):
+        counts = torch.full((batch,), count, device=ids.device)
+    if counts is not None:
         return Course(
-            counts=torch.full((batch,), count, device=ids.device),
+            counts=counts,
             documents=_sent(layout.documents, ids.device),
             written=_sent(layout.written, ids.device),
         )
-    if layout.counts is not None:
-        return Course(counts=layout.counts)
     depths = layout.depths
     if depths is None:
         depths = torch.arange(count, device=ids.device)[None]

@@ -91,7 +91,8 @@ class ModelHead:
             )
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         names = ("logit_scale", "lm_head_multiplier")  # Cohere's name, and Falcon-H1's
-        self._scale = next((v for n in names if (v := getattr(self.config, n, None))), None)
+        scales = [getattr(self.config, name, None) for name in names]
+        self._scale = next((scale for scale in scales if scale not in (None, 1.0)), None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             self._scale = 1.0 / divisor
 

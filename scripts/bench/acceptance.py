@@ -35,6 +35,7 @@ from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.rounds.verifiers import recursive
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
+from draftsmith.inference.targets.masks import with_replies
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 WIDTHS = (1, 2, 4, 8)
@@ -51,8 +52,11 @@ def positions(
     for found in generate(target, PlainDecoding(), requests, length, sampling, frozenset()):
         ids = torch.tensor([found.prompt_ids + found.token_ids], device=target.device)
         start = len(found.prompt_ids)
-        ours.append(target.head(target.forward(ids).last[0, start:-1]))
-        theirs.append(drafter.head(drafter.forward(ids).last[0, start:-1])[:, : target.vocab_size])
+        layout = with_replies([start], ids.shape[1])
+        ours.append(target.head(target.forward(ids, layout).last[0, start:-1]))
+        theirs.append(
+            drafter.head(drafter.forward(ids, layout).last[0, start:-1])[:, : target.vocab_size]
+        )
     return torch.cat(ours), torch.cat(theirs)
 
 

@@ -27,6 +27,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.masks import with_replies
 from draftsmith.inference.targets.target import load_for_decoding
 
 BATCH = 16
@@ -67,9 +68,10 @@ def main() -> None:
             ):
                 ids = torch.tensor([text.prompt_ids + text.token_ids], device=target.device)
                 rows = slice(len(text.prompt_ids) - 1, ids.shape[1] - 1)
-                p = target.head(target.forward(ids).last[0, rows]).float()
+                layout = with_replies([len(text.prompt_ids)], ids.shape[1])
+                p = target.head(target.forward(ids, layout).last[0, rows]).float()
                 for folder, drafter in drafters.items():
-                    q = drafter.head(drafter.forward(ids).last[0, rows]).float()[
+                    q = drafter.head(drafter.forward(ids, layout).last[0, rows]).float()[
                         :, : target.vocab_size
                     ]
                     same = (p.argmax(-1) == q.argmax(-1)).float()

@@ -322,7 +322,9 @@ def shared_trainings(plan: Plan) -> list[Step]:
         ("zero3", ["env", "OMP_NUM_THREADS=1", *torchrun, str(ENGINE_RANK), "zero3", "eagle"]),
     ):
         output = f"eagle_{name}"
-        command = Command([*run, plan.at(output)], program)
+        # DeepSpeed does not keep matrices whole, which Muon needs.
+        optimizer = ["--optim.optimizer", "adamw"] if name == "zero3" else []
+        command = Command([*run, plan.at(output), *optimizer], program)
         found.append(
             Step(
                 f"train eagle, {plan.ranks} ranks, {name}",

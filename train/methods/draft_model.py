@@ -51,7 +51,7 @@ from ...inference.rounds.device import best_of, send
 from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
-from ...inference.targets.masks import Pass
+from ...inference.targets.masks import Pass, with_replies
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource, load_target
 from ..data.batches import Batch, Batches
@@ -406,8 +406,13 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
         ]
 
+    def outcome(self, drafter: DraftModel, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
+        return self.teacher_forced(drafter, hidden, ids, start)
+
     @torch.no_grad()
-    def teacher_forced(self, drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
+    def teacher_forced(
+        self, drafter: DraftModel, hidden: Hidden, ids: Tensor, start: int = 0
+    ) -> Tensor:
         """Return `[S, 2]`: correctness and probability of the draft model's best tokens.
 
         Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and its
@@ -418,7 +423,8 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         # the last row has no token after it: -1 equals no best token
         following = functional.pad(ids, (0, 1), value=-1)[1 : len(seen) + 1].split(ROWS_AT_ONCE)
         outcomes = []
-        states = draft_model.forward(seen[None]).last[0].split(ROWS_AT_ONCE)
+        layout = with_replies([start], len(seen))
+        states = draft_model.forward(seen[None], layout).last[0].split(ROWS_AT_ONCE)
         for rows, labels in zip(states, following, strict=True):
             probs = draft_model.head(rows).float()[:, : drafter.vocab_size].softmax(-1)
             chances, best = probs.max(-1)

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.console import Progress
@@ -19,9 +20,12 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.figures import model_batches
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
+from draftsmith.inference.tree_settings import TreeSettings
+from tests.architectures import architecture
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 
@@ -255,6 +259,16 @@ def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any
     assert all(r["finish_reason"] in ("eos", "length") for r in theirs["per_request"])
     assert sampled["drafters"]["assisted (draft_model)"]["equal_to_ar"] is None
     assert "assisted (draft_model)" not in three["drafters"]
+
+
+def test_what_transformers_does_not_assist_is_left_out_with_the_reason() -> None:
+    hybrid, plain = (architecture(kind, dtype=torch.float32) for kind in ("bamba", "llama"))
+    for target, model in ((hybrid, hybrid), (plain, hybrid), (hybrid, plain)):
+        left_out: dict[str, str] = {}
+        proposer = DraftModelProposer(model, 100, TreeSettings(length=3))
+        options = Options(target=TargetConfig(str(QUICKSTART)), prompts="-")
+        assert evaluate.assisted(options, target, [proposer], left_out) == []
+        assert "does not assist models with recurrent" in left_out["assisted generation"]
 
 
 @pytest.mark.full

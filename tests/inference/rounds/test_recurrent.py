@@ -20,9 +20,9 @@ from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
-from draftsmith.inference.targets.mixers import Mixer, without_limits
+from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
-from tests.architectures import HYBRIDS, architecture
+from tests.architectures import HYBRIDS, architecture, without_limits
 
 GROUPS, HEADS, KEY, VALUE, WIDTH, CHANNELS = 2, 3, 5, 4, 4, 3
 

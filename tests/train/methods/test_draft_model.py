@@ -236,6 +236,24 @@ def greedy_texts(target: Target, count: int = 6) -> list[tuple[list[int], int]]:
     return [(g.prompt_ids + g.token_ids, len(g.prompt_ids)) for g in plain]
 
 
+def test_a_draft_model_with_limits_is_judged_as_it_drafts() -> None:
+    """Zamba2 limits steps in prompts alone: its own greedy reply has its best tokens."""
+    target = architecture("zamba2")
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if name.endswith("dt_bias"):  # steps of about the least, 0.001
+                parameter.sub_(5)
+    texts = [torch.arange(3, 40)]
+    drafter = make_draft_model(DraftModelConfig(layers=2), target, lambda: texts)
+    prompt = list(range(7, 27))
+    alone = Target(drafter.model, None, "draft model")
+    (reply,) = generate(alone, load_proposer("none", alone, print), [prompt], 60)
+    ids = torch.tensor(prompt + reply.token_ids)
+    hidden, written = target.forward(ids[None]), slice(len(prompt) - 1, len(ids) - 1)
+    assert METHOD.outcome(drafter, hidden, ids, len(prompt))[written, 0].all()
+    assert not METHOD.outcome(drafter, hidden, ids, len(ids))[written, 0].all()
+
+
 def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
     artifact = distilled(quickstart)
     texts = greedy_texts(quickstart)

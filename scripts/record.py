@@ -96,7 +96,14 @@ def trained(root: Path) -> dict[str, Any]:
         texts.write_text("".join(rows[:-8]))
         held.write_text("".join(rows[-8:]))
         for method in methods:
-            out = Path(name, method)
+            out, begun = Path(name, method), []
+            environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+            if method == "mtp":  # whose configuration goes on from the target's own layer
+                layer = str(Path(name, "layer"))
+                extract = ["mtp", "extract", "--from", "scripts/quickstart/hybrid", "--out", layer]
+                command = [sys.executable, "-m", "draftsmith", *extract]
+                subprocess.run(command, cwd=root, env=environment, check=True, stdout=sys.stderr)
+                begun = ["--init-from", layer]
             command = [
                 sys.executable, "-m", "draftsmith.train", method, "--config",
                 f"configs/{method}/quickstart.yaml",
@@ -104,9 +111,8 @@ def trained(root: Path) -> dict[str, Any]:
                 "--max-steps", "10", "--out", str(out), "--evaluation.prompts", "2",
                 "--evaluation.max-new-tokens", "8", "--data.max-length", "256",
                 "--data.held-out.by", "source", "--data.held-out.sources", "held",
-                "--data.decontaminate", "false",
+                "--data.decontaminate", "false", *begun,
             ]  # fmt: skip
-            environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
             subprocess.run(command, cwd=root, env=environment, check=True, stdout=sys.stderr)
             tensors: dict[str, Any] = {}
             for file in sorted(Path(out, "last").resolve().glob("*.safetensors")):

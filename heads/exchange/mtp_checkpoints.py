@@ -50,11 +50,20 @@ class LayerLayout:
         return f"{self.prefix}{self.parts[part]}.{rest}"
 
 
+SERVED = ("qwen3_next", "qwen3_5", "qwen4", "deepseek_v3", "glm4_moe", "glm_moe")
+"""Beginnings of the `model_type` of families whose MTP layer engines read."""
+
+
 def layout_for(model_type: str, layers: int) -> LayerLayout:
     """Return the layout of a family by its `model_type`, for a target of so many `layers`."""
     if model_type.startswith(("qwen3_next", "qwen3_5", "qwen4")):
         return LayerLayout("mtp.", QWEN, "layers.0.", "mtp_num_hidden_layers")
     return LayerLayout(f"model.layers.{layers}.", DEEPSEEK, "", "num_nextn_predict_layers")
+
+
+def is_served(model_type: str) -> bool:
+    """Return true if engines read the MTP layer of a family, by the names of `layout_for`."""
+    return model_type.startswith(SERVED)
 
 
 def layout_in(names: Collection[str], model_type: str, layers: int, where: str) -> LayerLayout:

@@ -24,6 +24,8 @@ from ..settings import Sampling
 from ..targets.target import Target
 from .names import short_name
 
+RECURRENT = "transformers does not assist models with recurrent layers"
+
 
 class Assisted:
     """transformers' `model.generate(assistant_model=...)` as a way to decode.
@@ -35,7 +37,7 @@ class Assisted:
     def __init__(self, target: Target, drafter: DraftModelProposer) -> None:
         """Raises `UserError` for a target or a drafter that transformers does not take."""
         if target.mixers or drafter.model.mixers:
-            raise UserError("transformers does not assist models with recurrent layers")
+            raise UserError(RECURRENT)
         target_vocab, draft_vocab = (
             model.config.get_text_config().vocab_size
             for model in (target.model, drafter.model.model)

@@ -40,7 +40,7 @@ from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
-from .assisted import Assisted
+from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import DraftsAsEngine, ImitatedEngine
@@ -294,6 +294,8 @@ def assisted(
         if models:
             return [Assisted(target, models[0])]
         reason = "it needs a small model; give one as --drafter"
+        if target.mixers:
+            reason = RECURRENT
     except UserError as error:
         reason = str(error)
     left_out["assisted generation"] = reason

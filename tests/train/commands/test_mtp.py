@@ -271,6 +271,21 @@ def test_stitch_refuses_parts_other_targets_and_other_drafters(tmp_path: Path) -
     with pytest.raises(UserError, match="a part of an MTP layer"):
         stitched(drafter, folder, tmp_path / "out")
     other = checkpoint("qwen3.5", tmp_path / "other")
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="model_type glm4_moe, and .* has qwen3_5_text; name the"):
         stitched(drafter, other, tmp_path / "out")
+    # Without a layer there are no tensors whose shapes would show it.
+    plain = tmp_path / "plain"
+    small = tiny_target(vocab_size=96, num_hidden_layers=3, hidden_size=32)
+    small.model.save_pretrained(plain)
+    small.tokenizer.save_pretrained(plain)
+    with pytest.raises(UserError, match="model_type glm4_moe, and .* has llama"):
+        stitched(drafter, plain, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_of_other_sizes_is_refused() -> None:
+    layer = {"model_type": "glm4_moe", "hidden_size": 32, "n_routed_experts": 4, "pad_token_id": 0}
+    given = options.StitchOptions("drafter", "target", "out")
+    stitch.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
+    with pytest.raises(UserError, match="n_routed_experts 4, and target has 8"):
+        stitch.check_fits(layer, {**layer, "n_routed_experts": 8}, given)

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from ....heads.artifact import Artifact
+from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
-from ....heads.exchange.mtp_checkpoints import layout_for, layout_in, parted
+from ....heads.exchange.mtp_checkpoints import is_served, layout_for, layout_in, parted
 from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, places_in, stitch
-from ....heads.files import check_output_folder, whole_directory
-from ....heads.mtp import MtpDrafter
+from ....heads.files import JsonObject, check_output_folder, whole_directory
+from ....heads.mtp import MtpDrafter, shape_for
 from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import TensorFacts
 from ....inference.targets.stored import StoredTarget, embedding_and_head_in
@@ -30,6 +31,8 @@ trtllm-serve {model} --config speculative.yaml
 llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 3  # of convert_hf_to_gguf.py
 """
 """Commands that serve a checkpoint with its MTP layer."""
+SIZES = ("size", "heads", "experts", "rank", "dim")
+"""Words in the names of settings that are sizes."""
 
 
 def run(options: Options) -> None:
@@ -49,8 +52,12 @@ def run(options: Options) -> None:
     )
     drafter = artifact.drafter
     if not isinstance(drafter, MtpDrafter):
-        raise UserError(f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer")
+        raise UserError(
+            f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer; name one that "
+            "mtp extract, mtp graft or train mtp wrote"
+        )
     shape = drafter.shape
+    check_fits(shape.layer, shape_for(MtpConfig(), target.config).layer, options)
     if (shape.reads, shape.recycles) != ("normed", "normed"):
         raise UserError(
             f"{options.drafter} reads {shape.reads} states and recycles {shape.recycles} ones; "
@@ -79,7 +86,28 @@ def run(options: Options) -> None:
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "
         f"{counts['added']} added, {counts['kept']} others compared byte for byte\n"
     )
-    print(SERVE.format(model=quote(options.out)))
+    if is_served(config.model_type):
+        print(SERVE.format(model=quote(options.out)))
+    else:
+        print(
+            f"No engine is known to serve an MTP layer of {config.model_type}; draftsmith decodes "
+            f"with it: --drafter {quote(options.drafter)}"
+        )
+
+
+def check_fits(layer: JsonObject, wanted: JsonObject, options: Options) -> None:
+    """Raise `UserError` if a layer is not of a target's family and sizes.
+
+    Both are configurations of a model with one layer: the drafter's, and that of the target.
+    """
+    for key, value in sorted(wanted.items(), key=lambda item: item[0] != "model_type"):
+        is_size = type(value) is int and any(word in key for word in SIZES)
+        if (key == "model_type" or is_size) and layer.get(key) != value:
+            raise UserError(
+                f"{options.drafter} is a layer of a model with {key} {layer.get(key)}, and "
+                f"{options.into} has {value}; name the target that it was made for, or a fine-tune "
+                "of that"
+            )
 
 
 def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:

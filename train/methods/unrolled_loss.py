@@ -187,7 +187,7 @@ class UnrolledObjective:
         position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
         `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
-        config, teacher, p = self.config, None, None
+        config, teacher, p, rest, p_of_rest = self.config, None, None, None, None
         with torch.no_grad():
             target_states = last[teachers]
             target_logits = self._target_head(target_states)
@@ -199,17 +199,19 @@ class UnrolledObjective:
             if drops and not config.feature_weight and hidden.device.type == "cpu":
                 # Positions without a loss need no logits of the drafter. On a GPU the host would
                 # have to wait for their number.
-                kept = (best >= 0).nonzero()[:, 0]
+                kept, rest = (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
             if config.loss not in LABELS_ONLY:
                 # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
                 teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
             if measured:
                 p = vocabulary.log_probs(target_logits).exp_()[:, None]
+                if rest is not None:
+                    p, p_of_rest = p[kept], p[rest]
         logits = drafter.logits(hidden[kept])
         # A label without a column is clamped to have one; what is computed of it counts as 0 below.
         columns = labels.clamp(min=0).expand(factors.shape)
         kept_losses, log_sums, overlaps = loss_of_logits(
-            config.loss, logits, teacher, columns[kept], None if p is None else p[kept]
+            config.loss, logits, teacher, columns[kept], p
         )
         kept_losses = kept_losses * (config.token_weight or 0.0)
         if config.out_of_vocabulary == "drop":
@@ -232,15 +234,14 @@ class UnrolledObjective:
             # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
             right = (best_of(logits) == best[kept]).float()
             tables = kept_losses, right, overlaps, label_probs
-            if isinstance(kept, slice):
+            if rest is None or p_of_rest is None:
                 return loss, *tables
             losses, right, overlaps, label_probs = (
                 table.new_zeros(factors.shape).index_copy(0, kept, table) for table in tables
             )
             # Of the other positions overlaps and labels alone are more than zero.
-            rest = (best < 0).nonzero()[:, 0]
             q = torch.softmax(drafter.logits(hidden[rest]), -1, dtype=overlaps.dtype)
-            overlaps[rest] = overlap_of_probs(q, p[rest])
+            overlaps[rest] = overlap_of_probs(q, p_of_rest)
             of_labels = q.gather(-1, columns[rest][..., None])[..., 0]
             label_probs[rest] = of_labels * (labels[rest] >= 0)
         return loss, losses, right, overlaps, label_probs

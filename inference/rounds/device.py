@@ -54,7 +54,10 @@ def send(values: Tensor | Sequence[object], device: torch.device) -> Tensor:
 
 
 def best_of(scores: Tensor) -> Tensor:
-    """Return the index of the first of the largest numbers along the last axis."""
+    """Return the index of the first of the largest numbers along the last axis: for training.
+
+    Recorded rounds have to find it by an operator of torch.
+    """
     # On a CPU torch looks at one number after another, NumPy at a vector of them: 49,152 float32
     # take 90 and 7 microseconds. A subclass, such as that of a tensor without memory, has no array.
     if (

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..settings import Sampling
 from . import noise
-from .device import best_of
 from .tree import NO_NODE
 
 
@@ -123,16 +122,16 @@ class Draws:
         (Gumbel-max). `depths` are the nodes' `[1 | B, M]`, at most `levels`, or one for all.
         """
         if self.sampling.greedy:
-            return best_of(scores)
+            return scores.argmax(-1)
         if isinstance(depths, int):
             # One depth for all nodes: the noise `[B, 1, V]` broadcasts over them.
-            return best_of(scores + self._position_noise(depths, 1, scores))
+            return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
         assert levels is not None, "the depths are known to the device only"
         # Noise belongs to the position, so nodes of one depth share it.
         by_depth = self._position_noise(0, levels + 1, scores)
         # [B, 1] and [1 | B, M] broadcast to the noise of each node's depth, [B, M, V].
         rows = torch.arange(len(scores), device=scores.device)[:, None]
-        return best_of(scores + by_depth[rows, depths])
+        return (scores + by_depth[rows, depths]).argmax(-1)
 
     def margins(self, logits: Tensor, paths: Tensor | None) -> Tensor:
         """Return how far the target's choice after each root is ahead of the next token, `[B]`.
@@ -177,7 +176,7 @@ class Draws:
         scores = self.scores(logits, paths)
         # The rule match draws the target's choice with noise of its own, which the draft must not
         # know: the likeliest token is the best guess then.
-        return best_of(scores) if self.sampling.rule == "match" else self.choices(scores, depth)
+        return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
     def rank(
         self,
@@ -255,6 +254,8 @@ class Draws:
 
     def last(self, probs: Tensor) -> Tensor:
         """Draw the last token `[B]` of this round from `probs` `[B, V]`."""
-        drawn = noise.gumbel(self._keys, noise.FINAL, self.lengths, probs.shape[-1])
-        # A token of probability 0 has -inf here, and noise is finite: it is never drawn.
-        return best_of(probs.log() + drawn.to(probs.dtype))
+        return (
+            # A token of probability 0 has -inf here, and noise is finite: it is never drawn.
+            probs.log()
+            + noise.gumbel(self._keys, noise.FINAL, self.lengths, probs.shape[-1]).to(probs.dtype)
+        ).argmax(-1)

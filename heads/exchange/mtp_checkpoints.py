@@ -50,13 +50,14 @@ class LayerLayout:
         return f"{self.prefix}{self.parts[part]}.{rest}"
 
 
-SERVED = ("qwen3_next", "qwen3_5", "qwen4", "deepseek_v3", "glm4_moe", "glm_moe")
+QWEN_TYPES = ("qwen3_next", "qwen3_5", "qwen4")
+SERVED = (*QWEN_TYPES, "deepseek_v3", "glm4_moe", "glm_moe")
 """Beginnings of the `model_type` of families whose MTP layer engines read."""
 
 
 def layout_for(model_type: str, layers: int) -> LayerLayout:
     """Return the layout of a family by its `model_type`, for a target of so many `layers`."""
-    if model_type.startswith(("qwen3_next", "qwen3_5", "qwen4")):
+    if model_type.startswith(QWEN_TYPES):
         return LayerLayout("mtp.", QWEN, "layers.0.", "mtp_num_hidden_layers")
     return LayerLayout(f"model.layers.{layers}.", DEEPSEEK, "", "num_nextn_predict_layers")
 

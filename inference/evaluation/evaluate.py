@@ -293,9 +293,8 @@ def assisted(
     try:
         if models:
             return [Assisted(target, models[0])]
-        reason = "it needs a small model; give one as --drafter"
-        if target.mixers:
-            reason = RECURRENT
+        small = "it needs a small model; give one as --drafter"
+        reason = RECURRENT if target.mixers else small
     except UserError as error:
         reason = str(error)
     left_out["assisted generation"] = reason

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
+from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError, first_line
 from ..heads.files import JsonObject, check_output_folder, whole_file
 from ..inference.console import Progress
@@ -67,7 +67,7 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     Raises `Stopped` after a last checkpoint if the run was asked to end, and `UserError` for what
     the user can correct.
     """
-    check_before_loading(run)
+    check_before_loading(run, method)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided(run, ranks)
     check_affordable(run, method, ranks)
@@ -186,7 +186,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     return state
 
 
-def check_before_loading(run: RunConfig) -> None:
+def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.out, "--out")
     if run.features.store is None:
@@ -196,8 +196,12 @@ def check_before_loading(run: RunConfig) -> None:
             source_files(source.path)
     else:
         manifest_of(run.features.store)
-    if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():
-        raise not_a_drafter(Path(run.init_from))
+    if run.init_from is not None:
+        before = read_own_file(Path(run.init_from)).method
+        if before != (name := method.drafter_class.method):
+            raise UserError(
+                f"init_from {run.init_from} is a drafter of method {before}; this run trains {name}"
+            )
     if run.tracker != "none":
         try:
             import_module(run.tracker)

@@ -55,7 +55,7 @@ class Trainer:
         target = inputs.target
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
-        before = drafter_before(run, target, method)
+        before = drafter_before(run, target)
         self._trained: Any = method.make_drafter(run, target, batches, before)
         if before is not None:
             warm_start(self._trained, before, run.init_from)
@@ -251,11 +251,10 @@ class Trainer:
         return path
 
 
-def drafter_before(run: RunConfig, target: TargetSource, method: AnyMethod) -> Artifact | None:
+def drafter_before(run: RunConfig, target: TargetSource) -> Artifact | None:
     """Load the drafter `run.init_from` to start from; None if the run names none.
 
-    Raises `UserError` if it is of another method, or of another target and the run does not say
-    `retarget`.
+    Raises `UserError` if it is of another target and the run does not say `retarget`.
     """
     if run.init_from is None:
         return None
@@ -263,11 +262,6 @@ def drafter_before(run: RunConfig, target: TargetSource, method: AnyMethod) -> A
     loaded = Artifact.load(
         run.init_from, target.fingerprint(), target.embedding_and_head, differences.append
     )
-    if loaded.method != (name := method.drafter_class.method):
-        raise UserError(
-            f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains "
-            f"{name}"
-        )
     if differences and not run.retarget:
         raise UserError(f"{'; '.join(differences)}; give --retarget to train it for this target")
     for line in differences:

@@ -67,11 +67,17 @@ def is_served(model_type: str) -> bool:
     return model_type.startswith(SERVED)
 
 
-def layout_in(names: Collection[str], model_type: str, layers: int, where: str) -> LayerLayout:
+TAKE = "take it from the model that this one was tuned from (draftsmith mtp graft), or train one"
+"""Remedy for a target without an MTP layer."""
+
+
+def layout_in(
+    names: Collection[str], model_type: str, layers: int, where: str, remedy: str = TAKE
+) -> LayerLayout:
     """Return the layout of the MTP layer among a checkpoint's tensors `names`.
 
-    Raises `UserError`, which begins with `where`, if there is none, if there are several, or if
-    their form is not known.
+    Raises `UserError`, which begins with `where`, if there is none, for which it gives the
+    `remedy`, if there are several, or if their form is not known.
     """
     layout = layout_for(model_type, layers)
     found = [name for name in names if name.startswith(layout.prefix)]
@@ -82,8 +88,7 @@ def layout_in(names: Collection[str], model_type: str, layers: int, where: str) 
     if not found:
         other = f"; it has {others[0]}, which is not where this family keeps it" if others else ""
         raise UserError(
-            f"{where} has no MTP layer: no tensor begins with {layout.prefix}{other}; take it from "
-            "the model that this one was tuned from (draftsmith mtp graft), or train one"
+            f"{where} has no MTP layer: no tensor begins with {layout.prefix}{other}; {remedy}"
         )
     more = r"mtp\.layers\.[1-9]" if layout.parts is QWEN else rf"model\.layers\.{layers + 1}\."
     if any(re.match(more, name) for name in names):

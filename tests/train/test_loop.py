@@ -21,8 +21,11 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.heads.errors import UserError
+from draftsmith.train.command_line.parse import config_with
 from draftsmith.train.config import Evaluation
+from draftsmith.train.loop import check_before_loading
 from draftsmith.train.method import METHODS as TRAINED
+from draftsmith.train.method import method_named
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.train.data.test_tables import chat, write
 
@@ -457,17 +460,10 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     assert (
         done.returncode != 0 and "has taps [0, 1], heads.taps says [1]; leave it out" in done.stderr
     )
-    done = launch(
-        "-m",
-        "draftsmith.train",
-        "medusa",
-        "--config",
-        make_config(tmp_path, saved_tiny, "medusa", **more),
-    )
-    assert (
-        done.returncode != 0
-        and "is a drafter of method eagle; this run trains medusa" in done.stderr
-    )
+    medusa = method_named("medusa")
+    run = config_with(medusa.run_class, make_config(tmp_path, saved_tiny, "medusa", **more), [], "")
+    with pytest.raises(UserError, match="is a drafter of method eagle; this run trains medusa"):
+        check_before_loading(run, medusa)
 
     tuned = tmp_path / "tuned"
     other = tiny_target(seed=9)

@@ -19,7 +19,8 @@ OTHER_NAMES = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "dataset": "data.sources",
     "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "rows_per_step",
     "accumulation": "rows_per_step", "global_batch_size": "rows_per_step",
-    "output": "out", "output_dir": "out", "draft_model": "drafter", "speculative_model": "drafter",
+    "steps": "max_steps", "max_train_steps": "max_steps", "output": "out", "output_dir": "out",
+    "draft_model": "drafter", "speculative_model": "drafter",
 }  # fmt: skip
 """Options of other tools by the last part of their names, and ours for the same."""
 

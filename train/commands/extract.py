@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None
-    check_before_loading(config)
+    check_before_loading(config, method)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
     load_models_whole(accelerator)
     with only_launch(options.out):

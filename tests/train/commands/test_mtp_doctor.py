@@ -154,5 +154,7 @@ def test_a_stale_layer_is_told(tmp_path: Path) -> None:
 
 
 def test_a_target_without_a_layer_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no MTP layer"):
+    with pytest.raises(UserError, match="has no MTP layer.*draftsmith mtp graft"):
         examined(QUICKSTART, tmp_path)
+    with pytest.raises(UserError, match="has no MTP layer.*leave --base out"):
+        examined(HYBRID, tmp_path, base=str(QUICKSTART))

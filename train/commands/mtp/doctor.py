@@ -115,7 +115,8 @@ def run(options: Options) -> None:
     path, _ = base_and_adapter(options.target)
     # Found before the target is loaded, which takes longer.
     layer = find_layer(path)
-    base = None if options.base is None else find_layer(options.base)
+    remedy = "name as --base a model that has one, or leave --base out"
+    base = None if options.base is None else find_layer(options.base, remedy)
     if base is not None and base.folder.resolve() == layer.folder.resolve():
         raise UserError(f"--base {options.base} is the target; name the model it was tuned from")
     target = load_target(options.target)

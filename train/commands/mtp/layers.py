@@ -13,7 +13,13 @@ from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
 from ....heads.exchange.hub import fetched
-from ....heads.exchange.mtp_checkpoints import SHARED, LayerLayout, layout_in, read_layer
+from ....heads.exchange.mtp_checkpoints import (
+    SHARED,
+    TAKE,
+    LayerLayout,
+    layout_in,
+    read_layer,
+)
 from ....heads.files import check_output_folder
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....heads.pretrained import clear_errors, read_config
@@ -40,16 +46,18 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str) -> StoredLayer:
+def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    Raises `UserError` if there is none, or one of a form that is not known.
+    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
     """
     folder = fetched(name, READ, "checkpoint")
     with clear_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
-    layout = layout_in(list(tensors), config.model_type, config.num_hidden_layers, str(folder))
+    layout = layout_in(
+        list(tensors), config.model_type, config.num_hidden_layers, str(folder), remedy
+    )
     return StoredLayer(folder, config, tensors, layout)
 
 
@@ -96,15 +104,16 @@ def warn_of_copies(layer: StoredLayer, target: TargetSource) -> None:
             )
 
 
-def make_drafter(source: str, target_name: str, out: str) -> None:
+def make_drafter(source: str, target_name: str, out: str, remedy: str = TAKE) -> None:
     """Write the MTP layer of the checkpoint `source` as a drafter for a target.
 
-    Raises `UserError` if there is none that fits, and for an `out` that is there already.
+    Raises `UserError` if there is none that fits, with the `remedy` if there is none at all, and
+    for an `out` that is there already.
     """
     check_output_folder(out, "--out", replaced=True)
     if Path(out).exists():
         raise UserError(f"{out} is there already; name another --out")
-    layer = find_layer(source)
+    layer = find_layer(source, remedy)
     target = embedding_and_head_in(target_name, torch.device("cpu"), "auto", StoredTarget)
     artifact, dtype = read_for(layer, target)
     artifact.save(out, dtype)

@@ -223,11 +223,12 @@ def _cut(
         ) from error
     embedding = target.model.get_input_embeddings().weight
     untied = embedding is not target.model.get_output_embeddings().weight
+    # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
+    draft_model.to(target.device)
     runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
     # A narrower model, or one with another embedding, does not compute what the target's layers do.
     if not config.narrow and not (config.head == "tie" and untied):
         _check_cut(target, runner, kept)
-    draft_model.to(target.device)
     begin_calibrated(runner, target, texts())
     return draft_model
 
@@ -404,7 +405,7 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
     with _layers_hooked(target, skip):
         expected = target.forward(ids).last.float().cpu()
     try:
-        last = draft_model.forward(ids.cpu()).last.float()
+        last = draft_model.forward(ids).last.float().cpu()
     except UNFIT as error:
         raise UserError(
             f"layers {kept} of {target.config.model_type} do not run alone ({first_line(error)}); "

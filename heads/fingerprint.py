@@ -35,6 +35,8 @@ TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|a
 # Keys that some configurations have next to the rotary parameters, and others within them.
 BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
+PARTIAL = "part:"
+"""Beginning of the hash of weights some of which could not be read, see `hash_of`."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,14 @@ class Fingerprint:
             if (trained := getattr(self, name)) != (given := getattr(target, name))
         ]
 
+    def other_weights(self, target: Fingerprint) -> bool:
+        """Return true if the weights are not those of `target`, as far as their hashes tell.
+
+        Hashes of all weights and of a part of them cannot be compared.
+        """
+        one, other = self.weights_hash, target.weights_hash
+        return one != other and one.startswith(PARTIAL) == other.startswith(PARTIAL)
+
     def warnings_against(self, target: Fingerprint) -> list[str]:
         """Return a list of one sentence about hashes and numbers that differ, or an empty list.
 
@@ -106,6 +116,7 @@ class Fingerprint:
             text
             for name, text in descriptions.items()
             if getattr(self, name) != getattr(target, name)
+            and (name != "weights_hash" or self.other_weights(target))
         ]
         if changes := changed_numbers(self.numbers, target.numbers):
             different.append(f"its configuration ({changes})")
@@ -214,13 +225,15 @@ def weights_hash(model: nn.Module) -> str:
 def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
     """Return `weights_hash` of the parameters `names`, which `read` gives, for example from files.
 
-    Parameters for which `read` gives None (they are quantised in the files, or are fused when a
-    model is loaded) are left out, and the hash is then not the loaded model's.
+    Parameters for which `read` gives None (they are quantised in the files, or are joined when a
+    model is loaded, as single experts are) are left out. The hash is then not the loaded model's,
+    and begins with `PARTIAL`.
     """
-    digest = hashlib.sha256()
+    digest, whole = hashlib.sha256(), True
     # Sorted, because the order of a model's modules may change with the version of transformers.
     for name in sorted(names):
         tensor = read(name)
+        whole = whole and tensor is not None
         for plain in [] if tensor is None else _plain(tensor):
             if plain.numel():
                 # `reshape` and not `view`: a parameter may be a transposed view.
@@ -234,7 +247,7 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
                 )
                 digest.update(name.encode())
                 digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return ("" if whole else PARTIAL) + digest.hexdigest()[:16]
 
 
 def sampled_places(size: int) -> list[int]:

@@ -234,7 +234,7 @@ def layout_of(target: Any) -> JsonObject:
     heads, size = first_of(layer, "num_attention_heads"), first_of(layer, "head_dim")
     if not heads:  # a target without attention, whose `head_dim` is that of its recurrence
         heads, size = max(hidden // HEAD_SIZE, 1), None
-    eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
     return {
         "num_heads": heads,
         # A config without the key, or with None, is of a model whose attention heads all have their

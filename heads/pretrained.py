@@ -202,6 +202,10 @@ REASONS = {
     "custom code": "it comes with code of its own, which is not run; for a target that you trust, "
     "give --target.trust-remote-code",
     "backend tokenizer": "there is no tokenizer that can be read",
+    "does not support float32": "the kernels of flash-linear-attention, which transformers found, "
+    "do not take float32: give --target.dtype bfloat16, or remove that package",
+    "is_cuda() to be true": "the kernels of causal-conv1d, which transformers found, run on GPUs "
+    "only: remove that package",
 }
 
 
@@ -218,4 +222,10 @@ def reason_of(error: Exception) -> str:
         return "one of its files is nested too deeply"
     if isinstance(error, StrictDataclassError):
         return f"its config.json contradicts itself ({str(error).strip().splitlines()[-1].strip()})"
+    return known_reason(error)
+
+
+def known_reason(error: Exception) -> str:
+    """Return the first line of an error's message, or what is said in its place (`REASONS`)."""
+    reason = first_line(error)
     return next((text for part, text in REASONS.items() if part in reason), reason)

@@ -19,7 +19,7 @@ from ..inference.targets.target import resolve_device
 from .config import RunConfig
 from .division import divided
 from .method import AnyMethod
-from .outline import ConfigOnly, Work, config_at, outlined
+from .outline import ConfigOnly, Work, config_at, outlined, passed_through
 
 STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
 # Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
@@ -54,6 +54,14 @@ class RunSizes(Work):
     all_last: bool
     """True where the last state of every position is read, and not only of the replies'."""
     target_layers: int = 1
+    frozen_params: int = 0
+    """Parameters of the drafter that are not trained."""
+
+    @property
+    def drafter_bytes(self) -> float:
+        """Bytes of the drafter's weights, their gradients and the optimiser's state."""
+        weights = STATE_BYTES // 4 * self.drafter_params
+        return float(weights + STATE_BYTES * 3 // 4 * (self.drafter_params - self.frozen_params))
 
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
@@ -65,21 +73,16 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     target = ConfigOnly(model_config)
     with torch.device("meta"):
         model = make_causal_lm(model_config)
-    total = active = sum(p.numel() for p in model.parameters())
-    used = getattr(target.config, "num_experts_per_tok", None)
-    # Architectures name the number of experts in two ways.
-    experts = getattr(target.config, "num_experts", None)
-    experts = experts or getattr(target.config, "num_local_experts", None)
-    if used and experts:
-        # A token passes through all that is not an expert, and through some of the experts.
-        in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-        active += in_experts * used // experts - in_experts
+    total = sum(p.numel() for p in model.parameters())
+    active = sum(count for _, count in passed_through(model.named_parameters(), target.config))
     taps, all_last = method.features_of(config, target)
     outline = outlined(method, config, target)
-    trained = sum(p.numel() for p in outline.drafter.parameters())
+    parameters = list(outline.drafter.parameters())
     return RunSizes(
-        target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        target.num_layers, **{f.name: getattr(outline, f.name) for f in fields(Work)},
+        target.config.hidden_size, total, round(active), target.vocab_size,
+        sum(p.numel() for p in parameters), len(taps), all_last, target.num_layers,
+        sum(p.numel() for p in parameters if not p.requires_grad),
+        **{f.name: getattr(outline, f.name) for f in fields(Work)},
     )  # fmt: skip
 
 
@@ -116,10 +119,9 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     shape = shape_of(method, run)
     lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
-    drafter_bytes = float(STATE_BYTES * shape.drafter_params)
-    checkpoint = drafter_bytes * 3 / 4
+    checkpoint = shape.drafter_bytes * 3 / 4
     check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
-    needed = drafter_bytes / ranks + step_bytes(shape, run, ranks)
+    needed = shape.drafter_bytes / ranks + step_bytes(shape, run, ranks)
     available = float(psutil.virtual_memory().total)
     if (device := resolve_device(run.target.device)).type == "cuda":
         available = float(torch.cuda.get_device_properties(device).total_memory)

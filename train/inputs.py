@@ -134,6 +134,11 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     assert options.server is not None, "the run reads features from a server"
     device = resolve_device(str(accelerator.device))
     target = embedding_and_head_in(run.target.path, device, run.target.dtype, ServedTarget)
+    if target.final_norm() is None:
+        raise UserError(
+            f"the final norm of {run.target.path} was not found, through which a server's states "
+            "have to go; leave out features.server"
+        )
     target.client = Client(
         options.server,
         options.server_model,

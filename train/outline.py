@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead
 from ..heads.pretrained import clear_errors, read_config
@@ -83,6 +84,22 @@ def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
 def matrix_numbers(*modules: nn.Module) -> int:
     """Return how many numbers the matrices of modules have; norms and biases are left out."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
+
+
+def passed_through(
+    named: Iterable[tuple[str, Tensor]], config: Any
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield parameters, each with how many of its numbers a token passes through.
+
+    That is all of them but for experts, of which it passes through some. `named` are parameters
+    with their names, `config` is the configuration of their model.
+    """
+    used = getattr(config, "num_experts_per_tok", None)
+    # Architectures name the number of experts in two ways.
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    share = used / experts if used and experts else 1.0
+    for name, parameter in named:
+        yield parameter, parameter.numel() * (share if ".experts." in name else 1.0)
 
 
 def config_at(path: str, trust: bool = False) -> Any:

@@ -25,7 +25,10 @@ QWEN = {
 DEEPSEEK = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's own matrices that some checkpoints hold next to the layer."""
-QUANTISED = re.compile(r"weight_scale|_scale_inv$|\.qweight$|\.qzeros$|weight_packed$|_absmax$")
+QUANTISED = re.compile(
+    r"weight_scale|_scale_inv$|\.qweight$|\.qzeros$|weight_packed$|absmax$|quant_map$|quant_state"
+)
+"""Names of tensors that only quantised checkpoints have."""
 EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -83,8 +86,9 @@ def layout_in(
     found = [name for name in names if name.startswith(layout.prefix)]
     marks = re.compile(r"(?:^|\.)(mtp|nextn|mtp_layers)\.|\.(eh_proj|shared_head)\.")
     others = sorted(name for name in names if marks.search(name) and name not in found)
-    if any(".markov" in name or "block_attn" in name for name in found):
-        raise UserError(f"{where} has a DSpark block under {layout.prefix}; give it to import")
+    blocks = (name for name in (*found, *others) if ".markov" in name or "block_attn" in name)
+    if (block := next(blocks, None)) is not None:
+        raise UserError(f"{where} has a DSpark block and no MTP layer ({block}); give it to import")
     if not found:
         other = f"; it has {others[0]}, which is not where this family keeps it" if others else ""
         raise UserError(
@@ -171,9 +175,11 @@ def parted(
 ) -> dict[str, Tensor]:
     """Return a drafter's tensors by their names in a checkpoint: what `read_layer` undoes.
 
-    Experts are parted if `names`, of all tensors of the checkpoint, has single ones.
+    `names` are those of all tensors of the checkpoint. Experts are parted if the layer's are there,
+    or where there is no layer those of the other layers: the two may differ.
     """
     stored: dict[str, Tensor] = {}
+    names = [name for name in names if name.startswith(layout.prefix)] or names
     single = any(EXPERT.fullmatch(name) for name in names)
     for name, tensor in own.items():
         place = layout.name(name)

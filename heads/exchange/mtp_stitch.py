@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..files import check_space, read_json, whole_directory, write_json
 from ..pretrained import WEIGHTS_INDEX
 from ..stored_tensors import TensorFacts, files_of, header
+from .mtp_checkpoints import QUANTISED
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -35,19 +36,14 @@ def stitch(
 
     Returns how many tensors were `replaced` and `added`, and how many others there are, `kept`.
     Tensors that are there take the type that they have; for others `count_key` of the config.json
-    becomes 1. Raises `UserError` where some of `tensors` are there and others not, for one of
-    another shape, where a layer cannot be added, and if what was written differs from what was to
-    be written; `out` is then as it was.
+    becomes 1. Raises `UserError` for tensors that do not fit (`fitted`), where a layer cannot be
+    added, and if what was written differs from what was to be written; `out` is then as it was.
     """
     if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise UserError(f"{out} lies in {checkpoint}, which is copied; name another --out")
     places = places_in(checkpoint)
+    tensors = fitted(tensors, places, checkpoint)
     there = places.keys() & tensors.keys()
-    if there and (missing := sorted(tensors.keys() - there)):
-        raise UserError(
-            f"{checkpoint} has a part of an MTP layer, without {missing[0]}; copy or download it "
-            "again"
-        )
     if not there:
         check_addable(checkpoint, places)
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
@@ -72,6 +68,36 @@ def stitch(
     }
 
 
+def fitted(
+    tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], checkpoint: Path
+) -> dict[str, Tensor]:
+    """Return `tensors` as `checkpoint` stores them: on the CPU, in the types that they have there.
+
+    `places` are those of the checkpoint's tensors; a layer that it does not have keeps its types.
+    Raises `UserError` where some of `tensors` are there and others not, and for one of another
+    shape or of a type that is no plain floating one.
+    """
+    there = places.keys() & tensors.keys()
+    if there and (missing := sorted(tensors.keys() - there)):
+        raise UserError(
+            f"{checkpoint} has a part of an MTP layer, without {missing[0]}; copy or download it "
+            "again"
+        )
+    stored = {}
+    for name, tensor in tensors.items():
+        dtype = tensor.dtype
+        if there:
+            file, facts = places[name]
+            if list(tensor.shape) != facts.shape or facts.dtype not in TYPES:
+                raise UserError(
+                    f"{name} of {file} is {facts.dtype} {facts.shape}, the drafter's is "
+                    f"{list(tensor.shape)}; name the target that it was made for"
+                )
+            dtype = TYPES[facts.dtype]
+        stored[name] = tensor.detach().to("cpu", dtype).contiguous()
+    return stored
+
+
 def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
     """Return the file and the facts of each tensor of a checkpoint. Raises `UserError`."""
     found: dict[str, tuple[Path, TensorFacts]] = {}
@@ -84,7 +110,7 @@ def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
 
 def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> None:
     """Raise `UserError` unless a layer can be added to a checkpoint that has none."""
-    if "quantization_config" in read_json(checkpoint / "config.json"):
+    if is_quantised(checkpoint, places):
         raise UserError(
             f"{checkpoint} is quantised, and an engine would look for a quantised layer; stitch "
             "the layer into the checkpoint that was quantised, and quantise that"
@@ -99,21 +125,29 @@ def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts
         raise UserError(f"{checkpoint} has a {LAYER_FILE} that no index names; remove it")
 
 
+def is_quantised(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
+    """Return true if a checkpoint is quantised, by its configuration or by its tensors."""
+    values = read_json(checkpoint / "config.json")
+    said = any(
+        part.get(key)
+        for part in (values, values.get("text_config") or {})
+        for key in ("quantization_config", "compression_config")
+    )
+    return said or any(
+        QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
+        for name, (_, facts) in places.items()
+    )
+
+
 def replace(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
 ) -> None:
     """Overwrite the bytes of `tensors` in the files of `aside`, which are those of `places`."""
     for name, tensor in tensors.items():
         file, facts = places[name]
-        if list(tensor.shape) != facts.shape or facts.dtype not in TYPES:
-            raise UserError(
-                f"{name} of {file} is {facts.dtype} {facts.shape}, the drafter's is "
-                f"{list(tensor.shape)}; name the target that it was made for"
-            )
-        stored = tensor.detach().to("cpu", TYPES[facts.dtype]).contiguous()
         with (aside / file.name).open("r+b") as opened:
             opened.seek(start_of_data(file) + facts.data_offsets[0])
-            opened.write(bytes_of(stored))
+            opened.write(bytes_of(tensor))
 
 
 def add(
@@ -130,11 +164,7 @@ def add(
         table["weight_map"] = dict.fromkeys(places, names[0])
     else:
         names = ["", LAYER_FILE]
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        aside / names[1],
-        {"format": "pt"},
-    )
+    save_file(dict(tensors), aside / names[1], {"format": "pt"})
     table["weight_map"] |= dict.fromkeys(tensors, names[1])
     sizes = [facts.data_offsets[1] - facts.data_offsets[0] for _, facts in places.values()]
     total = sum(sizes) + sum(tensor.nbytes for tensor in tensors.values())
@@ -156,8 +186,7 @@ def check_kept(checkpoint: Path, written: Path, tensors: Mapping[str, Tensor]) -
         raise UserError(f"{written} has other tensors than were written; write it again")
     for name, (file, facts) in after.items():
         if name in tensors:
-            wanted = tensors[name].detach().to("cpu", TYPES[facts.dtype]).contiguous()
-            same = read_bytes(file, facts) == bytes_of(wanted)
+            same = read_bytes(file, facts) == bytes_of(tensors[name])
         else:
             old_file, old = before[name]
             same = old.dtype == facts.dtype and old.shape == facts.shape

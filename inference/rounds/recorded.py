@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...heads.errors import first_line
+from ..targets.mixers import alone
 from .compiled import compiled
 from .outcome import Accepted, verify
 from .sampling import Draws
@@ -216,9 +217,11 @@ def run(
     if recorder is None:
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        return compiled(verify, target, proposer.taps)(
-            target, tree, cache, draws, proposer.taps
-        ), None
+        with alone(target):
+            accepted = compiled(verify, target, proposer.taps)(
+                target, tree, cache, draws, proposer.taps
+            )
+        return accepted, None
     rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
     form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
     kind = proposer.traceable, proposer.taps

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
+from ...heads.pretrained import known_reason
 from ..kernels.decoder import KernelDecoder
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
@@ -169,8 +170,6 @@ class CausalModel(ModelHead):
                 start = cache.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         with ExitStack() as stack:
-            if spans is not None:
-                stack.enter_context(in_documents(decoder))
             apart = layout.documents is not None or self._has_written(layout)
             if self.mixers and (cache is not None or apart):
                 # Without a cache transformers' own layers run, which know neither documents nor
@@ -178,6 +177,8 @@ class CausalModel(ModelHead):
                 states = RecurrentStates() if cache is None else cache.recurrent
                 course = course_of(layout, ids)
                 stack.enter_context(over(self.mixers, states, course))
+            if spans is not None:  # once no other thread's pass runs over recurrent layers
+                stack.enter_context(in_documents(decoder))
             hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
             return hidden.map(lambda states: states.to(self.device))
@@ -340,7 +341,7 @@ class CausalModel(ModelHead):
             in_tree = self._trial_states((), start)[0][PROMPT:]
             in_rounds = self._trial_rounds(start)
         except UNFIT as error:
-            reason = first_line(error)
+            reason = known_reason(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
         # Each leaf's path once more, after the prompt, without cache and mask.
         ids = self._trial_ids()
@@ -454,7 +455,7 @@ class CausalModel(ModelHead):
                 logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
             except UNFIT as error:
                 raise UserError(
-                    f"{called} cannot be run as a decoder and a head ({first_line(error)}); name "
+                    f"{called} cannot be run as a decoder and a head ({known_reason(error)}); name "
                     "another target"
                 ) from error
             expected = whole.logits.float()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import RLock, get_ident
 from typing import Any
@@ -311,6 +311,14 @@ def limit_steps(mixers: list[Mixer]) -> bool:
     """Return true if recurrent layers limit their steps, which they do in prompts alone."""
     limits = [getattr(mixer.module, "time_step_limit", (0.0, math.inf)) for mixer in mixers]
     return any(least > 0 or most < math.inf for least, most in limits)
+
+
+@contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """Keep other threads from the recurrent modules of the process while `model`, with mixers, is
+    compiled: what is traced holds the modules' functions of that moment."""
+    with IN_USE if model.mixers else nullcontext():
+        yield
 
 
 @contextmanager

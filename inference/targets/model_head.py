@@ -58,6 +58,12 @@ def borders_of(config: Any) -> set[int]:
     return found
 
 
+FINAL_NORMS = (
+    "norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm"
+)  # fmt: skip
+"""Names of the norm before the head; the last is LFM2's."""
+
+
 class ModelHead:
     """Model without a forward pass of its layers: embedding, head and facts.
 
@@ -208,7 +214,7 @@ class ModelHead:
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm before the head, by any of its usual names, or None."""
-        for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+        for name in FINAL_NORMS:
             norm = getattr(self.decoder, name, None)
             # OLMo's norm has no weight, so there is nothing that a drafter could take over.
             if getattr(norm, "weight", None) is not None:

@@ -94,9 +94,10 @@ class PackedLinear(nn.Module):
 
     def part(self, x: Tensor, outputs: slice) -> Tensor:
         """Return some of the outputs for `x`; parts in order, up to the last, share one product."""
-        if self._last is None or self._last[0] is not x:
-            self._last = x, self(x)
-        product = self._last[1]
+        last = self._last  # read once: another thread may run the same layer
+        if last is None or last[0] is not x:
+            last = self._last = x, self(x)
+        product = last[1]
         if outputs.stop == self.out_features:
             self._last = None
         return product[..., outputs]
@@ -286,8 +287,9 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows: int = 1) -> None:
     """Replace the linear layers of `model` by packed ones; their matrices are released.
 
-    `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint
-    matrices are packed first, and the model's parts of them read these.
+    Layers with the same matrix, as Zamba2's shared blocks have, become one. `layers` are
+    `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint matrices are
+    packed first, and the model's parts of them read these.
     """
     # first and last address of each joint matrix, and the packed layer
     joints: list[tuple[int, int, PackedLinear]] = []
@@ -299,8 +301,12 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows:
                 first = linear.weight.data_ptr()
                 joints.append((first, first + linear.weight.nbytes, packed))
                 setattr(layer, name, packed)
-    for owner, name, part in linears_of(model):
-        setattr(owner, name, _part_of(joints, part) or PackedLinear(part, least_rows))
+    shared: dict[tuple[int, int], nn.Module] = {}
+    for owner, name, part in list(linears_of(model)):
+        key = id(part.weight), id(part.bias)
+        if key not in shared:
+            shared[key] = _part_of(joints, part) or PackedLinear(part, least_rows)
+        setattr(owner, name, shared[key])
 
 
 def pack_drafter(drafter: Any) -> None:

@@ -30,7 +30,7 @@ from ...heads.documents import Document, FileFacts, Tap, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, differs
 from ...heads.fingerprint import Fingerprint, hash_of
-from ...heads.pretrained import make_causal_lm, read_config, read_tokenizer
+from ...heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
 from .causal_model import Hidden
 from .model_head import ModelHead
 from .target import TargetSource, resolve_device, resolve_dtype
@@ -253,8 +253,9 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str, kind: typ
     if not isinstance(weights_dtype, torch.dtype):  # "auto"
         stored = (tensor for tensor in map(read, names) if tensor is not None)
         weights_dtype = next(tensor.dtype for tensor in stored if tensor.is_floating_point())
-    model = model_of_embedding_and_head(folder, device, weights_dtype, read)
-    tokenizer = read_tokenizer(folder)
+    with clear_errors(path):
+        model = model_of_embedding_and_head(folder, device, weights_dtype, read)
+        tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)
     return kind(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
 

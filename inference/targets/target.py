@@ -166,6 +166,11 @@ def target_of(model: Any, tokenizer: Any = None) -> Target:
             )
         tokenizer = read_tokenizer(source, False)
     target = Target(model, tokenizer, source or type(model).__name__, frozen=False)
+    if target.mixers and len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise UserError(
+            "this model lies on several devices, over which recurrent layers do not run; load it "
+            "on one"
+        )
     return checked(target, fused=True, move=False)
 
 

@@ -299,7 +299,7 @@ def whole_of(target: TargetSource, config: TargetConfig) -> Target:
             f"a draft model is cut from the whole target, and the configuration of {target.name} "
             f"has changed since these features were made ({changes}); give draft_model.path"
         )
-    if not quantised and read.weights_hash != known.weights_hash:
+    if not quantised and read.other_weights(known):
         raise UserError(
             f"a draft model is cut from the whole target, and the weights of {target.name} are not "
             "those that these features come from; give draft_model.path"

@@ -7,6 +7,7 @@ the model that the target was tuned from, is trained on with `--init-from`.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
+from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
 from .backends import check_backend
 from .beginnings import shape_before
 from .eagle import STATES
@@ -46,12 +47,12 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         steps = loss.steps or 1
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
         each_root = FROZEN * head + (FORWARD * head if loss.weighting != "decay" else 0)
-        layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
-        each_pass = (TRAINED + FORWARD * loss.recompute) * layers + TRAINED * fused // 2
+        layers = operations(drafter.layers, loss.recompute, target.config)
+        fused = operations(drafter.fc, False, target.config) / 2
         return Outline(
             drafter,
             logit_rows=loss.rows_per_chunk * steps,
-            operations=TRAINED * fused // 2 + each_pass * steps,
+            operations=fused + (layers + fused) * steps,
             head_operations=each_root * steps,
             passes=steps,
             layers=1,
@@ -94,6 +95,18 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
                 "(docs/results.md#mtp-layers-after-a-fine-tune)"
             )
         return UnrolledObjective(config, drafter, target.head, run.seed, run.errors.accepted_weight)
+
+
+def operations(module: nn.Module, recompute: bool, config: Any) -> float:
+    """Return the operations of a training step for each position in the matrices of `module`.
+
+    `config` is the target's configuration, which says how many experts a token passes through.
+    """
+    return sum(
+        count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
+        for parameter, count in passed_through(module.named_parameters(), config)
+        if parameter.ndim > 1
+    )
 
 
 @torch.no_grad()
@@ -140,7 +153,9 @@ def add_lora(drafter: MtpDrafter, rank: int) -> None:
             "'.[lora]'"
         ) from error
     # Experts are no linear layers of torch, and stay as they are.
-    named = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=r"layers\.0\..*_proj")
+    named = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=r"layers\.0\..*_proj(_with_mqa)?"
+    )
     inject_adapter_in_model(named, drafter)
 
 

@@ -7,7 +7,7 @@ import math
 from ...inference.evaluation.gains import GPUS
 from ..config import RunConfig
 from ..division import interval
-from ..estimate import STATE_BYTES, RunSizes, step_bytes
+from ..estimate import RunSizes, step_bytes
 from .options import PlanOptions
 
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
@@ -48,7 +48,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "train_gpu_hours": train,
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
+        "drafter_bytes": shape.drafter_bytes,
         "activation_bytes": step_bytes(shape, config, options.gpus),
     }
 

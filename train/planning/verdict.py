@@ -50,11 +50,11 @@ def need_of(
 ) -> Need:
     """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
     if memory is None:
-        drafter = 4 * shape.drafter_params
+        drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
         target = int(plan["target_bytes"])
         memory = StepMemory(
-            target, drafter, MOMENT_BYTES * shape.drafter_params, drafter, 0, 0, 0,
-            drafter + int(plan["activation_bytes"]),
+            target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
+            4 * trained + int(plan["activation_bytes"]),
         )  # fmt: skip
     return Need(memory, shape.target_layers, live=config.features.store is None)
 

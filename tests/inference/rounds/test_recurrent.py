@@ -20,7 +20,7 @@ from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
-from draftsmith.inference.targets.mixers import Mixer
+from draftsmith.inference.targets.mixers import IN_USE, Mixer
 from draftsmith.inference.targets.target import Target
 from tests.architectures import HYBRIDS, architecture, without_limits
 
@@ -298,6 +298,18 @@ def test_another_threads_pass_without_a_cache_changes_nothing(
     assert generate_one(target, PlainDecoding(), prompt, 12).token_ids == alone
     assert len(found) >= 12 * len(target.mixers)
     assert all(torch.equal(states, features) for states in found)
+
+
+def test_packed_rows_wait_for_a_decoding_thread_before_they_change_its_attention() -> None:
+    target = architecture("qwen3.5", dtype=torch.float32)
+    before = target.decoder.config._attn_implementation
+    ids, documents = torch.tensor([[5, 9, 33, 7]]), torch.tensor([[0, 0, 1, 1]])
+    with IN_USE:
+        other = Thread(target=lambda: target.forward(ids, layout=Pass(documents=documents)))
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and target.decoder.config._attn_implementation == before
+    other.join()
 
 
 def test_two_threads_decode_with_one_target() -> None:

@@ -16,12 +16,15 @@ from draftsmith.inference.targets.packed import (
     PackedPart,
     Packing,
     best_packing,
+    pack_linears,
     packable,
 )
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 from tests.inference.targets.test_fused import states_of
+
+IDS = torch.arange(3, 15)[None]
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +80,30 @@ def test_parts_of_a_joint_layer_share_a_product() -> None:
         torch.testing.assert_close(first(x), linear(x)[:, :4])
         torch.testing.assert_close(last(x), linear(x)[:, 4:])
     assert torch.equal(last.weight, linear.weight[4:]) and whole._last is None
+
+
+def test_layers_with_one_matrix_are_packed_once() -> None:
+    """Zamba2's shared blocks are modules of their own with the same parameters."""
+    model = nn.Sequential(*(nn.Linear(8, 12) for _ in range(3)))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    pack_linears(model)
+    assert model[0] is model[2] and model[0] is not model[1]
+    target = architecture(
+        "zamba2",
+        num_hidden_layers=5,
+        num_mem_blocks=1,
+        layers_block_type=["hybrid", "mamba"] * 2 + ["hybrid"],
+    )
+    size = bytes_of(target.model)
+    expected = target.forward(IDS).last
+    target.pack()
+    packed_bytes = sum(
+        module._packed.numel() * module._packed.itemsize
+        for module in target.decoder.modules()
+        if isinstance(module, PackedLinear)
+    )
+    assert bytes_of(target.model) + target.packed_bytes == size > packed_bytes
+    torch.testing.assert_close(target.forward(IDS).last, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("fused", [True, False])

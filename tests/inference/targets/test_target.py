@@ -12,14 +12,16 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConfig, RwkvConfig
 
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.layers import layout_of
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import Target, load_target
-from tests.architectures import architecture
+from draftsmith.inference.targets.target import Target, load_target, target_of
+from tests.architectures import HYBRIDS, architecture
 from tests.conftest import tiny_target
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
+EPS = ("norm_eps", "norm_epsilon")
 
 
 @pytest.mark.parametrize("named", ["adapter option", "adapter folder as target"])
@@ -130,6 +132,43 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
     target.model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(UserError, match=r"hybrid \(llama\) .* its 1 recurrent layers have"):
         Target(target.model, target.tokenizer, "hybrid")
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_final_norm_of_a_hybrid_is_found(kind: str) -> None:
+    """Drafters begin with it, and a server's states go through it."""
+    target = architecture(kind)
+    weight = target.final_norm_weight()
+    assert weight is not None and weight.shape == (target.hidden_size,)
+    eps = [value for name, value in target.config.to_dict().items() if name.endswith(EPS)]
+    assert layout_of(target.config)["norm_eps"] in eps
+
+
+def test_a_hybrid_over_several_devices_is_refused() -> None:
+    target = architecture("lfm2")
+    target.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(UserError, match="lies on several devices"):
+        target_of(target.model, tiny_target().tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("ChunkGatedDeltaRuleFunction does not support float32. Please use bfloat16.", "bfloat16"),
+        ("Expected x.is_cuda() to be true, but got false.", "causal-conv1d"),
+    ],
+)
+def test_kernels_that_cannot_run_here_are_named(
+    monkeypatch: pytest.MonkeyPatch, said: str, remedy: str
+) -> None:
+    target = architecture("qwen3.5")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(target.mixers[0].module, "forward", refuse)
+    with pytest.raises(UserError, match=remedy):
+        target.check_head()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

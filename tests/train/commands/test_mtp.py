@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.mtp_checkpoints import joined_experts
 from draftsmith.heads.stored_tensors import header
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import load_target
 from draftsmith.train.commands.mtp import extract, graft, options, stitch
 from tests import mtp_models
 from tests.conftest import tiny_target
@@ -128,9 +132,22 @@ def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
         stitched(tmp_path / "drafter", tuned, tuned / "out")
     config = tuned / "config.json"
     values = json.loads(config.read_text())
-    config.write_text(json.dumps({**values, "quantization_config": {"quant_method": "awq"}}))
+    method = {"quantization_config": {"quant_method": "awq"}}
+    wrapper = {"model_type": "qwen3_5", "text_config": {**values, **method}}
+    for quantised in ({**values, **method}, wrapper):
+        config.write_text(json.dumps(quantised))
+        with pytest.raises(UserError, match="is quantised"):
+            stitched(tmp_path / "drafter", tuned, tmp_path / "out")
+    config.write_text(json.dumps(values))
+    # ModelOpt says it in another file.
+    file = tuned / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight_scale": torch.ones(1)}, file, {"format": "pt"})
     with pytest.raises(UserError, match="is quantised"):
         stitched(tmp_path / "drafter", tuned, tmp_path / "out")
+    config.write_text(json.dumps({**values, "model_type": "nonesuch"}))
+    with pytest.raises(UserError, match="nonesuch"):
+        graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "other")))
     wide = checkpoint("glm", tmp_path / "wide")
     with pytest.raises(UserError, match="has model_type qwen3_5_text, the target has glm4_moe"):
         graft.run(options.GraftOptions(str(base), str(wide), str(tmp_path / "other")))
@@ -164,6 +181,53 @@ def test_head_only_writes_the_layer_alone(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     assert written.keys() == {name for name in stored if name.startswith("mtp.")}
     assert all(torch.equal(written[name], stored[name]) for name in written)
+
+    # as training saves its drafters
+    target = load_target(TargetConfig(str(folder), device="cpu"))
+    exact = Artifact.load(drafter, target.fingerprint(), target.embedding_and_head)
+    exact.save(tmp_path / "exact", torch.float32)
+    stitch.run(
+        options.StitchOptions(str(tmp_path / "exact"), str(folder), str(tmp_path / "b"), True)
+    )
+    assert hashes(tmp_path / "b") == hashes(tmp_path / "layer")
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "glm", "qwen3.5", "qwen3.5-moe"])
+def test_an_extracted_layer_is_its_targets_own(tmp_path: Path, kind: str) -> None:
+    """Experts are stored one by one, so that a hash of the files is not that of the target."""
+    folder = checkpoint(kind, tmp_path / "target")
+    drafter, said = extracted(folder, tmp_path / "drafter"), list[str]()
+    target = load_target(TargetConfig(str(folder), device="cpu"))
+    Artifact.load(drafter, target.fingerprint(), target.embedding_and_head, said.append)
+    assert not said
+    other = load_target(
+        TargetConfig(str(checkpoint(kind, tmp_path / "other", seed=5)), device="cpu")
+    )
+    Artifact.load(drafter, other.fingerprint(), other.embedding_and_head, said.append)
+    assert bool(said) == (kind == "qwen3.5"), "a part of the weights cannot be compared"
+
+
+def test_experts_of_the_layer_may_be_stored_otherwise_than_the_targets(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3.5-moe", tmp_path / "target")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" in tensors
+    layer = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    save_file(tensors | joined_experts(layer), file, {"format": "pt"})
+    drafter = extracted(folder, tmp_path / "drafter")
+    assert hashes(stitched(drafter, folder, tmp_path / "out")) == hashes(folder)
+
+
+def test_a_fine_tune_with_more_tokens_gets_the_layer_of_its_base(tmp_path: Path) -> None:
+    base = checkpoint("qwen3.5", tmp_path / "base")
+    tuned = checkpoint("qwen3.5", tmp_path / "tuned", layer=False)
+    model = AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.bfloat16)
+    model.resize_token_embeddings(104)
+    model.save_pretrained(tuned)
+    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    again = extracted(stitched(tmp_path / "drafter", tuned, tmp_path / "out"), tmp_path / "again")
+    one, two = (load_file(f / "model.safetensors") for f in (tmp_path / "drafter", again))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -231,6 +295,14 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
             {"model.layers.3.eh_proj.weight": t["model.layers.3.eh_proj.weight"].to(torch.int8)}
         ),
         r"eh_proj\.weight is of type torch\.int8",
+    ),
+    "DSpark of DeepSeek-V4": (
+        "deepseek",
+        lambda t: (
+            under(t, "model.layers.3.", "mtp.0."),
+            t.update({"mtp.0.markov_head.weight": torch.ones(4)}),
+        ),
+        "has a DSpark block",
     ),
     "DSpark": (
         "qwen3.5",

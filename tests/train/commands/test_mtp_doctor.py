@@ -130,7 +130,7 @@ def test_a_dead_layer_ends_with_status_2(tmp_path: Path) -> None:
             tensors[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
 
     found = examined(changed(tmp_path / "target", noise), tmp_path, status=2)
-    assert found["status"] == "error" and "earns nothing" in found["remarks"][0]
+    assert found["status"] == "error" and "of no use" in found["remarks"][0]
 
 
 def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
@@ -149,8 +149,17 @@ def test_a_stale_layer_is_told(tmp_path: Path) -> None:
     found = examined(tuned, tmp_path, base=str(HYBRID))
     assert found["status"] == "warning"
     assert any("was not tuned with the target" in remark for remark in found["remarks"])
+    copy = changed(tmp_path / "copy", lambda tensors: None)
+    found = examined(copy, tmp_path, base=str(HYBRID), limit=4)
+    assert found["status"] == "warning", "four prompts give no interval"
+    assert len(found["remarks"]) == 1 and found["remarks"][0].startswith("too few replies")
     with pytest.raises(UserError, match="is the target"):
         examined(HYBRID, tmp_path, base=str(HYBRID))
+
+
+def test_a_reply_has_room_for_a_whole_round() -> None:
+    with pytest.raises(UserError, match="--max-new-tokens must be at least 5"):
+        ExamineOptions(max_new_tokens=4)
 
 
 def test_a_target_without_a_layer_is_refused_before_it_is_loaded(tmp_path: Path) -> None:

@@ -180,16 +180,16 @@ def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
     assert f"Taps are {', '.join(map(str, drafter.taps))} of {layers}" in header(recipe)
 
 
-BLOCKS = {  # slots of DFlash's, and what stands in those to be filled
+BLOCKS = {  # slots of DFlash's, and the mask token
     "smollm2-360m": (8, "16, <empty_output>"),
-    "qwen3-0.6b": (8, "151,669, the first row past the tokenizer's own tokens, which is found"),
-    "llama-3.1-8b": (10, "128,002, <|reserved_special_token_0|>, which is found"),
-    "qwen3-8b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
+    "qwen3-0.6b": (8, "the default, 151,669, the first row past the tokenizer's own tokens"),
+    "llama-3.1-8b": (10, "the default, 128,002, <|reserved_special_token_0|>"),
+    "qwen3-8b": (16, "the default, 151,669, the first row past the tokenizer's own tokens"),
     "gemma-3-12b": (16, "4, <mask>"),
-    "gpt-oss-20b": (8, "the first row past the tokenizer's own tokens, 200,019, which is found"),
-    "qwen3-30b-a3b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
-    "qwen3-32b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
-    "llama-3.3-70b": (16, "128,002, <|reserved_special_token_0|>, which is found"),
+    "gpt-oss-20b": (8, "the default, the first row past the tokenizer's own tokens, 200,019"),
+    "qwen3-30b-a3b": (16, "the default, 151,669, the first row past the tokenizer's own tokens"),
+    "qwen3-32b": (16, "the default, 151,669, the first row past the tokenizer's own tokens"),
+    "llama-3.3-70b": (16, "the default, 128,002, <|reserved_special_token_0|>"),
 }
 
 
@@ -257,13 +257,9 @@ def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -
         and shape.logit_rows == drafts * run.objective.rows_per_chunk
     )
     assert f"to vLLM it is num_speculative_tokens {drafts}" in header(recipe)
-    assert f"Slots to be filled hold {mask}" in header(recipe)
+    assert f"The mask token is {mask}" in header(recipe)
     named = run.heads.mask_token
-    assert (
-        mask.startswith(f"{named}, <")
-        if named is not None
-        else "is found without being named" in header(recipe)
-    )
+    assert mask.startswith("the default, " if named is None else f"{named}, <")
     assert (
         shape.passes == 512 * run.heads.block_size / run.data.max_length
         and shape.head_operations >= 4 * drafts * shape.hidden * shape.vocab

@@ -1,4 +1,4 @@
-"""`draftsmith mtp doctor`: examines the MTP layer of a target by what it earns in decoding."""
+"""`draftsmith mtp doctor`: examines the MTP layer of a target by its tau in decoding."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from ....inference.conversations.prompts import read_prompts
 from ....inference.conversations.rows import prompt_ids
 from ....inference.decode import generate
 from ....inference.evaluation.intervals import tau_interval
+from ....inference.evaluation.results import FEWEST
 from ....inference.metrics import tau
 from ....inference.proposers.eagle import EagleProposer
 from ....inference.targets.target import Target, load_target
 from ....inference.targets.target_files import base_and_adapter
 from ....inference.tree_settings import TreeSettings
-from .layers import StoredLayer, find_layer, read_for
+from .layers import StoredLayer, find_layer, read_for, rest_hash
 from .options import ExamineOptions as Options
 
 BATCH = 8
-DEAD = 1.02  # tau up to which a layer earns nothing
+DEAD = 1.02  # tau up to which a layer is of no use
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -46,11 +47,12 @@ PROMPTS = (
 
 
 @dataclass
-class Earned:
-    """One way to run the layer, and what it earned."""
+class Measured:
+    """One way to run the layer, and its tau."""
 
     variant: str
-    tau: float
+    tau: float | None
+    """None if no reply had a round."""
     low: float | None
     high: float | None
     """Ends of the 95% interval over prompts; None for too few of them."""
@@ -62,7 +64,7 @@ class Examined:
 
     status: Literal["ok", "warning", "error"]
     remarks: list[str]
-    findings: list[Earned]
+    findings: list[Measured]
 
 
 AS_SERVED = "as engines serve it"
@@ -114,7 +116,7 @@ def run(options: Options) -> None:
     check_json(options.json)
     path, _ = base_and_adapter(options.target)
     # Found before the target is loaded, which takes longer.
-    layer = find_layer(path)
+    layer = find_layer(path, trust=options.target.trust_remote_code)
     remedy = "name as --base a model that has one, or leave --base out"
     base = None if options.base is None else find_layer(options.base, remedy)
     if base is not None and base.folder.resolve() == layer.folder.resolve():
@@ -124,13 +126,14 @@ def run(options: Options) -> None:
     prompts = prompts_of(options, target)
     findings = measured(target, drafter, prompts, options)
     remarks = about(findings, drafter)
-    if base is not None and same(drafter, drafter_of(base, target)):
+    tuned = base is not None and rest_hash(base) != rest_hash(layer)
+    if base is not None and tuned and same(drafter, drafter_of(base, target)):
         remarks.append(
             f"the layer is that of {options.base}: it was not tuned with the target; train it on "
             "(draftsmith train mtp)"
         )
     status = "ok" if len(remarks) == 0 else "warning"
-    if findings[0].tau <= DEAD:
+    if dead(findings[0]):
         status = "error"
     report = Examined(status, remarks, findings)
     if not output_json(options.json, asdict(report)):
@@ -160,8 +163,8 @@ def prompts_of(options: Options, target: Target) -> list[list[int]]:
 
 def measured(
     target: Target, drafter: MtpDrafter, prompts: Sequence[list[int]], options: Options
-) -> list[Earned]:
-    """Return what each variant of the layer earns with greedy chains; the first is as served."""
+) -> list[Measured]:
+    """Return tau of each variant of the layer with greedy chains; the first is as served."""
     findings, settings = [], TreeSettings(width=1, length=options.drafts)
     ways = variants(target.final_norm_weight())
     for name, change in Progress(ways.items(), desc="examining", unit=" variants"):
@@ -172,25 +175,35 @@ def measured(
             batch = list(prompts[start : start + BATCH])
             results += generate(target, proposer, batch, options.max_new_tokens)
         emitted = [[len(each.tokens) for each in result.rounds] for result in results]
-        low, high = (None if math.isnan(end) else end for end in tau_interval(emitted))
-        findings.append(Earned(name, tau(emitted), low, high))
+        figures = (tau(emitted), *tau_interval(emitted))
+        findings.append(Measured(name, *(None if math.isnan(one) else one for one in figures)))
     return findings
 
 
-def about(findings: Sequence[Earned], drafter: MtpDrafter) -> list[str]:
-    """Return what is wrong with the layer, by what its variants earned."""
-    served, best = findings[0], max(findings, key=lambda finding: finding.tau)
+def dead(served: Measured) -> bool:
+    """Return true if drafts of the layer are as good as never accepted."""
+    return served.tau is not None and served.tau <= DEAD
+
+
+def about(findings: Sequence[Measured], drafter: MtpDrafter) -> list[str]:
+    """Return what is wrong with the layer, or with the measurement, by tau of its variants."""
+    served, best = findings[0], max(findings, key=lambda finding: finding.tau or 0.0)
     remarks = []
-    if served.tau <= DEAD:
+    if dead(served):
         remarks.append(
-            f"the layer earns nothing as it is served (tau {served.tau:.2f}): it was lost or "
+            f"the layer is of no use as it is served (tau {served.tau:.2f}): it was lost or "
             "written with other weights; graft one (draftsmith mtp graft) or train it"
         )
-    if best is not served and best.low is not None and best.low > served.tau:
+    elif served.low is None:
         remarks.append(
-            f"with another reading ({best.variant}) it earns {best.tau:.2f} instead of "
-            f"{served.tau:.2f}: it was trained on another graph than engines serve; train it on "
-            "(draftsmith train mtp)"
+            f"too few replies to compare the readings by; give {FEWEST} prompts or more that have "
+            "longer ones (--prompts, --limit)"
+        )
+    if best.low is not None and served.tau is not None and best.low > served.tau:
+        remarks.append(
+            f"with another reading ({best.variant}) tau is {best.tau:.2f} instead of "
+            f"{served.tau:.2f}: the layer was trained on another graph than engines serve; train "
+            "it on (draftsmith train mtp)"
         )
     if not all(bool(tensor.isfinite().all()) for tensor in drafter.serving_state().values()):
         remarks.append("it has numbers that are not finite; copy or download it again")
@@ -208,7 +221,7 @@ def show(report: Examined, prompts: int) -> None:
     table = Table("how the layer is run", "tau", "95% interval")
     for finding in report.findings:
         ends = "" if finding.low is None else f"{finding.low:.2f}-{finding.high:.2f}"
-        table.add_row(escape(finding.variant), f"{finding.tau:.2f}", ends)
+        table.add_row(escape(finding.variant), f"{finding.tau or math.nan:.2f}", ends)
     console = Console()
     console.print(table)
     color = {"ok": "green", "warning": "yellow", "error": "red"}[report.status]

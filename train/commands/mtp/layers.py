@@ -21,6 +21,7 @@ from ....heads.exchange.mtp_checkpoints import (
     read_layer,
 )
 from ....heads.files import check_output_folder
+from ....heads.fingerprint import hash_of
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import StoredTensors
@@ -31,8 +32,9 @@ from ...provenance import provenance
 log = logging.getLogger(__name__)
 READ = ["*.json", "*.safetensors"]
 """Files of a repository on the hub that are read."""
-SIZES = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
-"""Keys of two configurations in which a layer's model and its target have to be equal."""
+SIZES = ("model_type", "hidden_size", "num_hidden_layers")
+"""Keys of two configurations in which a layer's model and its target have to be equal. A vocabulary
+may have grown in a fine-tune: embedding and head are the target's."""
 
 
 @dataclass
@@ -46,19 +48,26 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
+def find_layer(name: str, remedy: str = TAKE, trust: bool = False) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
+    `trust`: code next to its config may be run. Raises `UserError` if there is none, with the
+    `remedy`, or one of a form that is not known.
     """
     folder = fetched(name, READ, "checkpoint")
     with clear_errors(folder, "checkpoint"):
-        config = read_config(folder).get_text_config()
+        config = read_config(folder, trust).get_text_config()
     tensors = StoredTensors(folder)
     layout = layout_in(
         list(tensors), config.model_type, config.num_hidden_layers, str(folder), remedy
     )
     return StoredLayer(folder, config, tensors, layout)
+
+
+def rest_hash(layer: StoredLayer) -> str:
+    """Return the hash of a sample of all tensors in a layer's checkpoint but its own."""
+    names = [name for name in layer.tensors if not name.startswith(layer.layout.prefix)]
+    return hash_of(names, layer.tensors.get)
 
 
 def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.dtype]:

@@ -97,5 +97,11 @@ class ExamineOptions:
     """File to write the findings to; `-` prints them in place of the table."""
 
     def __post_init__(self) -> None:
-        if min(self.drafts, self.limit, self.max_new_tokens) < 1:
-            raise UserError("--drafts, --limit and --max-new-tokens must be at least 1")
+        if min(self.drafts, self.limit) < 1:
+            raise UserError("--drafts and --limit must be at least 1")
+        # The prefill writes one token, and a round that accepts everything `drafts + 1`.
+        if self.max_new_tokens < self.drafts + 2:
+            raise UserError(
+                f"--max-new-tokens must be at least {self.drafts + 2}, one whole round of "
+                f"{self.drafts} drafts"
+            )

@@ -14,7 +14,7 @@ from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
 from ....heads.exchange.mtp_checkpoints import is_served, layout_for, layout_in, parted
-from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, places_in, stitch
+from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, fitted, places_in, stitch
 from ....heads.files import JsonObject, check_output_folder, whole_directory
 from ....heads.mtp import MtpDrafter, shape_for
 from ....heads.pretrained import clear_errors, read_config
@@ -76,8 +76,8 @@ def run(options: Options) -> None:
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
     tensors = parted(own, family, list(places))
     if options.head_only:
+        stored = fitted(tensors, places, checkpoint)
         with whole_directory(options.out) as aside:
-            stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
             save_file(stored, aside / LAYER_FILE, {"format": "pt"})
         print(f"wrote {len(tensors)} tensors under {family.prefix} to {options.out}")
         return

@@ -12,6 +12,7 @@ from draftsmith.train.command_line.fields import options_of_class
 from draftsmith.train.command_line.help_text import help_page, pairs_together, usage_of, wrapped
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, method_named
+from tests.conftest import ROOT
 
 CLASSES: dict[str, Any] = {
     f"train {name}": lambda name=name: method_named(name).run_class for name in METHODS
@@ -114,3 +115,9 @@ def test_numbers_and_names_are_not_shown_as_files() -> None:
     page = help_page(CLASSES["train eagle"](), "draftsmith train eagle", True)
     assert "--evaluation.prompts N\n" in page and "--errors.prompts N " in page
     assert "--data.held-out.sources NAME" in page and "--data.sources FILE,FILE,..." in page
+
+
+def test_the_documents_list_every_command() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for verb, (*_, purpose) in VERBS.items():
+        assert f"| `{verb}` | {purpose} |" in listed

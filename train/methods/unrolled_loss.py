@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ from .unroll import unroll
 from .vocabulary import VocabularyMap
 
 NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
+
+
+class Judged(NamedTuple):
+    """What the target says of J teacher positions; tokens are columns of the drafter's head, -1 for
+    tokens that it does not have."""
+
+    states: Tensor
+    """The target's states `[J, Ht]`."""
+    best: Tensor
+    """The target's best tokens `[J, 1]`."""
+    labels: Tensor
+    """The text's tokens `[J, 1]`."""
+    kept: Tensor | slice
+    """Positions that may have a loss."""
+    rest: Tensor | None
+    """The other positions; None if all are kept."""
+    teacher: Tensor | None
+    """Distributions `[kept, 1, Vd]` in the form that the loss takes, None for labels alone."""
+    p: Tensor | None
+    """Probabilities `[kept, 1, Vd]`, None if nothing is measured."""
+    p_of_rest: Tensor | None
+    """Those of the other positions."""
 
 
 class UnrolledObjective:
@@ -187,61 +210,85 @@ class UnrolledObjective:
         position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
         `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
-        config, teacher, p, rest, p_of_rest = self.config, None, None, None, None
-        with torch.no_grad():
-            target_states = last[teachers]
-            target_logits = self._target_head(target_states)
-            # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
-            best = vocabulary.columns(best_of(target_logits))[:, None]
-            labels = vocabulary.columns(labels)[:, None]
-            kept: Tensor | slice = slice(None)
-            drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
-            if drops and not config.feature_weight and hidden.device.type == "cpu":
-                # Positions without a loss need no logits of the drafter. On a GPU the host would
-                # have to wait for their number.
-                kept, rest = (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
-            if config.loss not in LABELS_ONLY:
-                # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
-                teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
-            if measured:
-                p = vocabulary.log_probs(target_logits).exp_()[:, None]
-                if rest is not None:
-                    p, p_of_rest = p[kept], p[rest]
+        on_cpu = hidden.device.type == "cpu"
+        judged = self._judged(last[teachers], vocabulary, labels, on_cpu, measured)
+        kept, labels = judged.kept, judged.labels
         logits = drafter.logits(hidden[kept])
         # A label without a column is clamped to have one; what is computed of it counts as 0 below.
         columns = labels.clamp(min=0).expand(factors.shape)
-        kept_losses, log_sums, overlaps = loss_of_logits(
-            config.loss, logits, teacher, columns[kept], p
+        losses, log_sums, overlaps = loss_of_logits(
+            self.config.loss, logits, judged.teacher, columns[kept], judged.p
         )
-        kept_losses = kept_losses * (config.token_weight or 0.0)
-        if config.out_of_vocabulary == "drop":
-            kept_losses = kept_losses.masked_fill(best[kept] < 0, 0.0)
-        if config.loss in NEEDS_LABELS:
-            kept_losses = kept_losses.masked_fill(labels[kept] < 0, 0.0)
-        if config.feature_weight:
-            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
-            target_feature = target_states.to(hidden.dtype)[:, None].expand_as(hidden)
-            distances = functional.smooth_l1_loss(
-                drafter.feature(hidden), target_feature, reduction="none"
-            )
-            kept_losses = kept_losses + config.feature_weight * distances.mean(-1)
-        loss = (kept_losses * factors[kept]).sum()
-        if p is None or overlaps is None:
+        losses = self._complete(losses, judged, drafter, hidden)
+        loss = (losses * factors[kept]).sum()
+        if judged.p is None or overlaps is None:
             return (loss,)
         with torch.no_grad():
             label_logits = logits.gather(-1, columns[kept][..., None])[..., 0]
             label_probs = (label_logits - log_sums).exp() * (labels[kept] >= 0)
             # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
-            right = (best_of(logits) == best[kept]).float()
-            tables = kept_losses, right, overlaps, label_probs
-            if rest is None or p_of_rest is None:
+            right = (best_of(logits) == judged.best[kept]).float()
+            tables = losses, right, overlaps, label_probs
+            if (rest := judged.rest) is None or judged.p_of_rest is None:
                 return loss, *tables
             losses, right, overlaps, label_probs = (
                 table.new_zeros(factors.shape).index_copy(0, kept, table) for table in tables
             )
             # Of the other positions overlaps and labels alone are more than zero.
             q = torch.softmax(drafter.logits(hidden[rest]), -1, dtype=overlaps.dtype)
-            overlaps[rest] = overlap_of_probs(q, p_of_rest)
+            overlaps[rest] = overlap_of_probs(q, judged.p_of_rest)
             of_labels = q.gather(-1, columns[rest][..., None])[..., 0]
             label_probs[rest] = of_labels * (labels[rest] >= 0)
         return loss, losses, right, overlaps, label_probs
+
+    @torch.no_grad()
+    def _judged(
+        self,
+        states: Tensor,
+        vocabulary: VocabularyMap,
+        labels: Tensor,
+        on_cpu: bool,
+        measured: bool,
+    ) -> Judged:
+        """Return what the target says of J teacher positions by its `states` `[J, Ht]`.
+
+        `labels` `[J]` are tokens; with `measured` there are the probabilities for the tables.
+        """
+        config, teacher, p, rest, p_of_rest = self.config, None, None, None, None
+        target_logits = self._target_head(states)
+        best = vocabulary.columns(best_of(target_logits))[:, None]
+        labels = vocabulary.columns(labels)[:, None]
+        kept: Tensor | slice = slice(None)
+        drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
+        if drops and not config.feature_weight and on_cpu:
+            # Positions without a loss need no logits of the drafter. On a GPU the host would have
+            # to wait for their number.
+            kept, rest = (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
+        if config.loss not in LABELS_ONLY:
+            # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
+            teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
+        if measured:
+            p = vocabulary.log_probs(target_logits).exp_()[:, None]
+            if rest is not None:
+                p, p_of_rest = p[kept], p[rest]
+        return Judged(states, best, labels, kept, rest, teacher, p, p_of_rest)
+
+    def _complete(
+        self, losses: Tensor, judged: Judged, drafter: RecyclingDrafter, hidden: Tensor
+    ) -> Tensor:
+        """Return the losses `[J, D]` of drafts: weighed, none where there is nothing to teach, and
+        with the loss of the features."""
+        config, kept = self.config, judged.kept
+        losses = losses * (config.token_weight or 0.0)
+        if config.out_of_vocabulary == "drop":
+            losses = losses.masked_fill(judged.best[kept] < 0, 0.0)
+        if config.loss in NEEDS_LABELS:
+            losses = losses.masked_fill(judged.labels[kept] < 0, 0.0)
+        if config.feature_weight:
+            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
+            target_feature = judged.states.to(hidden.dtype)[:, None].expand_as(hidden)
+            distances = functional.smooth_l1_loss(
+                drafter.feature(hidden), target_feature, reduction="none"
+            )
+            losses = losses + config.feature_weight * distances.mean(-1)
+        return losses

@@ -240,13 +240,21 @@ def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str)
     assert "Traceback" not in errors
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has set a handler for a signal, by its status in /proc."""
+    status = Path("/proc", str(pid), "status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_a_command_that_is_ended_early_says_so(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", CLI, "evaluate", "--target", str(QUICKSTART), "--prompts",
          prompts_in(tmp_path), "--json", str(tmp_path / "o.json")],
         env=environment(), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(1.0)
+    while not handles(process.pid, signal.SIGTERM):
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM

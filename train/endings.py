@@ -115,6 +115,8 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
+        if _INTERRUPTED:  # an error in place of the interrupt; `guarded` sees those of the work
+            raise SystemExit(say_stopped("nothing was written")) from None
         if debug:
             raise
         report_failure(error, argv)
@@ -200,8 +202,8 @@ def _listen() -> None:
 def _interrupt(number: int, _frame: object) -> None:
     """Handle SIGINT and SIGTERM: note the signal, and raise `KeyboardInterrupt`.
 
-    An import that is interrupted may raise an error of its own in its place, so `guarded` looks at
-    the note. A fork of this process ends at once when it is asked to.
+    An import that is interrupted may raise an error of its own in its place, so `run_command` and
+    `guarded` look at the note. A fork of this process ends at once when it is asked to.
     """
     if number == signal.SIGTERM and os.getpid() != _PROCESS:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -209,6 +211,11 @@ def _interrupt(number: int, _frame: object) -> None:
         return
     _INTERRUPTED.append(number)
     raise Ended if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def forget_interrupts() -> None:
+    """Forget the interrupts so far, to which a command has responded without ending."""
+    _INTERRUPTED.clear()
 
 
 def say_stopped(what_is_left: str) -> int:
@@ -254,20 +261,18 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
         transformers_logging.disable_progress_bar()
     try:
         work()
-    except RuntimeError as error:
-        if not lost_peer(error):
-            raise
-        reason = first_line(error)
-        print(
-            f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted()}",
-            file=sys.stderr,
-        )
-        leave(1)
     except Stopped as stopped:
         leave(stopped.status)
-    except (KeyboardInterrupt, UserError) as error:
-        # A user's error may be a consequence of the interrupt.
-        if isinstance(error, UserError) and not _INTERRUPTED:
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, RuntimeError) and lost_peer(error):
+            reason = first_line(error)
+            print(
+                f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted()}",
+                file=sys.stderr,
+            )
+            leave(1)
+        # An error may be a consequence of the interrupt.
+        if isinstance(error, Exception) and not _INTERRUPTED:
             raise
         leave(say_stopped(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,37 @@ def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
         done.stderr
     )
     assert time.monotonic() - began < 15
+
+
+def interrupted_import(*_: object) -> None:
+    """What transformers does with an interrupt while it imports a module."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    except KeyboardInterrupt as error:
+        raise RuntimeError("Failed to import it") from error
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        (interrupted_import, "nothing was written"),
+        (lambda _: endings.guarded(interrupted_import, lambda: "it goes on"), "it goes on"),
+    ],
+)
+def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
+    command: Callable[[list[str]], None], left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            endings.run_command(command, [])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        endings.forget_interrupts()
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == f"ended by SIGTERM; {left}\n"
 
 
 def broken(argv: list[str]) -> None:

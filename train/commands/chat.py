@@ -11,7 +11,7 @@ from ...inference.api import Decoder
 from ...inference.decode import Request
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.settings import TargetConfig
-from ..endings import Ended
+from ..endings import Ended, forget_interrupts
 from .options import GenerateOptions as Options
 from .streaming import answer, one_interrupt, print_legend
 
@@ -75,6 +75,7 @@ def next_message() -> str | None:
                 print("\nthe chat has ended", file=sys.stderr)
                 return None
             interrupted = True
+            forget_interrupts()
             print("\nCtrl-D, or Ctrl-C once more, ends the chat", file=sys.stderr)
         except UnicodeDecodeError as error:
             raise UserError("standard input is not UTF-8 text; convert it") from error

@@ -247,7 +247,9 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_a_command_that_is_ended_early_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later_s", [0.0, 1.0])
+def test_a_command_that_is_ended_early_says_so(tmp_path: Path, later_s: float) -> None:
+    """As soon as the signal is handled, or a moment later, mostly within an import."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLI, "evaluate", "--target", str(QUICKSTART), "--prompts",
          prompts_in(tmp_path), "--json", str(tmp_path / "o.json")],
@@ -255,6 +257,7 @@ def test_a_command_that_is_ended_early_says_so(tmp_path: Path) -> None:
     )  # fmt: skip
     while not handles(process.pid, signal.SIGTERM):
         time.sleep(0.05)
+    time.sleep(later_s)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM

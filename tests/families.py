@@ -104,6 +104,15 @@ MORE: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": POSITIONS},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
     "whisper": {"max_target_positions": POSITIONS},
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 4,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single families need besides."""

@@ -462,7 +462,9 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
         done.returncode != 0 and "has taps [0, 1], heads.taps says [1]; leave it out" in done.stderr
     )
     medusa = method_named("medusa")
-    run = config_with(medusa.run_class, make_config(tmp_path, saved_tiny, "medusa", **more), [], "")
+    run = config_with(
+        medusa.run_class, str(make_config(tmp_path, saved_tiny, "medusa", **more)), [], ""
+    )
     with pytest.raises(UserError, match="is a drafter of method eagle; this run trains medusa"):
         check_before_loading(run, medusa)
 

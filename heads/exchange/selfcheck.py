@@ -188,7 +188,8 @@ def _(drafter: MedusaHeads) -> Tensor:
 @outputs.register
 def _(drafter: DraftModel) -> Tensor:
     ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=_seeded())
-    return drafter.model(ids).logits
+    # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
+    return drafter.model(ids, use_cache=False).logits
 
 
 @outputs.register

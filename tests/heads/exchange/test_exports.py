@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.engines import EngineName
@@ -22,7 +23,9 @@ from draftsmith.heads.exchange.exporter import export, files_for, load_alone, wi
 from draftsmith.heads.exchange.exports import also_read_by, recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
+from draftsmith.heads.exchange.selfcheck import LENGTH, _seeded, outputs
 from draftsmith.heads.fingerprint import Fingerprint
+from tests.architectures import architecture
 from tests.conftest import QUICKSTART, ROOT, tiny_target
 from tests.eagles import random_eagle
 from tests.heads.exchange.random_artifacts import (
@@ -337,6 +340,17 @@ def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
     artifact.fingerprint = Fingerprint(**{**artifact.fingerprint.as_dict(), "vocab_size": 2050})
     with pytest.raises(UserError, match="vocabulary of 2048, the target of 2050"):
         export(artifact, order("vllm", tmp_path / "other"))
+
+
+def test_a_cut_of_recurrent_layers_alone_is_compared_without_a_cache() -> None:
+    """transformers' cache refuses a model without attention, as every other layer of LFM2 is."""
+    target = architecture("lfm2", layer_types=["conv"] * 3)
+    model = target.model
+    with pytest.raises(ValueError, match="Attention layers"):
+        model(torch.tensor([[3, 4]]))
+    ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=_seeded())
+    expected = model(ids, use_cache=False).logits
+    assert torch.equal(outputs(DraftModel(model, None, target.vocab_size)), expected)
 
 
 def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import RLock, get_ident
 from typing import Any
@@ -313,12 +313,12 @@ def limit_steps(mixers: list[Mixer]) -> bool:
     return any(least > 0 or most < math.inf for least, most in limits)
 
 
-@contextmanager
-def alone(model: Any) -> Iterator[None]:
-    """Keep other threads from the recurrent modules of the process while `model`, with mixers, is
-    compiled: what is traced holds the modules' functions of that moment."""
-    with IN_USE if model.mixers else nullcontext():
-        yield
+def alone(model: Any) -> AbstractContextManager[Any]:
+    """Return what keeps other threads from the process's recurrent modules, if `model` has any.
+
+    Its compilation needs that: what is traced holds the modules' functions of that moment.
+    """
+    return IN_USE if model.mixers else nullcontext()
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
 
 
 def interrupted_import(*_: object) -> None:
-    """What transformers does with an interrupt while it imports a module."""
+    """Raises another error in place of an interrupt, as transformers does within an import."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)

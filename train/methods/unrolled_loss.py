@@ -39,8 +39,10 @@ NOISE_LENGTH = 512  # length of a document in which the noise has just the size 
 
 
 class Judged(NamedTuple):
-    """What the target says of J teacher positions; tokens are columns of the drafter's head, -1 for
-    tokens that it does not have."""
+    """The target's verdict on J teacher positions.
+
+    Tokens are columns of the drafter's head, -1 for those that it does not have.
+    """
 
     states: Tensor
     """The target's states `[J, Ht]`."""

@@ -249,7 +249,7 @@ def handles(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("later_s", [0.0, 1.0])
 def test_a_command_that_is_ended_early_says_so(tmp_path: Path, later_s: float) -> None:
-    """As soon as the signal is handled, or a moment later, mostly within an import."""
+    """The signal comes once it is handled, or a moment later, mostly within an import."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLI, "evaluate", "--target", str(QUICKSTART), "--prompts",
          prompts_in(tmp_path), "--json", str(tmp_path / "o.json")],

@@ -126,8 +126,8 @@ def run(options: Options) -> None:
     prompts = prompts_of(options, target)
     findings = measured(target, drafter, prompts, options)
     remarks = about(findings, drafter)
-    tuned = base is not None and rest_hash(base) != rest_hash(layer)
-    if base is not None and tuned and same(drafter, drafter_of(base, target)):
+    stale = base is not None and same(drafter, drafter_of(base, target))
+    if base is not None and stale and rest_hash(base) != rest_hash(layer):
         remarks.append(
             f"the layer is that of {options.base}: it was not tuned with the target; train it on "
             "(draftsmith train mtp)"

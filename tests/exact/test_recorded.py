@@ -29,6 +29,7 @@ from tests.architectures import architecture, near_copy, proposers
 from tests.conftest import ROOT
 from tests.exact.test_static import SAMPLINGS, full, run, without_times
 
+FEW = ("plain", "medusa", "eagle3 tree", "dspark tree", "draft-model chain", "ngram")
 HOST = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal")
 
 
@@ -123,20 +124,25 @@ def test_recorded_rounds_of_hybrids(kind: str, tapes: list[Tape]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ahead"),
+    ("name", "ahead", "ways"),
     [
-        ("coupled", True),
-        ("penalty", False),
-        *(pytest.param(*case, marks=full) for case in product(SAMPLINGS, (False, True))),
+        ("coupled", True, None),
+        ("penalty", False, FEW),
+        *(pytest.param(*case, None, marks=full) for case in product(SAMPLINGS, (False, True))),
     ],
 )
 def test_recorded_rounds_are_those_of_growing_caches(
-    name: str, ahead: bool, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    ahead: bool,
+    ways: tuple[str, ...] | None,
+    tapes: list[Tape],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four requests of one batch, which end one by one; then a second batch in the same places."""
     monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
     target, drafters = models()
-    for way, proposer in drafters.items():
+    for way in ways or drafters:
+        proposer = drafters[way]
         target.compiled = False
         expected = without_times(run(target, proposer, SAMPLINGS[name]))
         target.compiled = True
@@ -148,10 +154,11 @@ def test_recorded_rounds_are_those_of_growing_caches(
 
 
 @pytest.mark.parametrize(
-    "name", ["rejection", *(pytest.param(name, marks=full) for name in SAMPLINGS)]
+    ("name", "ways"),
+    [("rejection", FEW), *(pytest.param(name, None, marks=full) for name in SAMPLINGS)],
 )
 def test_requests_follow_one_another_in_one_recording(
-    name: str, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+    name: str, ways: tuple[str, ...] | None, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of different lengths, one, three and eight at a time, as plain decoding has it."""
     monkeypatch.setattr(cache_module.KeptCache, "MOST", 9)
@@ -159,7 +166,8 @@ def test_requests_follow_one_another_in_one_recording(
     batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
     batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
     batches.append([list(range(3, 4 + row)) for row in range(8)])
-    for way, proposer in drafters.items():
+    for way in ways or drafters:
+        proposer = drafters[way]
         tapes.clear()
         for number, prompts in enumerate(batches):
             requests = [Request(prompt, 10 * number + i) for i, prompt in enumerate(prompts)]
@@ -176,12 +184,21 @@ def test_requests_follow_one_another_in_one_recording(
             assert len(tapes) == len(caches) < len(batches), (way, "one recording for each size")
 
 
-@pytest.mark.parametrize("name", ["coupled", pytest.param("rejection", marks=full)])
-def test_what_a_recording_reads_is_kept_and_stays_where_it_is(name: str, tapes: list[Tape]) -> None:
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("coupled", FEW),
+        *(pytest.param(name, None, marks=full) for name in ("coupled", "rejection")),
+    ],
+)
+def test_what_a_recording_reads_is_kept_and_stays_where_it_is(
+    name: str, ways: tuple[str, ...] | None, tapes: list[Tape]
+) -> None:
     """Also where tables that it reads are dropped by everyone else."""
     target, drafters = models()
     sampling = SAMPLINGS[name]
-    for way, proposer in drafters.items():
+    for way in ways or drafters:
+        proposer = drafters[way]
         target.compiled = False
         expected = without_times(run(target, proposer, sampling))
         target.compiled = True

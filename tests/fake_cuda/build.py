@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import PYTHON, ROOT
 
 
 def run_with_guard(folder: Path, module: str, *options: str) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def run_with_guard(folder: Path, module: str, *options: str) -> dict[str, Any]:
         ],
         check=True,
     )
-    command = [sys.executable, "-m", f"tests.fake_cuda.{module}", str(library), *options]
+    command = [PYTHON, "-m", f"tests.fake_cuda.{module}", str(library), *options]
     ran = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
     )

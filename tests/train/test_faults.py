@@ -348,11 +348,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
+@pytest.mark.full
 def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
-    """Two ranks with two passes each, then one with four: the curve is the same but for rounding.
-
-    Three ranks cannot share the four rows of a step.
-    """
+    """Two ranks with two passes each, then one with four: equal curves but for rounding."""
     undisturbed(tmp_path / "whole", saved_tiny, 2, rows_per_step=4)
     config = make_config(tmp_path, saved_tiny, rows_per_step=4)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
@@ -362,15 +360,12 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
         assert one[step] == pytest.approx(other[step], abs=1e-5), step
-    done = launch(
-        "-m",
-        "draftsmith.train",
-        "medusa",
-        "--config",
-        make_config(tmp_path, saved_tiny),
-        "--rows-per-step",
-        "6",
-    )
+
+
+def test_the_rows_of_a_step_may_not_change_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, rows_per_step=4, max_steps=2)
+    train(config)
+    done = launch("-m", "draftsmith.train", "medusa", "--config", config, "--rows-per-step", "6")
     assert done.returncode != 0 and "rows_per_step was 4, now it is 6" in done.stderr
 
 

@@ -586,7 +586,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, saved_tiny: Path
     assert done.returncode != 0 and "the gradient is not finite at step" in done.stderr
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize(
+    "method",
+    ["eagle", *(pytest.param(name, marks=pytest.mark.full) for name in ("medusa", "distill"))],
+)
 def test_an_evaluation_like_an_engines_is_estimated_as_it_is_measured(
     method: str, tmp_path: Path, saved_tiny: Path
 ) -> None:

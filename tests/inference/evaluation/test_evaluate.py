@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         "--drafter",
         DRAFTERS / "eagle3",
         "--max-new-tokens",
-        16,
+        10,
     ]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--repeats", "2"]
     done = run_cli(

@@ -1,6 +1,8 @@
 """Compiles the kernels for a GPU, without one.
 
-    python -m tests.inference.kernels.compiled ARCHITECTURE DTYPE..    (90 bfloat16: for sm_90)
+    python -m tests.inference.kernels.compiled ARCHITECTURE DTYPE.. SIZE..
+
+for example `90 bfloat16 128` for sm_90 and heads of 128.
 
 It prints JSON: registers, bytes of spilled registers and of shared memory, by kernel and sizes. The
 kernels are launched by the operators as always, and compiled instead of run.
@@ -92,7 +94,7 @@ def assembled(ptx: str) -> dict[str, int]:
     return {"registers": int(registers), "spilled": int(spilled)}
 
 
-def main(architecture: int, dtypes: list[torch.dtype]) -> None:
+def main(architecture: int, dtypes: list[torch.dtype], sizes: list[int]) -> None:
     compiler = Compiler(architecture)
     with patch.object(
         triton.runtime.jit.JITFunction,
@@ -100,7 +102,7 @@ def main(architecture: int, dtypes: list[torch.dtype]) -> None:
         lambda self, *args, grid, warmup, **options: compiler.run(self, *args, **options),
     ):
         for dtype in dtypes:
-            for size in (64, 128, 256):
+            for size in sizes:
                 for count in (1, 8, 60):
                     for window in (0, 1024) if count == 8 else (0,):
                         compiler.case = f"{dtype}, heads of {size}, {count} nodes, window {window}"
@@ -137,4 +139,9 @@ def layer(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:]])
+    architecture, *words = sys.argv[1:]
+    main(
+        int(architecture),
+        [getattr(torch, word) for word in words if not word.isdigit()],
+        [int(word) for word in words if word.isdigit()],
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ def test_uniforms_are_what_the_definition_says(
     )
 
 
+@pytest.mark.full
 def test_compiled_noise_has_the_same_bits() -> None:
     keys = noise.row_keys(0, [(r, 0) for r in range(2)], CPU)[:, None]
     roots = torch.tensor([[5], [9]])

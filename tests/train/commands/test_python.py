@@ -162,8 +162,8 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The whole road from Python, with a loaded target in the middle."""
     rows, prompts = tmp_path / "replies.jsonl", tmp_path / "prompts.jsonl"
     decoder = draftsmith.load(QUICKSTART, device="cpu")
-    words = questions("train", 24)
-    replies = decoder.generate(words, 48)
+    words = questions("train", 12)
+    replies = decoder.generate(words, 32)
     with rows.open("w") as file:
         for question, reply in zip(words, replies, strict=True):
             messages = [

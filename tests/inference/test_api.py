@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import doctest
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -169,20 +166,6 @@ def test_a_drafter_works_on_one_batch_at_a_time(quickstart: Target) -> None:
 
 def test_a_dtype_may_be_torchs_own() -> None:
     assert load(str(QUICKSTART), device="cpu", dtype=torch.bfloat16).target.dtype == torch.bfloat16
-
-
-def test_decoding_imports_nothing_that_a_serving_machine_lacks() -> None:
-    code = (
-        "import sys; from draftsmith.inference import load; load(sys.argv[1], 'lookahead', "
-        "device='cpu').generate('x', 2); "
-        "assert not {'datasets', 'deepspeed', 'wandb'} & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(QUICKSTART)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0
 
 
 def test_a_lossy_reply_says_so(quickstart: Target) -> None:

@@ -48,10 +48,10 @@ def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        "eagle3 tree",
+        "dflash chain",
         *(
             pytest.param(way, marks=pytest.mark.full)
-            for way in ("draft-model tree", "dflash chain", "early-exit tree")
+            for way in ("draft-model tree", "eagle3 tree", "early-exit tree")
         ),
     ],
 )

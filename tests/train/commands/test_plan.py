@@ -151,7 +151,13 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
     assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "dspark", "distill"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("eagle", "distill"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("medusa", "dflash", "dspark")),
+    ],
+)
 def test_the_drafter_is_as_large_as_the_trained_one(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:

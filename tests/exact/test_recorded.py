@@ -104,17 +104,21 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     return TAPES
 
 
-def models(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
+def models(
+    ways: tuple[str, ...] | None = None, kind: str = "llama"
+) -> tuple[Target, dict[str, Proposer]]:
+    """A target with the proposers of these names; all if there are none."""
     target = architecture(kind)
     target.fuse(move=True)
-    return target, proposers(target, near_copy(target))
+    found = proposers(target, near_copy(target))
+    return target, {way: found[way] for way in ways or found}
 
 
 @pytest.mark.parametrize(
     "kind", ["qwen3.5", *(pytest.param(k, marks=full) for k in ("bamba", "lfm2"))]
 )
 def test_recorded_rounds_of_hybrids(kind: str, tapes: list[Tape]) -> None:
-    target, drafters = models(kind)
+    target, drafters = models(kind=kind)
     for way in ("plain", "draft-model chain", "draft-model tree", "eagle3 tree"):
         target.compiled = False
         expected = without_times(run(target, drafters[way], SAMPLINGS["coupled"]))
@@ -140,9 +144,8 @@ def test_recorded_rounds_are_those_of_growing_caches(
 ) -> None:
     """Four requests of one batch, which end one by one; then a second batch in the same places."""
     monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
-    target, drafters = models()
-    for way in ways or drafters:
-        proposer = drafters[way]
+    target, drafters = models(ways)
+    for way, proposer in drafters.items():
         target.compiled = False
         expected = without_times(run(target, proposer, SAMPLINGS[name]))
         target.compiled = True
@@ -162,12 +165,11 @@ def test_requests_follow_one_another_in_one_recording(
 ) -> None:
     """Prompts of different lengths, one, three and eight at a time, as plain decoding has it."""
     monkeypatch.setattr(cache_module.KeptCache, "MOST", 9)
-    target, drafters = models()
+    target, drafters = models(ways)
     batches = [[[5, 9, 33, 7]], [[12, 6]], [[7, 7, 7, 8, 41]], [[40, 41, 42]]]
     batches += [[[5, 9, 33], [12], [8, 8, 8, 8]], [[3, 4], [5], [6, 7, 8]]]
     batches.append([list(range(3, 4 + row)) for row in range(8)])
-    for way in ways or drafters:
-        proposer = drafters[way]
+    for way, proposer in drafters.items():
         tapes.clear()
         for number, prompts in enumerate(batches):
             requests = [Request(prompt, 10 * number + i) for i, prompt in enumerate(prompts)]
@@ -195,10 +197,9 @@ def test_what_a_recording_reads_is_kept_and_stays_where_it_is(
     name: str, ways: tuple[str, ...] | None, tapes: list[Tape]
 ) -> None:
     """Also where tables that it reads are dropped by everyone else."""
-    target, drafters = models()
+    target, drafters = models(ways)
     sampling = SAMPLINGS[name]
-    for way in ways or drafters:
-        proposer = drafters[way]
+    for way, proposer in drafters.items():
         target.compiled = False
         expected = without_times(run(target, proposer, sampling))
         target.compiled = True

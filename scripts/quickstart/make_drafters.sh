@@ -2,7 +2,7 @@
 # How scripts/quickstart/drafters were made: two sampled replies of the quickstart target to each of 2,846 functions, then the same
 # two epochs for Medusa, EAGLE-1, EAGLE-3, a one-layer draft model, DFlash and DSpark, stored in bf16. About 80 minutes on two CPU
 # cores. The committed drafters were made on 2026-11-21 and 2026-11-22; since 2026-11-24 an EAGLE drafter begins with other weights, and
-# configs/eagle/quickstart.yaml has a better recipe than the one below.
+# the quickstart.yaml of eagle, dflash and dspark in configs/ are better recipes than those below.
 #     ./scripts/quickstart/make_drafters.sh
 # More options go to all trainings; SKIP_DATA=1 keeps the replies that are there.
 set -euo pipefail
@@ -34,6 +34,7 @@ data:
 epochs: 2
 rows_per_step: 1
 log_every: 100
+optim: {optimizer: adamw, schedule: cosine}
 checkpoints: {every: 1752}
 evaluation: {every: 1752, prompts: 24, max_new_tokens: 96, tree_nodes: 26}
 END

@@ -23,9 +23,7 @@ from draftsmith.heads.eagle import (
 )
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.methods.eagle import first_weights
-from draftsmith.train.methods.runs import EagleRun
 from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
@@ -304,5 +302,3 @@ def test_version_3_has_the_norms_of_3_1_if_nothing_else_is_asked_for() -> None:
     ]
     norms = [(shape.norm_taps, shape.norm_output) for shape in shapes]
     assert norms == [(True, True), (False, True), (False, False)]
-    optim = EagleRun(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])).optim
-    assert (optim.optimizer, optim.schedule) == ("muon", "wsd")

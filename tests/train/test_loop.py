@@ -58,8 +58,8 @@ METHODS: dict[str, dict[str, Any]] = {
             "mask_token": 2,
             "draft_vocab_size": 80,
         },
-        "objective": {"anchors": 20},
-        "optim": {"clip_norm": 0.1},
+        "objective": {"anchors": 20, "loss": "lk-hybrid"},
+        "optim": {"optimizer": "adamw", "clip_norm": 0.1},
     },
     "distill": {
         "draft_model": {"layers": 1},

@@ -15,7 +15,8 @@ from torch import nn
 from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.train.config import Optim
+from draftsmith.train.config import Data, Optim, RunConfig, Source, TargetConfig
+from draftsmith.train.methods.runs import DFlashRun, DSparkRun, EagleRun
 from draftsmith.train.muon import orthogonal
 from draftsmith.train.parallel import check_optimizer
 from draftsmith.train.schedule import hidden_matrices, make_optimizer
@@ -42,6 +43,12 @@ def learn(module: nn.Module, optimizers: list[torch.optim.Optimizer], steps: ran
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.parametrize("run_class", [EagleRun, DFlashRun, DSparkRun])
+def test_drafters_that_were_better_with_muon_have_it_by_default(run_class: type[RunConfig]) -> None:
+    run = run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
+    assert (run.optim.optimizer, run.optim.schedule, run.optim.decay_share) == ("muon", "wsd", 0.3)
 
 
 def test_muon_has_the_matrices_between_states_and_nothing_else() -> None:

@@ -21,6 +21,7 @@ from ...heads.errors import UserError
 from ..config import Errors, Memory, Optim, Rollouts, RunConfig, examples_of
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
+MUON = partial(Optim, "muon", schedule="wsd", decay_share=0.3)
 
 
 @dataclass
@@ -150,7 +151,7 @@ class EagleRun(RunConfig):
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)
     # docs/results.md#parts-of-an-eagle-3-recipe: with the norms of `heads`, twice AdamW's tau.
-    optim: Optim = field(default_factory=partial(Optim, "muon", schedule="wsd", decay_share=0.3))
+    optim: Optim = field(default_factory=MUON)
     errors: Errors = field(default_factory=Errors)
 
 
@@ -251,16 +252,18 @@ class DFlashRun(RunConfig):
 
     heads: DFlashConfig = field(default_factory=DFlashConfig)
     objective: BlockLoss = field(default_factory=BlockLoss)
+    # docs/results.md#parts-of-a-dspark-recipe: with AdamW tau is lower by 21% to 28%.
+    optim: Optim = field(default_factory=MUON)
 
 
 @dataclass
 class DSparkLoss(BlockLoss):
     """Settings of a DSpark drafter's loss."""
 
-    loss: Divergence = "lk-hybrid"
+    loss: Divergence = "kl"
     """Divergence of the drafter's distribution from the text's tokens (ce), the target's
     distribution, or both: ce-l1 is the paper's, for billions of tokens. From little data it learns
-    next to nothing, since L1 has hardly any gradient where the distributions hardly overlap."""
+    less, since L1 has hardly any gradient where the distributions hardly overlap."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
     confidence_weight: float = 1.0
     """Weight of the cross-entropy between each draft's confidence and the overlap of its

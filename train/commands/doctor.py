@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -102,7 +103,7 @@ def machine() -> Iterator[Finding]:
         text += f"; missing: {', '.join(missing)}"
     yield Finding("versions", "error" if missing else "ok", text)
     text = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    yield Finding("processor", "ok", text)
+    yield Finding("processor", "ok", f"{text}; {bfloat16_products()}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
@@ -116,6 +117,30 @@ def machine() -> Iterator[Finding]:
     disk = shutil.disk_usage(".").free
     text = f"{disk / GIB:.1f} GiB free in the current folder"
     yield room("disk", disk, text, "checkpoints need room")
+
+
+def bfloat16_products() -> str:
+    """Return how fast the processor multiplies bfloat16 matrices, and what to train with there.
+
+    It is measured, on one thread: a processor that has instructions for bfloat16 can be the slower
+    with them.
+    """
+    ratio = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+    found = f"a product in bfloat16 takes {ratio:.2f} times as long as in float32"
+    if ratio < 1.1:  # less than that may be noise
+        return found
+    return f"{found}: train on it with --target.dtype float32 --precision no"
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Return the seconds that one thread takes for a product of 512 rows, the least of five."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows, matrix = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    try:
+        return min(timeit.repeat(lambda: rows @ matrix, number=1, repeat=5))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def room(check: str, free: int, text: str, advice: str) -> Finding:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from draftsmith.train.commands import doctor
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
 from tests.train.data.test_tables import write
@@ -69,3 +71,22 @@ def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
     assert text.plain == "<a>\ntwo<e>\u21b5\n"
     (span,) = text.spans
     assert (text.plain[span.start : span.end], span.style) == ("two<e>\u21b5\n", "green")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "advice"),
+    [(0.5, ""), (1.05, ""), (2.0, ": train on it with --target.dtype float32 --precision no")],
+)
+def test_the_processor_is_asked_which_type_is_the_faster(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, advice: str
+) -> None:
+    times = {torch.bfloat16: seconds, torch.float32: 1.0}
+    monkeypatch.setattr(doctor, "product_seconds", times.__getitem__)
+    found = f"a product in bfloat16 takes {seconds:.2f} times as long as in float32"
+    assert doctor.bfloat16_products() == found + advice
+
+
+def test_products_are_timed_on_one_thread_and_threads_stay_as_they_were() -> None:
+    threads = torch.get_num_threads()
+    assert doctor.product_seconds(torch.float32) > 0
+    assert torch.get_num_threads() == threads

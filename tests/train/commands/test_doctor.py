@@ -75,7 +75,11 @@ def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "advice"),
-    [(0.5, ""), (1.05, ""), (2.0, ": train on it with --target.dtype float32 --precision no")],
+    [
+        (0.5, ""),
+        (1.05, ""),
+        (2.0, ": train on the processor with --target.dtype float32 --precision no"),
+    ],
 )
 def test_the_processor_is_asked_which_type_is_the_faster(
     monkeypatch: pytest.MonkeyPatch, seconds: float, advice: str
@@ -86,7 +90,6 @@ def test_the_processor_is_asked_which_type_is_the_faster(
     assert doctor.bfloat16_products() == found + advice
 
 
-def test_products_are_timed_on_one_thread_and_threads_stay_as_they_were() -> None:
-    threads = torch.get_num_threads()
-    assert doctor.product_seconds(torch.float32) > 0
-    assert torch.get_num_threads() == threads
+def test_the_product_itself_is_timed() -> None:
+    # 1.07 billion operations take a processor of 10 Tflop/s a tenth of a millisecond.
+    assert doctor.product_seconds(torch.float32) > 1e-4

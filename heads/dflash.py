@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
-from .embedding_and_head import EmbeddingAndHead, Head
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layers import (
@@ -102,8 +102,6 @@ class DFlashDrafter(LayeredDrafter):
         # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
         self.add_maps(shape.draft_vocab_size or shape.vocab_size, shape.vocab_size)
-        # The target's rows of the draft vocabulary, and what they were taken of.
-        self._part: tuple[EmbeddingAndHead, Head] | None = None
 
     def columns(self, scales: Tensor) -> Tensor:
         """Return a factor for each column of `fc`, `[F * H]`, for `scales` `[F]` of the taps."""
@@ -157,23 +155,7 @@ class DFlashDrafter(LayeredDrafter):
 
     def base_logits(self, output: Tensor) -> Tensor:
         """Return the logits `[..., Vd]` for the layers' output `[..., H]` in the drafts' slots."""
-        return self._head(self.norm(output))
-
-    @property
-    def _head(self) -> Head:
-        """The target's head, of which a draft vocabulary has the rows of its own tokens."""
-        target = self.embedding_and_head
-        if self.d2t is None:
-            return target.head
-        # Not before the first use: the maps are filled, and moved to a device, after `__init__`.
-        if self._part is None or self._part[0] is not target:
-            # The first use may be a decoded text, and a tensor of inference mode cannot be learned
-            # through afterwards.
-            with torch.inference_mode(False):
-                ids = self.draft_vocab_ids
-                assert ids is not None
-                self._part = target, target.head_of(ids)
-        return self._part[1]
+        return self.borrowed_head(self.norm(output))
 
     @property
     def head_parameters(self) -> list[Tensor]:

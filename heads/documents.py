@@ -235,6 +235,7 @@ class EagleFile(LlamaFile, kw_only=True):
     norm_output: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
+    shared_head: bool = False
 
 
 class BlockInner(Struct):

@@ -66,6 +66,9 @@ class EagleConfig:
     given. Not for llama.cpp."""
     num_layers: int = 1
     """Number of decoder layers; engines load one."""
+    shared_head: bool = False
+    """Version 3: use the target's own head, of which nothing is trained or stored, instead of an
+    output matrix. The file of a small target's drafter is half as large."""
     qk_norm: bool = False
     """Norms on queries and keys, as in Qwen3; vLLM only."""
     hidden_size: int | None = None
@@ -80,7 +83,9 @@ class EagleConfig:
         check_activation(self.activation)
         check_positive(self, "num_layers", "draft_vocab_size", "hidden_size", "intermediate_size")
         if self.version == 1:
-            for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
+            for name in (
+                "taps", "draft_vocab_size", "norm_taps", "norm_output", "shared_head", "hidden_size"
+            ):  # fmt: skip
                 if getattr(self, name):
                     raise UserError(
                         f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature "

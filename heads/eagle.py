@@ -47,6 +47,8 @@ class EagleShape(DrafterShape):
     norm_taps: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    shared_head: bool = False
+    """The target's head makes the logits of EAGLE-3 too, and the drafter stores none."""
     # Only imported drafters have any of the following.
     norm_fused_taps: bool = False
     """One norm over all taps together, before they are fused (engines call it norm_before_fc)."""
@@ -177,6 +179,7 @@ class EagleDrafter(RecyclingDrafter):
             norm_fused_taps=config.get("norm_before_fc", False),
             norm_before_residual=config.get("norm_before_residual", False),
             fc_bias=config["bias"],
+            shared_head=config.get("shared_head", False),
             **shared_sizes(config),
         )
         return drafter_of(shape, embedding_and_head)
@@ -208,7 +211,10 @@ class Eagle1Drafter(EagleDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
-    """EAGLE-3: `fc` fuses the taps, token and state meet in the first layer; own norm and head."""
+    """EAGLE-3: `fc` fuses the taps, token and state meet in the first layer; own norm and head.
+
+    With `shared_head` the head is the target's.
+    """
 
     kind = "eagle3"
     reads_last = False
@@ -225,7 +231,10 @@ class Eagle3Drafter(EagleDrafter):
         )
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
         self.norm = RMSNorm(hidden, shape.norm_eps)
-        self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        self.borrows_head = shape.shared_head
+        self.lm_head = (
+            None if shape.shared_head else nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        )
         # The target's rows have the target's width, so a drafter of another width cannot borrow
         # them.
         self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
@@ -264,11 +273,11 @@ class Eagle3Drafter(EagleDrafter):
         return output * self.norm.weight.detach()
 
     def logits(self, output: Tensor) -> Tensor:
-        return self.lm_head(self.norm(output))
+        return (self.lm_head or self.borrowed_head)(self.norm(output))
 
     @property
     def head_parameters(self) -> list[Tensor]:
-        return [self.norm.weight, self.lm_head.weight]
+        return [self.norm.weight, *(() if self.lm_head is None else self.lm_head.parameters())]
 
     def prefix_of(self, layer: int) -> str:
         return "midlayer." if self.shape.num_layers == 1 else super().prefix_of(layer)
@@ -279,7 +288,9 @@ class Eagle3Drafter(EagleDrafter):
         state |= {f"fc_norm.{name}": weight for name, weight in self.tap_norms.named_parameters()}
         if self.fused_tap_norm is not None:
             state["input_norm.weight"] = self.fused_tap_norm.weight
-        state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        state["norm.weight"] = self.norm.weight
+        if self.lm_head is not None:
+            state["lm_head.weight"] = self.lm_head.weight
         if self.embedding is not None:
             state["embed_tokens.weight"] = self.embedding.weight
         return state
@@ -299,6 +310,8 @@ class Eagle3Drafter(EagleDrafter):
                 "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
             },
         }
+        if shape.shared_head:  # a key of draftsmith's own; engines are given the rows
+            config["shared_head"] = True
         if shape.target_hidden_size != shape.hidden_size:
             config["target_hidden_size"] = shape.target_hidden_size
         return config
@@ -333,6 +346,11 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         taps = default_taps(layers)
     # The last tap, L, is refused: transformers gives it after the final norm, engines before.
     check_taps(taps, 0, layers)
+    if config.shared_head and config.hidden_size not in (None, hidden):
+        raise UserError(
+            f"heads.shared_head takes the target's head, whose rows have its width {hidden}; leave "
+            "out heads.hidden_size or shared_head"
+        )
     newer = config.version == 3  # it is 3.1 if nothing else is asked for
     return EagleShape(
         version=config.version,
@@ -347,6 +365,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         norm_taps=newer if config.norm_taps is None else config.norm_taps,
         norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,
+        shared_head=config.shared_head,
         **layout_of(target),
     )
 

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1},
     "eagle3": PUBLISHED,
     "eagle3 draft vocabulary": PUBLISHED | {"draft_vocab_size": 60},
+    "eagle3 shared head": PUBLISHED | {"draft_vocab_size": 60, "shared_head": True},
     "eagle3.1": {},
     "eagle3 two layers, q/k norms": PUBLISHED | {"num_layers": 2, "qk_norm": True},
     "eagle3 of another width": PUBLISHED | {"hidden_size": 64},

@@ -60,7 +60,10 @@ def export(
     replaced = check_free(request.out)
     check_vocabulary(artifact)
     check_numbers(artifact, request.dtype)
-    layout, drafter = recipe.layout_for(facts), artifact.drafter
+    layout = recipe.layout_for(facts)
+    if facts.kind == "eagle3" and facts.shape.shared_head and not layout.beside_target:
+        artifact = with_own_head(artifact, head, request.engine)
+    drafter = artifact.drafter
     written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
     with whole_directory(request.out) as folder:
         if isinstance(drafter, DraftModel):
@@ -186,8 +189,31 @@ def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
     return tokenizer
 
 
+@torch.no_grad()
+def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artifact:
+    """Return an EAGLE-3 drafter of a shared head with a copy of the rows that it reads.
+
+    Engines want them with it. `head` `[V, H]` is the target's output matrix. Raises `UserError` if
+    it is not given.
+    """
+    shared = artifact.drafter
+    if head is None:
+        raise UserError(
+            f"{engine} wants the target's output matrix next to a drafter that shares it; name the "
+            "target with --target"
+        )
+    owner = type(shared)(replace(shared.shape, shared_head=False), shared.embedding_and_head)
+    ids, weight = shared.draft_vocab_ids, shared.fc.weight
+    rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
+    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
+    place(owner, weight.device, weight.dtype)
+    owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
+    return replace(artifact, drafter=owner.eval().requires_grad_(False))
+
+
 HEADS_BY_TOKEN = {"eagle3": "lm_head.weight", "dflash": None, "dspark": "transition_out.weight"}
-"""Kinds that can have a draft vocabulary, and which of their tensors has a row for each token."""
+"""Kinds that can have a draft vocabulary, and which of their tensors has a row for each token,
+unless they share the target's head."""
 
 
 @torch.no_grad()
@@ -219,7 +245,7 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
     smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
     smaller = type(drafter)(smaller_shape, drafter.embedding_and_head)
     state = dict(drafter.state_dict())
-    if (by_token := HEADS_BY_TOKEN[kind]) is not None:
+    if (by_token := HEADS_BY_TOKEN[kind]) in state:
         state[by_token] = state[by_token][rows]
     # The maps depend on the vocabulary and are made again; a drafter of the whole one has none.
     smaller.set_maps(ids)

@@ -336,12 +336,15 @@ def _eagle3(
     wide = config.get("target_hidden_size") or native["hidden_size"]
     same_size(found, "target_hidden_size", wide, found.target.hidden_size)
     found.check_taps(taps, 0, wide)
-    if "lm_head.weight" not in tensors and drafted == vocab and found.target.head is not None:
+    shared = found.answers.ours and config.get("shared_head", False)
+    whole = drafted == vocab and not shared
+    if "lm_head.weight" not in tensors and whole and found.target.head is not None:
         tensors["lm_head.weight"] = found.target.head.to("cpu", found.dtype)
         found.notes.append("it has no lm_head: the target's is taken, as engines do")
     native |= flags | {
         "draft_vocab_size": drafted,
         "bias": "fc.bias" in tensors,
+        "shared_head": shared,
         EAGLE_TAPS: taps,
         "target_hidden_size": wide,
     }

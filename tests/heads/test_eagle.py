@@ -3,6 +3,7 @@ target."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,41 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     gemma = architecture("gemma2")
     factor = gemma.final_norm_weight()
     assert factor is not None and torch.equal(factor, 1 + gemma.decoder.norm.weight.float())
+
+
+def test_a_shared_head_is_the_targets_and_is_not_stored(tmp_path: Path) -> None:
+    """The logits are those of a drafter with a copy of the target's rows, before and after the
+    disk; trained like that copy it has its losses."""
+    own = random_eagle(TARGET, "eagle3 draft vocabulary")
+    shared = drafter_of(replace(own.shape, shared_head=True), TARGET.embedding_and_head)
+    state = own.state_dict()
+    assert torch.equal(state.pop("lm_head.weight"), TARGET.head_weight[own.draft_vocab_ids])
+    shared.load_state_dict(state)
+    artifact = Artifact(shared.eval().requires_grad_(False), TARGET.fingerprint())
+    artifact.save(tmp_path / "drafter")
+    stored = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert stored.keys() == own.serving_state().keys() - {"lm_head.weight"}
+    loaded = Artifact.load(
+        tmp_path / "drafter", TARGET.fingerprint(), TARGET.embedding_and_head, pytest.fail
+    ).drafter
+    states = torch.randn(2, 3, 32)
+    for drafter in (shared, loaded):
+        assert drafter.borrows_head and torch.equal(drafter.logits(states), own.logits(states))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"hidden_size": 64},
+            "whose rows have its width 32; leave out heads.hidden_size or shared",
+        ),
+        ({"version": 1, "taps": None}, "heads.shared_head is for version 3"),
+    ],
+)
+def test_where_a_head_cannot_be_shared(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        shape_for(EagleConfig(**{"taps": [0, 1], "shared_head": True, **options}), TARGET.config)
 
 
 def test_version_3_has_the_norms_of_3_1_if_nothing_else_is_asked_for() -> None:

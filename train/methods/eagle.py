@@ -103,8 +103,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         check_backend(config.attention, target.device)
         if drafter.borrows_head and target.dtype == torch.float16:
             raise UserError(
-                "EAGLE-1 learns through the target's head, and float16 loses its gradients; give "
-                "--target.dtype bfloat16 or float32"
+                "the drafter learns through the target's head, and float16 loses its gradients; "
+                "give --target.dtype bfloat16 or float32"
             )
         random_head = shape.hidden_size != shape.target_hidden_size and not run.init_from
         if config.freeze_head and random_head:
@@ -140,8 +140,9 @@ def first_weights(
         return
     shape = drafter.shape
     if head_weight.shape[1] == shape.hidden_size:
-        # One row of the target's matrix for each token of the draft vocabulary.
-        drafter.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
+        if drafter.lm_head is not None:
+            # One row of the target's matrix for each token of the draft vocabulary.
+            drafter.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
         if norm_weight is not None:
             drafter.norm.weight.copy_(norm_weight)
     wide = shape.target_hidden_size
@@ -155,7 +156,8 @@ def first_weights(
 
 def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
     """Exclude the head from training, and the final norm too if `norm`."""
-    drafter.lm_head.weight.requires_grad_(False)
+    if drafter.lm_head is not None:
+        drafter.lm_head.requires_grad_(False)
     drafter.norm.weight.requires_grad_(not norm)
 
 

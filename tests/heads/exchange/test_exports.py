@@ -228,6 +228,24 @@ def test_the_draft_vocabulary_by_eye() -> None:
         with_vocabulary(small, torch.tensor([3, 9]), counts)
 
 
+def test_a_shared_head_is_written_for_engines_and_not_for_transformers(tmp_path: Path) -> None:
+    shared, rows = eagle("eagle3 shared head"), TARGET.head_weight
+    with pytest.raises(UserError, match="vllm wants the target's output matrix .* --target"):
+        export(shared, order("vllm", tmp_path / "none"))
+    export(shared, order("hf", tmp_path / "hf"))
+    export(shared, order("vllm", tmp_path / "engine"), head=rows)
+    stored, engine = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "engine"))
+    assert engine.keys() - stored.keys() == {"lm_head.weight"} and stored.keys() <= engine.keys()
+    ids = shared.drafter.draft_vocab_ids
+    assert torch.equal(engine["lm_head.weight"], rows[ids])
+    assert "shared_head" not in json.loads((tmp_path / "engine" / "config.json").read_text())
+    smaller = with_vocabulary(shared, ids[10:], torch.ones(TARGET.vocab_size)).drafter
+    states = torch.randn(2, 5, 32)
+    torch.testing.assert_close(
+        smaller.logits(states), shared.drafter.logits(states)[..., 10:], atol=1e-5, rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_draft_vocabulary_of_a_block_drafter(kind: str, tmp_path: Path) -> None:
     """Cut after training it drafts the same among the tokens that are left; only transformers

@@ -566,6 +566,24 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
     torch.testing.assert_close(*norms)
 
 
+def test_a_shared_head_learns_as_a_frozen_copy_does() -> None:
+    """The losses and the gradients of all that is trained are equal."""
+    batch, found = batch_of((9, [(4, 9)])), []
+    own = random_eagle(TARGET, "eagle3 draft vocabulary").requires_grad_(True)
+    freeze_head(own, norm=False)
+    shared = random_eagle(TARGET, "eagle3 shared head").requires_grad_(True)
+    kept = {name: t for name, t in own.state_dict().items() if name != "lm_head.weight"}
+    shared.load_state_dict(kept)
+    freeze_head(shared, norm=False)
+    for drafter in (own, shared):
+        features, aim = features_of(batch, drafter), objective(drafter)
+        loss = aim.forward(drafter, features, aim.weights(batch))[0]
+        loss.backward()
+        learned = {n: p.grad for n, p in drafter.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), learned))
+    torch.testing.assert_close(*found)
+
+
 def test_a_head_that_begins_random_is_not_frozen() -> None:
     shape = shape_for(EagleConfig(taps=[0, 1], hidden_size=16), TARGET.config)
     drafter = drafter_of(shape, TARGET.embedding_and_head)

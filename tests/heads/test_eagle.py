@@ -285,7 +285,8 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     )
     ids = torch.arange(0, 40, 2)
     first_weights(drafter, target.head_weight, target.final_norm_weight(), ids)
-    assert torch.equal(drafter.lm_head.weight, target.head_weight[ids])
+    head = drafter.lm_head
+    assert head is not None and torch.equal(head.weight, target.head_weight[ids])
     assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
     gemma = architecture("gemma2")
     factor = gemma.final_norm_weight()

@@ -61,7 +61,7 @@ def export(
     check_vocabulary(artifact)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout_for(facts)
-    if facts.kind == "eagle3" and facts.shape.shared_head and not layout.beside_target:
+    if facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head:
         artifact = with_own_head(artifact, head, request.engine)
     drafter = artifact.drafter
     written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)

@@ -294,8 +294,8 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
 
 
 def test_a_shared_head_is_the_targets_and_is_not_stored(tmp_path: Path) -> None:
-    """The logits are those of a drafter with a copy of the target's rows, before and after the
-    disk; trained like that copy it has its losses."""
+    """The logits are those of a drafter with a copy of the target's rows, before saving and after
+    loading."""
     own = random_eagle(TARGET, "eagle3 draft vocabulary")
     shared = drafter_of(replace(own.shape, shared_head=True), TARGET.embedding_and_head)
     state = own.state_dict()

@@ -89,8 +89,8 @@ class FileLayout:
     taps: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NATIVE_TAPS)
     """Keys of `config.json` that name the taps, by kind of drafter, with what is added to a tap
     there: 0 for indices of hidden states, -1 for layers from 0."""
-    beside_target: bool = False
-    """True if its readers have the target's head at hand, as draftsmith has."""
+    has_target_head: bool = False
+    """True if its readers know the target's head, as draftsmith does: files need no copy of it."""
 
 
 def _with_output_biases(files: NativeFiles) -> Files:

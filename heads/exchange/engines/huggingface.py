@@ -87,7 +87,7 @@ ASSISTED = (
     "`assistant_model` is transformers' own assisted generation; `custom_generate=FOLDER` decodes "
     "by draftsmith, batches too."
 )
-OWN = FileLayout("native", lambda native: (native.config, native.tensors), beside_target=True)
+OWN = FileLayout("native", lambda native: (native.config, native.tensors), has_target_head=True)
 """The files as draftsmith reads them, without what only engines of others need."""
 
 

@@ -56,6 +56,10 @@ class EagleShape(DrafterShape):
     """The residual stream begins with the normed state instead of the state itself."""
     fc_bias: bool = False
 
+    def chosen(self) -> JsonObject:
+        fixed = {"draft_vocab_size": None, "hidden_size": None} if self.version == 1 else {}
+        return super().chosen() | fixed
+
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Return taps 2, L/2 and L-3, as engines assume. Raises `UserError` below 7 layers."""

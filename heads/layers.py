@@ -53,6 +53,10 @@ class DrafterShape:
     rope: JsonObject = field(hash=False)
     """Rotary parameters, as transformers' `rope_parameters`."""
 
+    def chosen(self) -> JsonObject:
+        """Return the sizes by name, None for those that no option of this drafter can set."""
+        return asdict(self) | {"taps": list(self.taps)}
+
 
 CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
@@ -228,7 +232,7 @@ def shared_sizes(config: JsonObject) -> JsonObject:
 
 def config_of(shape: DrafterShape, options: type) -> JsonObject:
     """Return the sizes in `shape` that a user chose, by the names of the class `options`."""
-    chosen = asdict(shape) | {"taps": list(shape.taps)}
+    chosen = shape.chosen()
     return {name: chosen[name] for name in options.__dataclass_fields__ if name in chosen}
 
 

@@ -341,7 +341,7 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
         "medusa": MedusaProposer(heads, TreeSettings(shape=ranks)),
         "medusa best-first": MedusaProposer(heads, TreeSettings(nodes=9)),
         "eagle3 chain": EagleProposer(
-            random_eagle(target, "eagle3 draft vocabulary"), TreeSettings(length=3, width=1)
+            random_eagle(target, "eagle3 shared head"), TreeSettings(length=3, width=1)
         ),
         "eagle3 tree": EagleProposer(
             random_eagle(target, "eagle3.1"), TreeSettings(length=3, width=3, nodes=9)
@@ -356,7 +356,7 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
     }
     branching = TreeSettings(length=3, width=2, nodes=6)
     with_lookup = {
-        "eagle3": EagleProposer(random_eagle(target, "eagle3.1"), branching),
+        "eagle3": EagleProposer(random_eagle(target, "eagle3 draft vocabulary"), branching),
         "dspark": proposer_of(random_block(target, "dspark")),
         "medusa": MedusaProposer(heads, TreeSettings(shape=ranks)),
     }

@@ -51,9 +51,10 @@ def export(
 ) -> WrittenExport:
     """Write the export that is requested, whole or not at all.
 
-    `licence` and `measured` are for the model card. `head` `[V, H]` is the target's output matrix,
-    which one layout stores. Raises `UserError` for a drafter that the engine cannot express, for a
-    folder that holds something else, and for an export that fails its check.
+    `licence` and `measured` are for the model card. `head` `[V, H]` is the target's output matrix:
+    one layout stores it, and engines get the rows of it that an EAGLE-3 shares. Raises `UserError`
+    for a drafter that the engine cannot express, for a folder that holds something else, and for an
+    export that fails its check.
     """
     recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
     check_name(request.out, facts.kind)

@@ -59,7 +59,7 @@ def check_export(
     """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
 
     `layout` and `dtype` are those of the files. `head` `[V, H]` is the target's output matrix,
-    which one layout stores.
+    which one layout stores; the artifact of an EAGLE-3 has its own rows of it by now.
     """
     if isinstance(artifact.drafter, DraftModel):
         # transformers writes its config, with nulls that its readers understand.

@@ -73,6 +73,9 @@ class FeatureProposer(CachedProposer):
         self.takes_kernel = attention_fits(*heads, weight.dtype, weight.device)
         """True if few nodes may be run by draftsmith's own kernel of attention."""
         self.name, self.taps, self.drafter = drafter.kind, drafter.taps, drafter
+        if drafter.borrows_head:
+            # The target's rows are taken now: a compiled function finds no module that changes.
+            _ = drafter.borrowed_head
         self.longest = longest
         self._draft_vocab_ids = drafter.draft_vocab_ids
         # Positions that the target has decided and the cache lacks: fused features [B, A, H] and

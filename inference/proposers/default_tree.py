@@ -79,7 +79,8 @@ def draft_share(drafter: Any, target: CausalModel) -> float:
     own = sum(part.weight.nbytes for part in drafter.modules() if isinstance(part, nn.Linear))
     if drafter.borrows_head:
         ids = getattr(drafter, "draft_vocab_ids", None)
-        own += head if ids is None else head * len(ids) // target.vocab_size
+        # A part is copied in the drafter's own dtype, see `ModelHead.head_of`.
+        own += head if ids is None else len(ids) * target.hidden_size * drafter.fc.weight.itemsize
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight
     tied = embedding is target.model.get_output_embeddings().weight

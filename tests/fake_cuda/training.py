@@ -197,12 +197,15 @@ def beginnings() -> dict[str, Any]:
     hidden = Hidden(states, (states,) * 3)
     sampled = tuple(states.bfloat16() for _ in range(3))
     found = {}
-    for method in ("medusa", "eagle", "dflash", "dspark"):
+    for way in ("medusa", "eagle", "eagle shared-head", "dflash", "dspark"):
+        method, _, shared = way.partition(" ")
         known = method_named(method)  # type: ignore[arg-type]
         data = Data(sources=[Source("-")])
         run = known.run_class(out="-", target=TargetConfig(path="-"), data=data)
         if method != "medusa":
             run.heads.taps, run.heads.draft_vocab_size = [1, 2, 3], 64
+        if shared:
+            run.heads.shared_head = True
         try:
             with (
                 patch.object(type(target), "tap_sizes", lambda *_: (1.0, 8.0, 30.0)),
@@ -218,9 +221,9 @@ def beginnings() -> dict[str, Any]:
                 drafter = known.make_drafter(run, target, Texts(), None)  # type: ignore[arg-type]
                 moved(drafter)
                 outcome = known.teacher_forced(drafter, hidden, ids)
-            found[method] = "ok" if outcome.device.type == "cuda" else str(outcome.device)
+            found[way] = "ok" if outcome.device.type == "cuda" else str(outcome.device)
         except Exception as error:  # noqa: BLE001  # it is the result
-            found[method] = f"{type(error).__name__}: {error}"
+            found[way] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -240,6 +243,7 @@ def steps() -> dict[str, Any]:
         drafters: dict[str, Any] = {
             "medusa": random_heads(target),
             "eagle": random_eagle(target, "eagle3 draft vocabulary"),
+            "eagle shared-head": random_eagle(target, "eagle3 shared head"),
             "dflash": random_block(target, "dflash"),
             "dspark": random_block(target, "dspark"),
             "distill": DraftModel(
@@ -248,12 +252,13 @@ def steps() -> dict[str, Any]:
         }
         exact = architecture("llama", dtype=torch.float32)
     found = {}
-    for method, drafter in drafters.items():
+    for way, drafter in drafters.items():
+        method = way.partition(" ")[0]
         drafter.requires_grad_(True)
         backends = ("sdpa", "flex") if method not in ("medusa", "distill") else ("",)
         for backend in backends:
             options = {"attention": backend} if backend else {}
-            found[f"{method} {backend}".strip()] = step(method, target, drafter, options)
+            found[f"{way} {backend}".strip()] = step(method, target, drafter, options)
     float32 = step("distill", exact, drafters["distill"], {}, bf16=False)
     return found | {"distill float32": float32}
 

@@ -24,8 +24,8 @@ def fixture_found(facts_of_a_run: dict[str, Any]) -> dict[str, Any]:
 
 def test_drafters_begin_and_are_evaluated_on_the_device(facts_of_a_run: dict[str, Any]) -> None:
     """On the first GPU every block drafter's run ended when its first weights were made."""
-    methods = ("medusa", "eagle", "dflash", "dspark")
-    assert facts_of_a_run["beginnings"] == dict.fromkeys(methods, "ok")
+    ways = ("medusa", "eagle", "eagle shared-head", "dflash", "dspark")
+    assert facts_of_a_run["beginnings"] == dict.fromkeys(ways, "ok")
 
 
 def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:

@@ -416,7 +416,7 @@ def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["medusa", "eagle", "dspark", "distill"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle1", "dspark", "distill"])
 def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
@@ -425,7 +425,8 @@ def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
     first = train(make_config(tmp_path, saved_tiny, method, max_steps=20), method=method)
     best = (tmp_path / "run" / "best").resolve()
     tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
-    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"draft_model": {}}}.get(
+    none: dict[str, Any] = {"heads": {}}
+    kept = {"eagle": none, "eagle1": none, "dspark": none, "distill": {"draft_model": {}}}.get(
         method, {}
     )
     config = make_config(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...heads import eagle
 from ...heads.artifact import Artifact
@@ -88,7 +89,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         if isinstance(drafter, Eagle3Drafter) and not loss.feature_weight:
             generator = torch.Generator().manual_seed(run.seed)
             states = torch.randn(STATES, shape.hidden_size, generator=generator)
-            start_uncertain(drafter.norm, drafter.logits(states))
+            logits = functional.linear(drafter.norm(states), first_head(drafter, target, ids))
+            start_uncertain(drafter.norm, logits)
         return drafter
 
     def make_objective(
@@ -105,6 +107,12 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             raise UserError(
                 "the drafter learns through the target's head, and float16 loses its gradients; "
                 "give --target.dtype bfloat16 or float32"
+            )
+        if shape.shared_head and len(target.head_parameters) > 1:
+            raise UserError(
+                "the target's output layer has a bias, and engines add none to an EAGLE-3 drafter's "
+                "logits; leave out heads.shared_head (objective.freeze_head keeps a copy of the "
+                "matrix alone)"
             )
         random_head = shape.hidden_size != shape.target_hidden_size and not run.init_from
         if config.freeze_head and random_head:
@@ -152,6 +160,19 @@ def first_weights(
         # (F * Ht), and the sum has variance 1.
         input_size = 1.0 if shape.norm_taps else size
         torch.nn.init.normal_(columns, std=drafter.fc.weight.shape[1] ** -0.5 / input_size)
+
+
+def first_head(drafter: Eagle3Drafter, target: TargetSource, ids: Tensor | None) -> Tensor:
+    """Return the rows `[Vd, H]` that an untrained drafter's logits are made with, next to it.
+
+    `ids` `[Vd]` are as in `first_weights`.
+    """
+    if drafter.lm_head is not None:
+        return drafter.lm_head.weight
+    # Not `drafter.logits`: the drafter is still on the CPU, and the target that lends it the head
+    # may be elsewhere.
+    rows = target.head_weight if ids is None else target.head_weight[ids]
+    return rows.to(drafter.fc.weight)
 
 
 def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:

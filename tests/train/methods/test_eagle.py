@@ -584,6 +584,16 @@ def test_a_shared_head_learns_as_a_frozen_copy_does() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_a_shared_head_with_a_bias_is_refused() -> None:
+    """As Phi-2's. Engines add none to an EAGLE-3's logits."""
+    target = tiny_target()
+    bias = torch.zeros(target.vocab_size)
+    target.model.get_output_embeddings().bias = torch.nn.Parameter(bias)
+    run = cast(Any, SimpleNamespace(objective=EagleLoss(), init_from=None))
+    with pytest.raises(UserError, match="has a bias, .* leave out heads.shared_head"):
+        METHOD.make_objective(run, target, random_eagle(target, "eagle3 shared head"))
+
+
 def test_a_head_that_begins_random_is_not_frozen() -> None:
     shape = shape_for(EagleConfig(taps=[0, 1], hidden_size=16), TARGET.config)
     drafter = drafter_of(shape, TARGET.embedding_and_head)

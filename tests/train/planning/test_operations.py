@@ -34,6 +34,7 @@ CASES = [
             "objective": {"steps": 2, "freeze_head": True, "weighting": "survival"},
         },
     ),
+    ("eagle", {"heads": {"taps": [0, 1], "shared_head": True}}),
     ("eagle1", {"heads": {"version": 1}}),
     ("dflash", {"heads": BLOCKS, "objective": {"anchors": 16}}),
     ("dspark", {"heads": {**BLOCKS, "markov_rank": 64}, "objective": {"anchors": 16}}),

@@ -166,7 +166,8 @@ class Sampling:
             ),
             (
                 not (self.greedy and truncates),
-                f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too",
+                f"{', '.join(truncates)} means nothing at temperature 0; give sampling.temperature "
+                "too, also where several temperatures are named",
             ),
             (
                 self.rule in get_args(Rule),

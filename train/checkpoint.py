@@ -241,7 +241,7 @@ FREE_TO_CHANGE = {
     "batch_rows", "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep",
     "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
-    "features.server_model", "features.concurrency",
+    "features.server_model", "features.server_layers", "features.concurrency",
 }  # fmt: skip
 
 

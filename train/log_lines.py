@@ -52,8 +52,9 @@ def summary(folder: Path, best_step: int) -> Table:
     rows = read_metrics(folder / METRICS_FILE)
     judged = {row["step"]: row for row in rows if "tau_estimated" in row}
     table = plain_table(None, show_header=False)
-    first, best = judged[min(judged)], judged.get(best_step)
-    if best is not None:
+    # A run that was killed between an evaluation and its line has none.
+    if (best := judged.get(best_step)) is not None:
+        first = judged[min(judged)]
         table.add_row("best", f"step {best_step:,}, tau {tau_of(best)}")
         if first is not best:
             table.add_row("first measured", f"step {first['step']:,}, tau {tau_of(first)}")

@@ -16,15 +16,17 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
-from ..drafters import load_proposer
+from ..drafters import load_proposer, parse_spec
 from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
-from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
+from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts, manifest_of
 from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth, interval_text
+
+LIVE = ("early-exit", "lookahead")
 
 
 def run(options: EvaluateOptions) -> None:
@@ -35,14 +37,26 @@ def run(options: EvaluateOptions) -> None:
         )
     if not options.drafter:
         raise UserError("--features needs a --drafter to replay")
+    for spec in options.drafter:
+        if (name := parse_spec(spec)[0]) in LIVE:
+            raise UserError(
+                f"{name} needs the running target, of which a feature store has no passes; leave "
+                "it out, or give --target to decode"
+            )
     assert options.features is not None
     target = load_stored(options.features, options.target.device)
-    texts = load_texts(options.features)[: options.limit]
-
+    manifest = manifest_of(options.features)
     proposers = [load_proposer(spec, target, warn) for spec in options.drafter]
     drafters = {}
     named = zip(distinct_names(proposers), options.drafter, proposers, strict=True)
+    texts: list[HeldOutText] = []
     for name, spec, proposer in named:
+        if missing := set(proposer.taps) - set(manifest.taps):
+            raise UserError(
+                f"{name} reads the taps {list(proposer.taps)}, and {options.features} has "
+                f"{manifest.taps}; extract {sorted(missing)} too (heads.taps)"
+            )
+        texts = load_texts(options.features, proposer.taps)[: options.limit]
         drafters[name] = {"spec": spec} | replayed(name, proposer, target, texts)
     report = {
         "schema_version": 2,
@@ -52,6 +66,7 @@ def run(options: EvaluateOptions) -> None:
         "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
         "options": asdict(options),
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
+        "temperature": manifest.held_out.get("temperature", 0.0),
         "drafters": drafters,
     }
     if not output_json(options.json, report):
@@ -85,8 +100,10 @@ def replayed(
 
 def show(report: JsonObject, texts: int) -> None:
     """Print the table of drafters; `texts` is the number of texts that were replayed."""
+    sampled = report["temperature"]
+    replies = f"replies at temperature {sampled:g}" if sampled else "greedy replies"
     title = (
-        f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of "
+        f"{report['target']['name']}\nreplay on {texts} held-out {replies} of "
         f"{report['replayed_from']}, {report['dtype']}"
     )
     table = plain_table(title)

@@ -12,7 +12,7 @@
 #                  (counts and engines: llama.cpp takes an EAGLE-3 of --heads.norm-taps false --heads.norm-output false)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
 # Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with
-# `distill`, of Medusa heads with `medusa`. Without runs/smollm2/dspark the DSpark that comes with the project is measured.
+# `distill`, of Medusa heads with `medusa`. Without runs/smollm2/eagle the EAGLE-3 that comes with the project is measured.
 # Exit code 1: a check failed. Set SMOLLM2_RUNS and SMOLLM2 as for data.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
@@ -30,7 +30,7 @@ mistake() { echo "error: $1" >&2; exit 2; }
 drafter_of() {
     if [ -e "$runs/$1/best" ]; then echo "$runs/$1/best"
     elif [ -e "$runs/$1/last" ]; then echo "$runs/$1/last"
-    elif [ "$1" = dspark ]; then echo scripts/smollm2/drafter; fi
+    elif [ "$1" = eagle ]; then echo scripts/smollm2/drafter; fi
 }
 
 # A check that fails is counted; a command that cannot run ends this script with its code.
@@ -56,10 +56,10 @@ done
 for file in test.prompts valid.prompts long.prompts valid train-greedy; do
     [ -e "$runs/$file.jsonl" ] || mistake "$runs has no $file.jsonl; unpack it by ./scripts/smollm2/data.sh"
 done
-names=(dspark)
+names=(eagle)
 for run in "$runs"/*/; do
     name=$(basename "$run")
-    if [ "$name" != dspark ] && [ -n "$(drafter_of "$name")" ]; then names+=("$name"); fi
+    if [ "$name" != eagle ] && [ -n "$(drafter_of "$name")" ]; then names+=("$name"); fi
 done
 source scripts/environment.sh
 export OMP_NUM_THREADS=1
@@ -81,8 +81,8 @@ tuned() {
         draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$profile" --drafter "$drafter" \
             --json "$out/table-$1-$name.json"
     done
-    draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$out/profile-$1-dspark.json" \
-        --drafter "$(drafter_of dspark):dtype=bfloat16,lookup=3" --json "$out/table-$1-lookup.json"
+    draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$out/profile-$1-eagle.json" \
+        --drafter "$(drafter_of eagle):dtype=bfloat16,lookup=2" --json "$out/table-$1-lookup.json"
 }
 
 table() { tuned float32 40; }
@@ -108,7 +108,7 @@ long() {
     # three prompts of about 1,000 tokens, and three of 4,000
     sed -n '1,3p;13,15p' "$runs/long.prompts.jsonl" > "$out/long.prompts.jsonl"
     draftsmith evaluate --target "$target" --prompts "$out/long.prompts.jsonl" --max-new-tokens 48 --repeats 1 --no-baselines \
-        --drafter "$(drafter_of dspark):dtype=bfloat16,length=3,width=4,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
+        --drafter "$(drafter_of eagle):dtype=bfloat16,length=3,width=2,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
 }
 
 estimate() { # over a store in float32: one in bfloat16, the default, has near ties that go the other way

@@ -237,6 +237,8 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
     config = make_config(tmp_path, saved_tiny, max_steps=10)
     train(config)
     run, sound = tmp_path / "run", tmp_path / "sound"
+    # What a user writes next to the drafter, such as a report, does it no harm.
+    Path(run, "last", "report.json").write_text("{}")
     resolved = parse(MedusaRun, ["--config", str(run / "config.yaml")], "x")
     shutil.copytree(run / "checkpoints", sound)
     assert find_resume(RunFolder(str(run)), resolved) == 10

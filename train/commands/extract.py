@@ -67,6 +67,7 @@ from ..evaluation import held_out_prompts, write_text
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import method_for, method_named
+from ..methods.beginnings import take_heads_before
 from ..parallel import load_models_whole, only_launch, time_limit
 from ..provenance import provenance
 from .options import ExtractOptions as Options
@@ -90,6 +91,7 @@ def run(options: Options) -> None:
     # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config, method)
+    take_heads_before(config)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
     load_models_whole(accelerator)
     with only_launch(options.out):

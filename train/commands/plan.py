@@ -22,6 +22,7 @@ from ..config import RunConfig
 from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
+from ..methods.beginnings import take_heads_before
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
 from ..planning.costs import DECODE_SHARE, READ_SHARE, ROWS_HERE, plan_for, steps_of
@@ -118,6 +119,7 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
     config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
+    take_heads_before(config)
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
     try:
         shape = shape_of(method, config)

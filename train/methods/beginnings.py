@@ -8,10 +8,40 @@ from typing import Any
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
+from ...heads.exchange.exporter import load_alone
+from ...heads.files import JsonObject
 from ...heads.layers import config_of
+from ...heads.medusa import MedusaHeads
 from ...inference.targets.target import TargetSource
 
 log = logging.getLogger(__name__)
+
+
+def check_same(options: Any, init_from: str, stored: JsonObject) -> None:
+    """Raise `UserError` if the run's `heads`, `options`, ask for others than those in `stored`."""
+    defaults = asdict(type(options)())
+    for name, value in asdict(options).items():
+        # An option given as its default cannot be distinguished from one that was left out.
+        if value not in (defaults[name], stored[name]):
+            raise UserError(
+                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; "
+                "leave it out"
+            )
+
+
+def take_heads_before(run: Any) -> None:
+    """Set `run.heads` to those of the drafter that the run begins with, if it names one.
+
+    Which features are read follows from them. Raises `UserError` for a folder without a drafter.
+    """
+    if run.init_from is None or not hasattr(run, "heads"):
+        return
+    drafter = load_alone(run.init_from).drafter
+    if isinstance(drafter, MedusaHeads):
+        run.heads = drafter.config
+    else:
+        options_class = type(run.heads)
+        run.heads = options_class(**config_of(drafter.shape, options_class))
 
 
 def shape_before(
@@ -25,14 +55,8 @@ def shape_before(
     """
     shape = before.drafter.shape
     options_class = type(options)
-    defaults, stored = asdict(options_class()), config_of(shape, options_class)
-    for name, value in asdict(options).items():
-        # An option given as its default cannot be distinguished from one that was left out.
-        if value not in (defaults[name], stored[name]):
-            raise UserError(
-                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; "
-                "leave it out"
-            )
+    stored = config_of(shape, options_class)
+    check_same(options, init_from, stored)
     listed = ", ".join(f"{name} {value}" for name, value in stored.items())
     log.info("going on from %s: %s", init_from, listed)
     # Block drafters have a token for the slots that are to be drafted, which no option names.

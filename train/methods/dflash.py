@@ -60,7 +60,7 @@ from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import attend_nearby, block_weights, rescale, start_uncertain
-from .mask_token import mask_token_for
+from .mask_token import mask_token_for, warn_of_mask_token
 from .ranks import (
     accepted_in_chains,
     batch_of_text,
@@ -352,7 +352,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         token is fit.
         """
         if before is not None:
-            mask_token_for(before.drafter.shape.mask_token, target, batches)
+            warn_of_mask_token(before.drafter.shape.mask_token, target, batches)
             shape = shape_before(run.heads, str(run.init_from), target, before, self.configs)
             return self.drafter_class(shape, target.embedding_and_head)
         mask_token = mask_token_for(run.heads.mask_token, target, batches)

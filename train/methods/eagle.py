@@ -110,8 +110,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             )
         if shape.shared_head and len(target.head_parameters) > 1:
             raise UserError(
-                "the target's output layer has a bias, and engines add none to an EAGLE-3 drafter's "
-                "logits; leave out heads.shared_head (objective.freeze_head keeps a copy of the "
+                "the target's output layer has a bias, and engines add none to the logits of an "
+                "EAGLE-3; leave out heads.shared_head (objective.freeze_head keeps a copy of the "
                 "matrix alone)"
             )
         random_head = shape.hidden_size != shape.target_hidden_size and not run.init_from

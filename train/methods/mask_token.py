@@ -58,6 +58,16 @@ def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) ->
     )
 
 
+def warn_of_mask_token(token: int, target: TargetSource, batches: Batches) -> None:
+    """Log a warning if the mask token that a drafter has learned with is not fit for these texts.
+
+    It cannot have another one: texts that hold it are drafted worse, and decoded as correctly.
+    """
+    reason = unfit(token, target, batches.token_counts(target.vocab_size))
+    if reason is not None:
+        log.warning("the drafter's mask token, %d, %s", token, reason)
+
+
 def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
     """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
 

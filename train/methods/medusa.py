@@ -18,6 +18,7 @@ Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -31,7 +32,6 @@ from ...distill.divergences import (
 )
 from ...distill.settings import LABELS_ONLY
 from ...heads.artifact import Artifact
-from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.proposers.shapes import grow
@@ -43,6 +43,7 @@ from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
+from .beginnings import check_same
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 
@@ -205,11 +206,7 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         """
         if before is not None:
             shape: MedusaConfig = before.drafter.config
-            if run.heads not in (MedusaConfig(), shape):
-                raise UserError(
-                    f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; "
-                    "leave heads out"
-                )
+            check_same(run.heads, str(run.init_from), asdict(shape))
             return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
         drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
         copy_head(drafter, target.head_weight.float() * SURENESS)

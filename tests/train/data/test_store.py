@@ -19,9 +19,12 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation import replayed
+from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.stored import (
@@ -30,6 +33,7 @@ from draftsmith.inference.targets.stored import (
     embedding_and_head_in,
     load_stored,
     load_texts,
+    manifest_of,
     model_of_embedding_and_head,
     save_embedding_and_head,
 )
@@ -39,6 +43,7 @@ from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target
 from tests.architectures import architecture
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
+from tests.eagles import random_eagle
 from tests.train.test_faults import command_of, curve, disturb, flip
 from tests.train.test_loop import (
     environment,
@@ -422,9 +427,10 @@ def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
 def test_replay_without_the_target_counts_what_decoding_counts(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
-    """fp32, chains and trees: every round of every text."""
+    """fp32, chains and trees: every round of every text. The store has a tap that the EAGLE does
+    not read."""
     config = config_for(tmp_path / "run", saved_tiny, method)
-    train(config, method=method)
+    train(config, *(("--heads.taps", "[1]") if method == "eagle" else ()), method=method)
     store, drafter = tmp_path / "store", str((tmp_path / "run" / "run" / "best").resolve())
     extract(config, store, method, "--dtype", "float32")
     settings = {
@@ -466,6 +472,17 @@ def test_replay_without_the_target_counts_what_decoding_counts(
         ]
         assert found["emitted"] == decoded
     assert not isinstance(load_stored(store), Target)
+    for spec in ("early-exit", "lookahead:window=3"):
+        with pytest.raises(UserError, match="needs the running target"):
+            replayed.run(EvaluateOptions(features=str(store), drafter=[spec]))
+    if method == "eagle":
+        # The features are those of the drafter that a run begins with, whatever its `heads` say.
+        less, other = tmp_path / "less", tmp_path / "other"
+        extract(config, less, method, "--set", f"init_from={drafter}")
+        assert manifest_of(less).taps == [1]
+        Artifact(random_eagle(target, taps=[0]), target.fingerprint()).save(other)
+        with pytest.raises(UserError, match=r"taps \[0\], .* has \[1\]; extract \[0\] too"):
+            replayed.run(EvaluateOptions(features=str(less), drafter=[str(other)]))
 
 
 @pytest.mark.full

@@ -7,18 +7,24 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import EagleConfig
+from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
-from draftsmith.train.methods import medusa
+from draftsmith.train.methods import eagle, medusa
+from draftsmith.train.methods.beginnings import take_heads_before
 from draftsmith.train.methods.first_weights import start_uncertain
+from draftsmith.train.methods.mask_token import warn_of_mask_token
 from tests.conftest import tiny_target
+from tests.eagles import random_eagle
 from tests.train.test_loop import make_config, train
 
 
@@ -50,6 +56,38 @@ def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) ->
     ]
     first = next(row for row in rows if "loss@1" in row)
     assert first["loss@1"] < math.log(target.vocab_size) + 1, first
+
+
+def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has() -> None:
+    target, config = tiny_target(), MedusaConfig(num_heads=2, shared_head=True)
+    drafter = MedusaHeads(config, target.hidden_size, target.vocab_size, target.head)
+    before: Any = SimpleNamespace(drafter=drafter)
+    run: Any = SimpleNamespace(init_from="x", heads=MedusaConfig(num_heads=2))
+    batches: Any = None
+    assert medusa.METHOD.make_drafter(run, target, batches, before).config == config
+    run.heads = MedusaConfig(num_heads=3)
+    with pytest.raises(UserError, match="x has num_heads 2, heads.num_heads says 3; leave it out"):
+        medusa.METHOD.make_drafter(run, target, batches, before)
+
+
+def test_features_are_those_of_the_drafter_that_a_run_begins_with(tmp_path: Path) -> None:
+    target = tiny_target()
+    run: Any = SimpleNamespace(init_from=str(tmp_path / "one"), heads=EagleConfig())
+    Artifact(random_eagle(target, "eagle1"), target.fingerprint()).save(tmp_path / "one")
+    take_heads_before(run)
+    assert eagle.METHOD.features_of(run, target) == ((), True)
+    run.heads, run.init_from = EagleConfig(taps=[0, 1]), None
+    take_heads_before(run)
+    assert eagle.METHOD.features_of(run, target) == ((0, 1), False)
+
+
+def test_a_learned_mask_token_that_new_texts_hold_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, batches = tiny_target(), cast(Any, SimpleNamespace())
+    batches.token_counts = lambda size: torch.arange(size)
+    warn_of_mask_token(7, target, batches)
+    assert "mask token, 7, occurs 7 times in the training replies" in caplog.text
 
 
 def test_medusa_trains_all_heads_of_the_drafter_that_a_run_begins_with() -> None:

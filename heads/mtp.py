@@ -281,6 +281,9 @@ class TargetsRotary:
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 cosines and sines of positions `[B, N]`, as the layer takes them."""
         self._rotary.to(positions.device)
+        if hasattr(self._rotary, "mrope_section"):
+            # Three axes of positions, all alike in a text; transformers before 5.19 asks for them.
+            positions = positions[None].expand(3, -1, -1)
         return self._rotary(torch.empty(0, device=positions.device), positions)
 
 
@@ -302,6 +305,8 @@ def attend_as_told(
     given = {name for name, value in others.items() if value is not None}
     if unknown := sorted(given - HARMLESS):
         raise ValueError(f"its attention has {unknown[0]}")
+    # Under autocast norms of queries and keys give float32, and kernels want one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     size, wanted = query.shape[-1], value.shape[-1]
     if wanted < size:  # latent attention: not every kernel takes values of another size
         value = functional.pad(value, (0, size - wanted))

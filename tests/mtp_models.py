@@ -40,7 +40,9 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
             qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12,
         ),
     ),
-    "glm": (Glm4MoeConfig, dict(**EXPERTS, num_key_value_heads=2, head_dim=8)),
+    "glm": (
+        Glm4MoeConfig, dict(**EXPERTS, num_key_value_heads=2, head_dim=8, use_qk_norm=True),
+    ),
     "qwen3.5": (Qwen3_5TextConfig, DELTA),
     "qwen3.5-moe": (
         Qwen3_5MoeTextConfig,

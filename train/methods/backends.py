@@ -33,8 +33,10 @@ def check_backend(backend: Backend, device: torch.device) -> None:
         raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
 
 
-def backend_for(backend: Backend, device: torch.device, head: int) -> Backend:
-    """Return what `auto` stands for on a device, with attention heads of size `head`."""
+def backend_for(
+    backend: Backend, device: torch.device, head: int, dtype: torch.dtype = torch.bfloat16
+) -> Backend:
+    """Return what `auto` stands for on a device, with attention heads of size `head` in `dtype`."""
     if backend != "auto":
         return backend
     if _STAND_INS:
@@ -43,7 +45,10 @@ def backend_for(backend: Backend, device: torch.device, head: int) -> Backend:
         return "sdpa"
     if device.type != "cuda":
         return "plain"
-    return "flex" if head >= SMALLEST_HEAD and has_triton() else "sdpa"
+    # torch 2.11 knows no tiles of FlexAttention for other large heads in float32, and those that it
+    # falls back to do not fit into a GPU's shared memory.
+    fits = dtype != torch.float32 or head <= 128 or head == 256
+    return "flex" if head >= SMALLEST_HEAD and fits and has_triton() else "sdpa"
 
 
 @cache

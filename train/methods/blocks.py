@@ -131,7 +131,7 @@ class BlockAttention:
         `context` are keys and values of the text `[B, Gkv, S, E]`, `own` those of the blocks'
         rows `[B, Gkv, Sa * b, E]`. Slot j of the block at anchor number i is row i * b + j.
         """
-        backend = backend_for(self._backend, self._device, queries.shape[-1])
+        backend = backend_for(self._backend, self._device, queries.shape[-1], queries.dtype)
         run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[backend]
         return run(queries, context, own)
 

@@ -132,7 +132,9 @@ def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
 
     Raises `UserError` if peft is missing.
     """
-    if config.trained == "lora":
+    # A plan's drafter has them before its objective is made.
+    has_lora = any(".lora_" in name for name, _ in drafter.named_parameters())
+    if config.trained == "lora" and not has_lora:
         add_lora(drafter, config.lora_rank)
     if config.trained != "all":
         kept = ("norm",) if config.trained == "norms" else ("norm", "fc.", ".lora_")

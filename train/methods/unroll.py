@@ -66,7 +66,7 @@ class UnrolledAttention:
 
         `queries` `[B, G, S, E]` are those of step k, `steps` the keys and values of steps 0 .. k.
         """
-        backend = backend_for(self._backend, self._device, queries.shape[-1])
+        backend = backend_for(self._backend, self._device, queries.shape[-1], queries.dtype)
         run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[backend]
         return run(queries, *steps[0], steps[1:])
 

@@ -171,13 +171,39 @@ class KernelShapes(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in (queries, keys, values))
 
 
-class FusedAttention(TorchFunctionMode):
-    """Stands in for torch's attention, of the target and of draft models."""
+class ExpertShapes(torch.autograd.Function):
+    """Products `[R, N]` of rows `[R, K]` with the matrices `[X, K, N]` of X experts, no numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, experts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, experts)
+        return rows.new_empty(len(rows), experts.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
+
+
+GROUPED = {
+    function
+    for module, name in ((functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if (function := getattr(module, name, None)) is not None
+}
+"""Products by experts, by the names that versions of torch give them."""
+
+
+class FusedKernels(TorchFunctionMode):
+    """Stands in for torch's attention, of the target and of draft models, and for experts.
+
+    Shapes of experts' products are known to torch in bfloat16 only.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             queries, keys, values = (*args, *(kwargs or {}).values())[:3]
             return KernelShapes.apply(queries, keys, values)[0]
+        if func in GROUPED:
+            return ExpertShapes.apply(*args[:2])
         return func(*args, **(kwargs or {}))
 
 
@@ -188,9 +214,34 @@ def flex_shapes(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -
 
 
 @contextmanager
+def without_moves() -> Iterator[None]:
+    """Leave modules with weights where they are: those without memory cannot be given others.
+
+    peft moves a LoRA's matrices to their layer's device, on which they were made.
+    """
+    move = nn.Module.to
+
+    def stay(module: Any, *args: Any, **kwargs: Any) -> Any:
+        weighted = next(module.parameters(), None) is not None
+        return module if weighted else move(module, *args, **kwargs)
+
+    nn.Module.to = stay  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = move  # type: ignore[method-assign]
+
+
+@contextmanager
 def without_memory() -> Iterator[None]:
     """Run what is within on tensors without memory, and attention as on a GPU."""
-    with warnings.catch_warnings(), standing_in(flex_shapes), FusedAttention(), WithoutMemory():
+    with (
+        warnings.catch_warnings(),
+        without_moves(),
+        standing_in(flex_shapes),
+        FusedKernels(),
+        WithoutMemory(),
+    ):
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         yield
 

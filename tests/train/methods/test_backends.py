@@ -21,6 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (CUDA, 128, True, "flex"),
         (CUDA, 8, True, "sdpa"),  # its kernels take heads of 16 at least
         (CUDA, 128, False, "sdpa"),
+        (CUDA, 256, True, "flex"),
         (torch.device("mps"), 64, True, "plain"),
     ],
 )
@@ -28,6 +29,9 @@ def test_auto_by_device(device: torch.device, head: int, triton: bool, chosen: s
     with patch.object(backends, "has_triton", lambda: triton):
         assert backend_for("auto", device, head) == chosen
         assert backend_for("plain", device, head) == "plain"
+        # Heads of 192, of latent attention, do not fit into shared memory in float32.
+        assert backend_for("auto", CUDA, 192, torch.float32) == "sdpa"
+        assert (backend_for("auto", CUDA, 192) == "flex") == triton
 
 
 def test_lengths_fall_into_few_buckets() -> None:

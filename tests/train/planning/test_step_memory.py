@@ -24,6 +24,7 @@ from draftsmith.train.planning.step_memory import (
     step_of,
     without_memory,
 )
+from tests import mtp_models
 from tests.architectures import GEMMA, HEADS
 from tests.conftest import tiny_target
 from tests.train.commands.test_plan import run_of
@@ -145,3 +146,15 @@ def test_a_target_whose_code_looks_at_numbers_still_has_a_plan(
     assert "whose code looks at numbers" in caplog.text
     printed = capsys.readouterr().out
     assert "train the drafter" in printed and "GPU memory" not in printed
+
+
+@pytest.mark.parametrize("trained", ["all", "lora"])
+def test_a_layer_with_experts_has_a_plan(tmp_path: Path, trained: str) -> None:
+    """In float32, for which torch knows no shapes of experts' products."""
+    mtp_models.make_model("glm").config.save_pretrained(tmp_path / "target")
+    changes: Any = {"objective": {"steps": 2, "trained": trained}, "precision": "bf16"}
+    _, method, run = run_of(tmp_path, tmp_path / "target", "mtp", **changes)
+    run.data.max_length = 64
+    found = memory_of_step(method, run)
+    assert found.activations > 0
+    assert (found.gradients == found.drafter) == (trained == "all")

@@ -13,11 +13,15 @@ from .ngram import Ngrams
 
 LONGEST_MATCH = 16
 """Tokens of a match that are counted: longer matches are as good."""
-FIRST_OF_TREES = 2.0
-"""Tokens of a round with a tree before any was seen."""
+FIRST_OF_TREES = 2.5
+"""Tokens of a round with a tree before any was seen, as the drafter in scripts/smollm2 has on
+validation replies."""
 FIRST_OF_LOOKUPS = (1.5, 2.6, 4.0, 5.9, 7.5)
 """The same of a lookup after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 and more tokens, as in the
 replies of SmolLM2-135M (scripts/smollm2)."""
+MARGIN = 1.15
+"""What a lookup has to promise, in tokens of a round with a tree: trained drafters copy too, and
+draft better than on average where the text repeats (EXPERIMENTS.md, 2026-11-29)."""
 WORTH = 3
 """Rounds that a first value counts for."""
 LATELY = 8
@@ -96,7 +100,7 @@ class BetterSource:
         kind = self.match(place).bit_length() - 1
         chain = copy_from(self._index.text, place, length)
         self._open.append(Open(kind, chain))
-        if self.lookups[kind].value <= self.trees.value:
+        if self.lookups[kind].value <= MARGIN * self.trees.value:
             return []
         self._drafted = False
         return chain

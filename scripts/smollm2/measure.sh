@@ -9,7 +9,8 @@
 #   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
 #   counts         counters of llama.cpp and vLLM compared with ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
-#                  (counts and engines: llama.cpp takes an EAGLE-3 of --heads.norm-taps false --heads.norm-output false)
+#                  (counts and engines: llama.cpp takes an EAGLE-3 of --heads.norm-taps false --heads.norm-output false, so not
+#                  the one that comes with the project)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
 # Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with
 # `distill`, of Medusa heads with `medusa`. Without runs/smollm2/eagle the EAGLE-3 that comes with the project is measured.
@@ -43,14 +44,8 @@ check() {
 [ $# -gt 0 ] || mistake "name what to measure: ${parts[*]}"
 for part in "$@"; do
     [[ " ${parts[*]} " == *" $part "* && $part != *" "* ]] || mistake "there is no part $part; there are ${parts[*]}"
-    case $part in
-        counts | engines) needed=eagle ;;
-        assisted) needed=distill ;;
-        *) needed="" ;;
-    esac
-    for name in $needed; do
-        [ -n "$(drafter_of "$name")" ] || mistake "$part needs $runs/$name; train it as docs/results.md#smollm2-135m says"
-    done
+    [ "$part" != assisted ] || [ -n "$(drafter_of distill)" ] ||
+        mistake "$part needs $runs/distill; train it as docs/results.md#smollm2-135m says"
 done
 [ -e "$target/config.json" ] || mistake "$target is not there; make it by ./scripts/smollm2/get.sh"
 for file in test.prompts valid.prompts long.prompts valid train-greedy; do

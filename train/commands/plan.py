@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -119,7 +120,9 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
     config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
-    take_heads_before(config)
+    # A plan may be made before the drafter is there that the run begins with.
+    if config.init_from is not None and Path(config.init_from).is_dir():
+        take_heads_before(config)
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
     try:
         shape = shape_of(method, config)

@@ -20,7 +20,7 @@ FIRST_OF_LOOKUPS = (1.5, 2.6, 4.0, 5.9, 7.5)
 """The same of a lookup after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 and more tokens, as in the
 replies of SmolLM2-135M (scripts/smollm2)."""
 MARGIN = 1.15
-"""What a lookup has to promise, in tokens of a round with a tree: trained drafters copy too, and
+"""Least ratio of a lookup's tokens to those of a round with a tree: trained drafters copy too, and
 draft better than on average where the text repeats (EXPERIMENTS.md, 2026-11-29)."""
 WORTH = 3
 """Rounds that a first value counts for."""

@@ -585,7 +585,7 @@ def test_a_shared_head_learns_as_a_frozen_copy_does() -> None:
 
 
 def test_a_shared_head_with_a_bias_is_refused() -> None:
-    """As Phi-2's. Engines add none to an EAGLE-3's logits."""
+    """Phi-2 has one. Engines add none to an EAGLE-3's logits."""
     target = tiny_target()
     bias = torch.zeros(target.vocab_size)
     target.model.get_output_embeddings().bias = torch.nn.Parameter(bias)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..inference.rounds.device import best_of
 from .settings import NEEDS_LABELS, Divergence
 
 RENORMALISED = ("kl", "reverse-kl", "jsd", "top-k-kl")
@@ -29,6 +30,7 @@ SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zer
 HYBRID_ETA = 3.0  # how fast `lk-hybrid` goes from KL to total variation
 TOP_K = 10
 CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`; the rest is of the distance sum_v |p - q|
+BLOCK_ROWS = 16  # rows whose minima stay in a processor's cache until they are summed
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +50,7 @@ def renormalised(log_p: Tensor) -> Tensor:
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:
     """Return -log q(x*) `[R]` of the labels. d/dz = q - onehot(x*)."""
-    return -log_q.gather(-1, labels[..., None])[..., 0]
+    return -_at(log_q, labels)
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -105,8 +107,11 @@ def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def overlap_of_probs(q: Tensor, p: Tensor) -> Tensor:
-    """Return alpha as `overlap` does, of probabilities."""
-    return torch.minimum(q, p).sum(-1)
+    """Return alpha `[R]` as `overlap` does, of probabilities `[R, V]`."""
+    if q.device.type != "cpu":
+        return torch.minimum(q, p).sum(-1)
+    blocks = zip(q.split(BLOCK_ROWS), p.split(BLOCK_ROWS), strict=True)
+    return torch.cat([torch.minimum(some, others).sum(-1) for some, others in blocks])
 
 
 def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -176,24 +181,44 @@ _SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
 
 
+class OfLogits(NamedTuple):
+    """What `loss_of_logits` finds for R rows; only the losses carry a gradient."""
+
+    losses: Tensor
+    """The divergences `[R]`."""
+    log_sums: Tensor
+    """The logits less these `[R]` are log-probabilities."""
+    best: Tensor
+    """The first column with the largest logit `[R]`."""
+    overlaps: Tensor | None
+    """The overlaps `[R]` with the other distribution, if there is one."""
+
+
 def loss_of_logits(
     name: Divergence,
     logits: Tensor,
     log_p: Tensor | None,
     labels: Tensor,
     p: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the `divergence` `[R]` of the softmax of `logits` `[R, V]`, their log-sums, overlaps.
+) -> OfLogits:
+    """Return the `divergence` of the softmax of `logits` `[R, V]`, and what comes with it.
 
-    The log-probabilities are the logits less the log-sums `[R]`. The overlaps `[R]` with `p`, if it
-    is given, cost less here than by `overlap`. Neither carries a gradient.
+    The overlaps with `p`, if it is given, cost less here than by `overlap`.
     """
+    best = best_of(logits)
     if name in ("ce", "kl"):
-        return _OfLogits.apply(logits, log_p if name == "kl" else None, labels, p)
+        teacher = log_p if name == "kl" else None
+        losses, log_sums, overlaps = _OfLogits.apply(logits, best, teacher, labels, p)
+        return OfLogits(losses, log_sums, best, overlaps)
     log_q = log_probs(logits)
-    log_sums = (logits.amax(-1) - log_q.amax(-1)).detach()
+    log_sums = (_at(logits, best) - _at(log_q, best)).detach()
     overlaps = None if p is None else overlap_of_probs(log_q.detach().exp(), p)
-    return divergence(name, log_q, log_p, labels), log_sums, overlaps
+    return OfLogits(divergence(name, log_q, log_p, labels), log_sums, best, overlaps)
+
+
+def _at(table: Tensor, columns: Tensor) -> Tensor:
+    """Return the numbers `[R]` of a table `[R, V]` in one column of each row."""
+    return table.gather(-1, columns[..., None])[..., 0]
 
 
 class _OfLogits(torch.autograd.Function):
@@ -204,13 +229,18 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, log_p: Tensor | None, labels: Tensor, other: Tensor | None
+        ctx: Any,
+        logits: Tensor,
+        best: Tensor,
+        log_p: Tensor | None,
+        labels: Tensor,
+        other: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, p = torch.softmax(logits, -1, dtype=wide_dtype(logits.dtype)), None
         # The largest q is exp(z - log-sum) of the largest logit z, and at least 1 / V.
-        log_sums = logits.amax(-1) - q.amax(-1).log()
+        log_sums = _at(logits, best) - _at(q, best).log()
         if log_p is None:
-            losses = log_sums - logits.gather(-1, labels[..., None])[..., 0]
+            losses = log_sums - _at(logits, labels)
         else:
             p, negative_entropy = _probs_and_negative_entropy(log_p)
             losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
@@ -222,7 +252,7 @@ class _OfLogits(torch.autograd.Function):
         return losses, log_sums, overlaps
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         # Changed in place, so that a second pass over the same graph fails instead of being wrong.
         q, p, labels = ctx.saved_tensors
         if p is not None:
@@ -230,7 +260,7 @@ class _OfLogits(torch.autograd.Function):
         else:
             index = labels[..., None]
             q.scatter_add_(-1, index, q.new_full((1,), -1.0).expand(index.shape))
-        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None, None
+        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None, None, None
 
 
 def sum_in_chunks(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
+from .elementwise import RMSNorm
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -29,7 +30,6 @@ from .layers import (
     DecoderLayer,
     DrafterShape,
     LayeredDrafter,
-    RMSNorm,
     check_taps,
     inner_size,
     layout_of,

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from .documents import EagleFile
 from .drafter_configs import EagleConfig
+from .elementwise import RMSNorm
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -27,7 +28,6 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
-    RMSNorm,
     check_taps,
     inner_size,
     layout_of,

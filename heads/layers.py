@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import RMSNorm, functional
+from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from .elementwise import RMSNorm, gated
 from .embedding_and_head import EmbeddingAndHead, Head
 from .errors import UserError
 from .files import JsonObject
@@ -122,8 +123,8 @@ class DecoderLayer(nn.Module):
             queries_keys = queries_keys.to(values.dtype)
         queries, keys = rotate(queries_keys, rotary).split([self.heads, self.kv_heads], dim=2)
         attended = residual + self.output(attend(index, queries, keys, values))
-        gate, up = self.gate_up(self.post_attention_norm(attended)).chunk(2, dim=-1)
-        return attended + self.down(self.act(gate) * up)
+        inner = gated(self.gate_up(self.post_attention_norm(attended)), self.act)
+        return attended + self.down(inner)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values `[B, N, Gkv, E]` of `states` `[B, N, inputs]`.

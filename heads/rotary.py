@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from .elementwise import turned
 from .files import JsonObject
 
 
@@ -59,7 +60,5 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(x.dtype) for table in rotary)
     size = cos.shape[-1]
     rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    # Of the numbers a, b, c, d the pairs are (a, c) and (b, d): a cos - c sin and c cos + a sin.
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    rotated = turned(rotated, cos, sin)
     return rotated if rest is None else torch.cat([rotated, rest], dim=-1)

@@ -142,10 +142,10 @@ def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def fuses_optimizer(accelerator: Accelerator) -> bool:
-    """Return whether the optimiser's step should be one kernel: on CUDA, but for DeepSpeed."""
+    """Return whether AdamW's step should be one kernel, which CUDA and CPUs have."""
     # DeepSpeed gives the optimiser parts of flattened weights, maybe on another device.
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return accelerator.device.type == "cuda" and not deepspeed
+    return accelerator.device.type in ("cuda", "cpu") and not deepspeed
 
 
 def check_optimizer(optim: Optim, accelerator: Accelerator) -> None:

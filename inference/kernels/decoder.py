@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from torch import Tensor
 
+from ...heads.elementwise import SILU
 from ..rounds.attention import FEW
 from ..rounds.cache import TreeCache
 from ..targets.fused import FusedDecoder, FusedLayer, FusedNorm
@@ -124,7 +124,7 @@ def _attend(
 
 def _gated(layer: FusedLayer, normed: Tensor) -> Tensor:
     gate_up = layer.gate_up(normed)
-    if isinstance(layer.act, nn.SiLU | SiLUActivation):
+    if isinstance(layer.act, SILU):
         return operators.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return layer.act(gate) * up

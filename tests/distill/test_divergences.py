@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.distill.divergences import (
+    BLOCK_ROWS,
     NEEDS_LABELS,
     Divergence,
     divergence,
@@ -199,23 +200,25 @@ def test_one_teacher_of_several_drafts_equals_its_copies() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize(("rows", "drafts"), [(5, 1), (5, 3), (BLOCK_ROWS + 1, 2)])
 def test_losses_of_logits_have_the_values_and_gradients_of_divergences(
-    name: Divergence, drafts: int
+    name: Divergence, rows: int, drafts: int
 ) -> None:
-    z = (3 * torch.randn(5, drafts, V, dtype=torch.float64)).requires_grad_()
-    log_p = torch.log_softmax(torch.randn(5, 1, V, dtype=torch.float64), -1)
-    labels, weights = torch.randint(0, V, (5, drafts)), torch.randn(5, drafts, dtype=torch.float64)
+    z = (3 * torch.randn(rows, drafts, V, dtype=torch.float64)).requires_grad_()
+    log_p = torch.log_softmax(torch.randn(rows, 1, V, dtype=torch.float64), -1)
+    labels = torch.randint(0, V, (rows, drafts))
+    weights = torch.randn(rows, drafts, dtype=torch.float64)
     p = 0.9 * log_p.exp()  # a draft vocabulary without a tenth of the mass
-    losses, log_sums, overlaps = loss_of_logits(name, z, log_p, labels, p)
+    losses, log_sums, best, overlaps = loss_of_logits(name, z, log_p, labels, p)
     (gradient,) = torch.autograd.grad((losses * weights).sum(), z)
     expected = divergence(name, log_probs(z), log_p, labels)
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(gradient, *torch.autograd.grad((expected * weights).sum(), z))
     torch.testing.assert_close(log_sums, z.detach().logsumexp(-1))
+    assert torch.equal(best, z.argmax(-1))
     assert overlaps is not None and not overlaps.requires_grad
     torch.testing.assert_close(overlaps, overlap(log_probs(z.detach()), p.log()))
-    assert loss_of_logits(name, z, log_p, labels)[2] is None
+    assert loss_of_logits(name, z, log_p, labels).overlaps is None
 
 
 def test_top_k_looks_at_the_targets_best_tokens_only() -> None:

@@ -193,7 +193,9 @@ class BlockObjective:
                 log_p = vocabulary.restrict(target_log_p)[position_of]
         logits = drafter.logits(state)
         # A label without a column is clamped to have one; its loss counts as 0 below.
-        losses, log_sums, _ = loss_of_logits(config.loss, logits, log_p, labels.clamp(min=0))
+        losses, log_sums, own_best, _ = loss_of_logits(
+            config.loss, logits, log_p, labels.clamp(min=0)
+        )
         losses = config.token_weight * losses
         if vocabulary.reduced:
             # What cannot be drafted teaches nothing: a label, or with a distribution its best.
@@ -225,7 +227,7 @@ class BlockObjective:
         if best is None or alpha is None or not measured:
             return (loss,)
         # A best token of -1 equals no column, so a draft that cannot be made is a miss.
-        right = (best_of(logits) == best).float()
+        right = (own_best == best).float()
         return loss, losses, right, alpha, *tables
 
     def further_loss(

@@ -211,25 +211,26 @@ class DistillObjective(nn.Module):
         # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
-        log_p = None
+        log_p, found = None, None
         if self.config.temperatures == [1.0]:
             log_p = log_probs(teacher)[:, :size]
             # A label that the draft model lacks is clamped to have a column; its loss is set to 0.
             clamped = labels.clamp(max=size - 1)
-            losses, log_sums, _ = loss_of_logits(self.config.loss, logits, log_p, clamped)
+            found = loss_of_logits(self.config.loss, logits, log_p, clamped)
+            losses = found.losses
             if self.config.loss in NEEDS_LABELS:
                 losses = losses.masked_fill(labels >= size, 0.0)
         else:
-            losses, log_sums = self._losses_at(temperatures[:, None], logits, teacher, best), None
+            losses = self._losses_at(temperatures[:, None], logits, teacher, best)
         loss = (losses * factors).sum()
         if not measured:
             return (loss,)
         # Metrics are at temperature 1, whatever is taught.
         with torch.no_grad():
-            right = (best_of(logits) == best).float()
+            right = ((best_of(logits) if found is None else found.best) == best).float()
             if log_p is None:
                 log_p = log_probs(teacher)[:, :size]
-            log_q = log_probs(logits) if log_sums is None else logits - log_sums[:, None]
+            log_q = log_probs(logits) if found is None else logits - found.log_sums[:, None]
             alpha = overlap(log_q, log_p)
         return loss, losses, right, alpha
 

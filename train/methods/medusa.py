@@ -152,12 +152,12 @@ class MedusaObjective:
             logits, log_p = drafter.logits(hidden, i), None
             if target_log_probs is not None:
                 log_p = target_log_probs[teacher[:, i]]
-            losses, log_sums, _ = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
-            entry = [losses]
+            found = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
+            entry = [found.losses]
             if log_p is not None and measured:
                 with torch.no_grad():
-                    right = (best_of(logits) == best_of(log_p)).float()
-                    entry += [right, overlap(logits - log_sums[:, None], log_p)]
+                    right = (found.best == best_of(log_p)).float()
+                    entry += [right, overlap(logits - found.log_sums[:, None], log_p)]
             tables.append(entry)
         # From tables `[R]` for each head to tables `[R, D]` of all heads.
         losses, *rest = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))

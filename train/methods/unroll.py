@@ -182,7 +182,7 @@ def unroll(
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
     # What a token adds to the layer is the same at every step; it is only read further along.
-    token_parts = drafter.token_part(send(batch.ids, device))
+    token_parts = Ahead.apply(drafter.token_part(send(batch.ids, device)), steps)
     positions = send(batch.positions, device)
     state = drafter.fuse(taps, last)
     layers = len(drafter.layers)
@@ -195,7 +195,10 @@ def unroll(
         new: list[Tensor] = []
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
+            # Contiguous, since each later step reads the keys and values again.
+            queries, keys, values = (
+                states.transpose(1, 2).contiguous() for states in (queries, keys, values)
+            )
             # Before they are repeated for the query heads: recomputation keeps less of them.
             new.extend((keys, values))
             # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
@@ -215,15 +218,29 @@ def unroll(
         # Row t reads x[t+1+k], the token of position t + 1 + k, but has rotary position t + k: a
         # row of the drafter is where its feature is, one before its token.
         cosines, sines = drafter.rotary(positions + k)
-        output, *new_states = run(_ahead(token_parts, 1 + k), state, cosines, sines, *past)
+        output, *new_states = run(token_parts[k], state, cosines, sines, *past)
         past += new_states
         outputs.append(output)
         state = drafter.recycled(output)
     return outputs
 
 
-def _ahead(x: Tensor, places: int) -> Tensor:
-    """Return `x` with what is at t + `places` in row t, zeros past the end."""
-    # Rows 0 1 2 3 with `places` 1 become 1 2 3 -. A text shorter than `places` has nothing left and
-    # gets as many rows of zeros as it had rows.
-    return functional.pad(x[:, places:], (0, 0, 0, min(places, x.shape[1])))
+class Ahead(torch.autograd.Function):
+    """`apply(x, steps)` returns `x` `[B, S, ..]` read 1, 2, .. `steps` places further along.
+
+    The rows 0 1 2 3 become 1 2 3 - and 2 3 - -, with zeros past the end. All are views of one
+    tensor, and their gradients are added up in one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: int) -> tuple[Tensor, ...]:
+        padded = functional.pad(x, (0, 0, 0, steps))
+        return tuple(padded[:, k : k + x.shape[1]] for k in range(1, 1 + steps))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = functional.pad(gradients[0], (0, 0, 1, len(gradients) - 1))
+        length = gradients[0].shape[1]
+        for k, gradient in enumerate(gradients[1:], 2):
+            total[:, k : k + length] += gradient
+        return total[:, :length], None

@@ -218,18 +218,16 @@ class UnrolledObjective:
         logits = drafter.logits(hidden[kept])
         # A label without a column is clamped to have one; what is computed of it counts as 0 below.
         columns = labels.clamp(min=0).expand(factors.shape)
-        losses, log_sums, overlaps = loss_of_logits(
-            self.config.loss, logits, judged.teacher, columns[kept], judged.p
-        )
-        losses = self._complete(losses, judged, drafter, hidden)
+        found = loss_of_logits(self.config.loss, logits, judged.teacher, columns[kept], judged.p)
+        losses, overlaps = self._complete(found.losses, judged, drafter, hidden), found.overlaps
         loss = (losses * factors[kept]).sum()
         if judged.p is None or overlaps is None:
             return (loss,)
         with torch.no_grad():
             label_logits = logits.gather(-1, columns[kept][..., None])[..., 0]
-            label_probs = (label_logits - log_sums).exp() * (labels[kept] >= 0)
+            label_probs = (label_logits - found.log_sums).exp() * (labels[kept] >= 0)
             # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
-            right = (best_of(logits) == judged.best[kept]).float()
+            right = (found.best == judged.best[kept]).float()
             tables = losses, right, overlaps, label_probs
             if (rest := judged.rest) is None or judged.p_of_rest is None:
                 return loss, *tables
@@ -268,9 +266,9 @@ class UnrolledObjective:
             kept, rest = (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
         if config.loss not in LABELS_ONLY:
             # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
-            teacher = vocabulary.teacher(config.loss, target_logits[kept])[:, None]
+            teacher = vocabulary.teacher(config.loss, target_logits, kept)[:, None]
         if measured:
-            p = vocabulary.log_probs(target_logits).exp_()[:, None]
+            p = vocabulary.probs(target_logits)[:, None]
             if rest is not None:
                 p, p_of_rest = p[kept], p[rest]
         return Judged(states, best, labels, kept, rest, teacher, p, p_of_rest)

@@ -70,19 +70,18 @@ class VocabularyMap:
         # several times as fast on a CPU as indexing by brackets
         return probs.index_select(1, self._draft_vocab_ids)
 
-    def log_probs(self, target_logits: Tensor) -> Tensor:
-        """Return the draft vocabulary's part `[J, Vd]` of the log-softmax of logits `[J, V]`."""
-        if self._draft_vocab_ids is None:
-            return log_probs(target_logits)
-        # The sum is over all tokens, but what is left out need not be written down.
-        wide = target_logits.to(wide_dtype(target_logits.dtype))
-        return self.restrict(wide) - wide.logsumexp(-1, keepdim=True)
+    def probs(self, target_logits: Tensor) -> Tensor:
+        """Return the draft vocabulary's part `[J, Vd]` of the softmax of logits `[J, V]`."""
+        dtype = wide_dtype(target_logits.dtype)
+        return self.restrict(torch.softmax(target_logits, -1, dtype=dtype))
 
-    def teacher(self, loss: str, target_logits: Tensor) -> Tensor:
-        """Return the log-probabilities `[J, Vd]` that teach by `loss`, of logits `[J, V]`.
+    def teacher(self, loss: str, target_logits: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return the log-probabilities `[rows, Vd]` that teach by `loss`, of logits `[J, V]`.
 
-        Losses that renormalise them are spared the softmax over all tokens.
+        Losses that renormalise them are spared the sum over all tokens.
         """
-        if loss in RENORMALISED:
-            return log_probs(self.restrict(target_logits))
-        return self.log_probs(target_logits)
+        inside = self.restrict(target_logits)[rows]
+        if loss in RENORMALISED or not self.reduced:
+            return log_probs(inside)
+        wide = inside.to(wide_dtype(inside.dtype))
+        return wide - target_logits.to(wide.dtype).logsumexp(-1, keepdim=True)[rows]

@@ -64,9 +64,7 @@ class Learner:
         self._turn = 0
 
     def begin(self, lr: float, steps: int) -> None:
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, fused=self._device.type == "cuda"
-        )
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
 
     def batch(self, documents: list[Document]) -> tuple[Features, Any]:
         """Return documents in one packed row."""

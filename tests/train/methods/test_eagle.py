@@ -21,7 +21,7 @@ from draftsmith.train.data.features import Features, LiveTarget
 from draftsmith.train.methods.eagle import METHOD, first_weights, freeze_head
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
-from draftsmith.train.methods.unroll import unroll
+from draftsmith.train.methods.unroll import Ahead, unroll
 from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from draftsmith.train.objectives import (
     acceptance_lengths,
@@ -63,6 +63,16 @@ def test_rows_and_labels_of_the_worked_example() -> None:
         [(3, 6), (4, 7), (5, 8)],
         [(3, 7), (4, 8)],
     ]
+
+
+def test_tokens_are_read_further_along_at_each_step() -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0]])[..., None].requires_grad_()
+    ahead = Ahead.apply(x, 4)
+    assert [part[0, :, 0].tolist() for part in ahead] == [[2, 3, 0], [3, 0, 0], [0] * 3, [0] * 3]
+    # Row 2 is read in row 1 of the first step and in row 0 of the second.
+    weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 1.0, 1.0], [1.0] * 3, [1.0] * 3])
+    sum((part[0, :, 0] * row).sum() for part, row in zip(ahead, weights, strict=True)).backward()
+    assert x.grad is not None and x.grad[0, :, 0].tolist() == [0, 1, 1010]
 
 
 def test_rows_sorted_by_teacher_and_back() -> None:

@@ -1,0 +1,116 @@
+"""Norm, gate and rotation against torch's own operators, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draftsmith.heads import elementwise
+from draftsmith.heads.elementwise import gated, turned
+
+EPS = 1e-5
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    module = elementwise.RMSNorm(x.shape[-1], EPS).to(x.dtype)
+    del module.weight
+    module.weight = weight  # as a plain tensor, so that `gradcheck` reaches it
+    return module(x)
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def plain_gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def plainly_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+ANGLES = torch.randn(2, 5, 1, 4, dtype=torch.float64).repeat(1, 1, 1, 2)
+CASES = {
+    "norm": (norm, plain_norm, [(2, 5, 8), (8,)]),
+    "gate": (lambda x: gated(x, nn.SiLU()), plain_gated, [(2, 5, 8)]),
+    "turn": (
+        lambda x: turned(x, ANGLES.cos(), ANGLES.sin()),
+        lambda x: plainly_turned(x, ANGLES.cos(), ANGLES.sin()),
+        [(2, 5, 3, 8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_torch(name: str) -> None:
+    ours, plain, shapes = CASES[name]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected, found = plain(*inputs), ours(*inputs)
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, gradient),
+        torch.autograd.grad(expected, inputs, gradient),
+    )
+    assert torch.autograd.gradcheck(ours, inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(*inputs), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slice_of_a_wider_table_has_the_same_gradients(name: str) -> None:
+    ours, plain, shapes = CASES[name]
+    # As the queries and keys of a joint projection: rows have gaps between them.
+    wide = torch.randn(*shapes[0][:-1], shapes[0][-1] + 3, dtype=torch.float64, requires_grad=True)
+    others = [torch.randn(shape, dtype=torch.float64) for shape in shapes[1:]]
+
+    def gradient_of(function: Callable[..., Tensor]) -> Tensor:
+        return torch.autograd.grad(function(wide[..., 1:-2], *others).square().sum(), wide)[0]
+
+    torch.testing.assert_close(gradient_of(ours), gradient_of(plain))
+
+
+def test_a_norm_by_eye() -> None:
+    # The mean square of 3 and 4 is 12.5, and with an eps of 3.5 the root is 4.
+    x, weight = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([1.0, 2.0])
+    module = elementwise.RMSNorm(2, 3.5)
+    module.weight = nn.Parameter(weight)
+    assert module(x).tolist() == [[0.75, 2.0]]
+
+
+def test_a_turn_by_eye() -> None:
+    # A quarter turn takes the pairs (1, 3) and (2, 4) to (-3, 1) and (-4, 2).
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    found = turned(x, torch.zeros(4), torch.ones(4))
+    assert found.tolist() == [-3.0, -4.0, 1.0, 2.0]
+    found.backward(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert x.grad is not None and x.grad.tolist() == [0.0, 0.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
+def test_norms_of_small_and_large_states(size: float) -> None:
+    x = (size * torch.randn(3, 64)).requires_grad_()
+    found, expected = elementwise.RMSNorm(64, EPS)(x), plain_norm(x, torch.ones(64))
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(3, 64)  # with equal ones most of the gradient would cancel out
+    (gradient,) = torch.autograd.grad((weights * found).sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad((weights * expected).sum(), x)[0])
+
+
+def test_other_activations_gate_as_they_are() -> None:
+    gate_up = torch.tensor([2.0, -1.0, 3.0, 5.0], requires_grad=True)
+    assert gated(gate_up, nn.ReLU()).tolist() == [6.0, 0.0]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_other_types_take_torchs_norm() -> None:
+    module = elementwise.RMSNorm(4, 1e-6)
+    x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    torch.testing.assert_close(module(x), nn.RMSNorm(4, 1e-6)(x))

@@ -107,9 +107,11 @@ def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def overlap_of_probs(q: Tensor, p: Tensor) -> Tensor:
-    """Return alpha `[R]` as `overlap` does, of probabilities `[R, V]`."""
-    if q.device.type != "cpu":
+    """Return alpha as `overlap` does, of probabilities."""
+    # A tensor without memory stands for one of a GPU, whose table of minima is whole.
+    if q.device.type != "cpu" or type(q) is not Tensor or q.dim() == 1:
         return torch.minimum(q, p).sum(-1)
+    p = p.expand(len(q), *p.shape[1:])
     blocks = zip(q.split(BLOCK_ROWS), p.split(BLOCK_ROWS), strict=True)
     return torch.cat([torch.minimum(some, others).sum(-1) for some, others in blocks])
 

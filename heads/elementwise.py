@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 
@@ -49,12 +50,15 @@ class _Norm(Function):
         return normed * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
         product = gradient * normed
-        means = (product @ weight)[..., None].div_(normed.shape[-1])
+        # A loss in chunks makes its gradients within autocast, which would round this product.
+        with torch.autocast(gradient.device.type, enabled=False):
+            means = (product @ weight)[..., None].div_(normed.shape[-1])
         x_grad = (gradient * weight).addcmul_(normed, means, value=-1).mul_(scale)
-        return x_grad, product.flatten(0, -2).sum(0), None
+        return x_grad, product.reshape(-1, len(weight)).sum(0), None
 
 
 def gated(gate_up: Tensor, act: nn.Module) -> Tensor:
@@ -76,6 +80,7 @@ class _Gate(Function):
         return activated * up
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
@@ -108,6 +113,7 @@ class _Turn(Function):
         return _turn(x, cos, sin, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _turn(gradient, *ctx.saved_tensors, -1), None, None
 

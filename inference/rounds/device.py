@@ -63,10 +63,12 @@ def best_of(scores: Tensor) -> Tensor:
     if (
         type(scores) is Tensor
         and scores.device.type == "cpu"
-        and scores.dtype in (torch.float32, torch.float64)
+        and scores.is_floating_point()
         and not torch.compiler.is_compiling()
     ):
-        return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
+        # NumPy has no bfloat16; wider numbers have the same order.
+        wide = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
+        return torch.from_numpy(np.asarray(wide.numpy().argmax(-1)))
     return scores.argmax(-1)
 
 

@@ -104,6 +104,18 @@ def test_norms_of_small_and_large_states(size: float) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad((weights * expected).sum(), x)[0])
 
 
+def test_a_norms_gradient_is_not_rounded_under_autocast() -> None:
+    """A gradient along the state cancels but for a small rest, in which a rounded mean shows."""
+    x = torch.randn(3, 512, requires_grad=True)
+    gradient = x.detach() + 0.01 * torch.randn(3, 512)
+    expected = plain_norm(x, torch.ones(512))
+    (expected,) = torch.autograd.grad(expected, x, gradient)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = elementwise.RMSNorm(512, EPS)(x)
+        (found,) = torch.autograd.grad(found, x, gradient)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
 def test_other_activations_gate_as_they_are() -> None:
     gate_up = torch.tensor([2.0, -1.0, 3.0, 5.0], requires_grad=True)
     assert gated(gate_up, nn.ReLU()).tolist() == [6.0, 0.0]

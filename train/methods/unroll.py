@@ -226,7 +226,7 @@ def unroll(
 
 
 class Ahead(torch.autograd.Function):
-    """`apply(x, steps)` returns `x` `[B, S, ..]` read 1, 2, .. `steps` places further along.
+    """`apply(x, steps)` returns `x` `[B, S, H]` read 1, 2, .. `steps` places further along.
 
     The rows 0 1 2 3 become 1 2 3 - and 2 3 - -, with zeros past the end. All are views of one
     tensor, and their gradients are added up in one.

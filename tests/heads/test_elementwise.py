@@ -113,7 +113,8 @@ def test_a_norms_gradient_is_not_rounded_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = elementwise.RMSNorm(512, EPS)(x)
         (found,) = torch.autograd.grad(found, x, gradient)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    # 1.6e-5 measured; with a product that is rounded to bfloat16, 0.17.
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
 def test_other_activations_gate_as_they_are() -> None:

@@ -183,7 +183,7 @@ _SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
 
 
-class OfLogits(NamedTuple):
+class LossOfLogits(NamedTuple):
     """What `loss_of_logits` finds for R rows; only the losses carry a gradient."""
 
     losses: Tensor
@@ -202,7 +202,7 @@ def loss_of_logits(
     log_p: Tensor | None,
     labels: Tensor,
     p: Tensor | None = None,
-) -> OfLogits:
+) -> LossOfLogits:
     """Return the `divergence` of the softmax of `logits` `[R, V]`, and what comes with it.
 
     The overlaps with `p`, if it is given, cost less here than by `overlap`.
@@ -211,11 +211,11 @@ def loss_of_logits(
     if name in ("ce", "kl"):
         teacher = log_p if name == "kl" else None
         losses, log_sums, overlaps = _OfLogits.apply(logits, best, teacher, labels, p)
-        return OfLogits(losses, log_sums, best, overlaps)
+        return LossOfLogits(losses, log_sums, best, overlaps)
     log_q = log_probs(logits)
     log_sums = (_at(logits, best) - _at(log_q, best)).detach()
     overlaps = None if p is None else overlap_of_probs(log_q.detach().exp(), p)
-    return OfLogits(divergence(name, log_q, log_p, labels), log_sums, best, overlaps)
+    return LossOfLogits(divergence(name, log_q, log_p, labels), log_sums, best, overlaps)
 
 
 def _at(table: Tensor, columns: Tensor) -> Tensor:

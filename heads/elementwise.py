@@ -98,13 +98,13 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     `cos` and `sin` broadcast to `x`; both halves of each are alike.
     """
     if learns(x):
-        return _Turn.apply(x, cos, sin)
+        return _Rotation.apply(x, cos, sin)
     # As transformers rounds it: a target's layers are run by this too.
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class _Turn(Function):
+class _Rotation(Function):
     """`turned`, whose gradient is turned back."""
 
     @staticmethod

@@ -184,7 +184,7 @@ assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
 
 
 class LossOfLogits(NamedTuple):
-    """What `loss_of_logits` finds for R rows; only the losses carry a gradient."""
+    """Result of `loss_of_logits` for R rows; only the losses carry a gradient."""
 
     losses: Tensor
     """The divergences `[R]`."""

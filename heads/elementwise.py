@@ -1,7 +1,7 @@
 """Norm, gate and rotation of a drafter's layer, with gradients that need fewer passes over memory.
 
-Between the matrix products of a small drafter these three take as long as its attention on a CPU,
-since autograd makes a table for every operator of theirs.
+On a CPU torch's own took some 8% of a small drafter's step, since autograd makes a table for every
+operator of theirs.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ from transformers import PreTrainedModel
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
 from ..heads.files import JsonObject
-from .conversations.formats import Conversation, RowError, conversation_of
-from .conversations.rows import check_template_kwargs, prompt_ids
+from .conversations.formats import Conversation, conversation_of
+from .conversations.messages import RowError
+from .conversations.rendering import prompt_ids
+from .conversations.templates import check_template_kwargs
 from .decode import Generation, Request, Round, Step, decode, generate
 from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer

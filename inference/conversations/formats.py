@@ -1,30 +1,59 @@
-"""Formats of conversations: a type for each format of a row, read into `Conversation`.
+"""Formats of conversations: each format of a row is read into a `Conversation`.
 
-The formats are `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response`
-(plain text, or messages); `text`; OpenAI-style request logs (`request` or `body`, with `response`);
-Spec-Bench `turns`; and the token-exact rows that `draftsmith data regenerate` writes.
+The formats are `messages`, ShareGPT `conversations` (of `from` and `value`, or of `role` and
+`content`), questions with answers, preferences, `prompt` with `completion` or `response`, `text`,
+request logs (`request` or `body`, with `response`), `turns`, and rows of tokens. docs/data.md has
+the table.
 """
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ...heads.documents import Count, DocumentError, Token, convert, demand
 from ...heads.files import JsonObject
+from .messages import (
+    LEARN_KEYS,
+    TYPE_NAMES,
+    ReadMessages,
+    RowError,
+    expect,
+    joined,
+    tools_of,
+    without_nulls,
+)
 
-ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
-"""Roles of ShareGPT's speakers; the others have the names of roles."""
-CUT_SHORT = ("length", "content_filter")
-"""Reasons of a server for which a reply ends without an end token."""
-
-
-class RowError(ValueError):
-    """Error of one malformed row; the message says what is wrong with it."""
+CUT_SHORT = (
+    "length", "content_filter", "abort", "max_tokens", "max_output_tokens", "model_length",
+    "stop_sequence", "error",
+)  # fmt: skip
+"""Reasons of servers for which a reply ends without an end token."""
+ENDED = ("end_turn", "tool_use", "pause_turn", "refusal")
+"""Anthropic's `stop_reason` of a reply that ended by itself; its others are in `CUT_SHORT`."""
+SYSTEM_KEYS = ("system", "system_prompt")
+QUESTION_KEYS = ("question", "instruction", "query")
+ANSWER_KEYS = ("answer", "response", "output")
+IGNORED = {
+    "id", "question_id", "prompt_id", "conversation_id", "custom_id", "uuid", "category", "part",
+    "last_part", "regenerated",
+}  # fmt: skip
+"""Keys of a row that say nothing of what is learned."""
+END_KEYS = ("finish_reason", "stop_reason", "matched_stop")
+PLAIN_KEYS = (*LEARN_KEYS, *END_KEYS)
+CHAT_KEYS = (
+    *PLAIN_KEYS, *SYSTEM_KEYS, "tools", "functions", "chat_template_kwargs", "reasoning_effort"
+)  # fmt: skip
+"""Keys that a row of any chat format may have besides its messages."""
+EXACT_KEYS = (
+    "response_spans", "finish_reasons", "stop_reason", "messages", "text", "tools",
+    "chat_template_kwargs",
+)  # fmt: skip
 
 
 @dataclass
@@ -47,11 +76,33 @@ class Conversation:
     later: list[str] = field(default_factory=list)
     """Further turns of the user; the replies between them are still to be written."""
     cut: bool = False
-    """True if the last reply ended before its end token, at the limit of its length."""
+    """True if the last reply ended before its end token: at a limit, or at a stop string."""
+    end_token: int | None = None
+    """Token that ended the last reply, where a server names it."""
+    paths: list[tuple[str, str]] = field(default_factory=list)
+    """Names of each message and of its content in the row; as of `messages` where it is empty."""
+    not_learned: frozenset[int] = frozenset()
+    """Indices of the replies that are context only, as the row says."""
+    unread: frozenset[str] = frozenset()
+    """Keys of the row that are not read."""
 
     def with_arguments(self, template_kwargs: JsonObject) -> Conversation:
         """Return it with arguments of the chat template for all rows, of which its own ones win."""
         return replace(self, template_kwargs={**template_kwargs, **self.template_kwargs})
+
+    def path(self, index: int) -> tuple[str, str]:
+        """Return the names of a message and of its content in the row."""
+        if index < len(self.paths):
+            return self.paths[index]
+        return f"messages[{index}]", f"messages[{index}].content"
+
+    def learns_nothing(self) -> bool:
+        """Return whether the row says that none of its replies is learned.
+
+        Of plain text, index 0 stands for all of it.
+        """
+        replies = {i for i, m in enumerate(self.messages or []) if m["role"] == "assistant"}
+        return bool(self.not_learned) and replies <= self.not_learned
 
     def words(self) -> str:
         """Return the text of user and model, by which rows are compared for overlap.
@@ -60,63 +111,11 @@ class Conversation:
         """
         if self.messages is None:
             return "\n".join(text for text in (self.text, self.completion) if text)
-        texts = []
-        for message in self.messages:
-            content = message.get("content")
-            if message.get("role") in ("user", "assistant") and content:
-                texts.append(content if isinstance(content, str) else json.dumps(content))
-        return "\n".join(texts)
-
-
-class Message(Struct):
-    """Message of a conversation. Other keys than these are left to the chat template."""
-
-    role: str
-    content: str | list[JsonObject] | None = None
-    tool_calls: list[JsonObject] | None = None
-
-    def __post_init__(self) -> None:
-        demand(
-            self.content is not None or bool(self.tool_calls),
-            f"a message of role {self.role} has no content or tool calls",
+        return "\n".join(
+            joined(message["content"], "")
+            for message in self.messages
+            if message.get("role") in ("user", "assistant") and message.get("content")
         )
-
-
-Messages = Annotated[list[Message], Meta(min_length=1)]
-
-
-class ShareGptEntry(Struct, rename={"speaker": "from"}):
-    """Entry of ShareGPT's `conversations`."""
-
-    speaker: Literal[
-        "human", "user", "gpt", "assistant", "system", "chatgpt", "bing", "bard", "tool"
-    ]
-    value: str
-
-
-class LoggedChoice(Struct):
-    """Answer of a server to a request."""
-
-    message: Message
-    finish_reason: str | None = None
-
-
-class LoggedResponse(Struct):
-    """Response to a request, with its answers; batch files have them below `body`."""
-
-    choices: list[LoggedChoice] = []
-    body: LoggedResponse | None = None
-
-    def __post_init__(self) -> None:
-        demand(bool(self.choices) or self.body is not None, "there is no choices[0].message")
-
-
-class LoggedRequest(Struct):
-    """Request to a server."""
-
-    messages: Messages
-    tools: list[JsonObject] | None = None
-    chat_template_kwargs: JsonObject | None = None
 
 
 class Regenerated(Struct):
@@ -130,7 +129,6 @@ class ExactRow(Struct):
 
     token_ids: list[Token]
     response_spans: list[tuple[Count, Count]]
-    messages: Messages | None = None
     text: str | None = None
     regenerated: Regenerated | None = None
 
@@ -146,156 +144,212 @@ class ExactRow(Struct):
             "two response spans overlap",
         )
 
-    def conversation(self, row: JsonObject) -> Conversation:
-        return Conversation(
-            messages=None if self.messages is None else without_nulls(row["messages"]),
-            text=self.text,
-            token_ids=self.token_ids,
-            response_spans=self.response_spans,
-            tokenizer_hash=None if self.regenerated is None else self.regenerated.tokenizer_hash,
-        )
 
+class TokenRow(Struct):
+    """Row of tokens with a mask, as SpecForge and speculators store prepared rows."""
 
-class ChatRow(Struct):
-    """Keys that a row of any chat format may have besides its messages."""
-
-    tools: list[JsonObject] | None = None
-    chat_template_kwargs: JsonObject | None = None
-    finish_reason: str | None = None
-    """Reason for which the last reply ends, as servers name it."""
-
-    @property
-    def cut(self) -> bool:
-        return self.finish_reason in CUT_SHORT
-
-    def of(self, messages: list[JsonObject], later: list[str] | None = None) -> Conversation:
-        """Return the conversation of `messages` with this row's tools and template arguments."""
-        return Conversation(
-            messages=messages,
-            tools=self.tools,
-            template_kwargs=self.chat_template_kwargs or {},
-            later=later or [],
-            cut=self.cut,
-        )
-
-
-class MessagesRow(ChatRow, kw_only=True):
-    """Row of messages as chat templates take them."""
-
-    messages: Messages
-
-    def conversation(self, row: JsonObject) -> Conversation:
-        return self.of(without_nulls(row["messages"]))
-
-
-class ShareGptRow(ChatRow, kw_only=True):
-    """Row of turns with `from` and `value` (ShareGPT)."""
-
-    conversations: Annotated[list[ShareGptEntry], Meta(min_length=1)]
-
-    def conversation(self, row: JsonObject) -> Conversation:
-        return self.of(
-            [
-                {"role": ROLES.get(turn.speaker, turn.speaker), "content": turn.value}
-                for turn in self.conversations
-            ]
-        )
-
-
-class LogRow(Struct):
-    """Row of a request with its response, as servers and batch files log them."""
-
-    request: LoggedRequest | None = None
-    body: LoggedRequest | None = None
-    response: LoggedResponse | str | None = None
-
-    def conversation(self, row: JsonObject) -> Conversation:
-        name = "request" if self.request is not None else "body"
-        request = self.request or self.body
-        assert request is not None
-        # The messages come from the row itself, not from the types read: those have only the keys
-        # that are checked, and a chat template may want others.
-        messages, answer = without_nulls(row[name]["messages"]), row.get("response")
-        cut = False
-        if isinstance(answer, dict):
-            # down through any number of `body`; the type has made sure that choices come at the end
-            while not answer.get("choices"):
-                answer = answer["body"]
-            choice = answer["choices"][0]
-            messages += without_nulls([choice["message"]])
-            cut = choice.get("finish_reason") in CUT_SHORT
-        elif answer:
-            messages.append({"role": "assistant", "content": answer})
-        kwargs = request.chat_template_kwargs or {}
-        return Conversation(messages=messages, tools=request.tools, template_kwargs=kwargs, cut=cut)
-
-
-class TurnsRow(ChatRow, kw_only=True):
-    """Row of the user's turns, without replies (Spec-Bench)."""
-
-    turns: Annotated[list[str], Meta(min_length=1)]
-
-    def conversation(self, row: JsonObject) -> Conversation:
-        return self.of([{"role": "user", "content": self.turns[0]}], self.turns[1:])
-
-
-class PromptRow(ChatRow, kw_only=True):
-    """Row of a prompt: plain text, messages, or the user's turns (MT-Bench).
-
-    Plain text and messages may have a reply, under `completion` or `response`.
-    """
-
-    prompt: str | Annotated[list[str | Message], Meta(min_length=1)]
-    completion: str | list[Message] | None = None
-    response: str | list[Message] | None = None
+    input_ids: list[Token]
+    loss_mask: list[int]
 
     def __post_init__(self) -> None:
-        texts = isinstance(self.prompt, str) or all(isinstance(item, str) for item in self.prompt)
-        reply = self.completion if self.completion is not None else self.response
-        demand(
-            texts or not any(isinstance(item, str) for item in self.prompt),
-            "prompt mixes texts and messages",
-        )
-        demand(
-            not (texts and isinstance(reply, list)),
-            "the reply to a text is a text; write the prompt as messages too",
-        )
-
-    def conversation(self, row: JsonObject) -> Conversation:
-        prompt = self.prompt
-        reply = row["completion"] if self.completion is not None else row.get("response")
-        if isinstance(prompt, str):
-            return Conversation(text=prompt, completion=reply or "", cut=self.cut)
-        turns = [item for item in prompt if isinstance(item, str)]
-        if turns:
-            return self.of([{"role": "user", "content": turns[0]}], turns[1:])
-        if isinstance(reply, str):
-            reply = [{"role": "assistant", "content": reply}]
-        return self.of(without_nulls(row["prompt"]) + without_nulls(reply or []))
+        demand(len(self.loss_mask) == len(self.input_ids), "loss_mask has another length")
+        demand(set(self.loss_mask) <= {0, 1}, "loss_mask holds another number than 0 and 1")
 
 
-class TextRow(Struct):
-    """Row of plain text."""
+def _exact(row: JsonObject) -> Conversation:
+    exact = convert(row, ExactRow)
+    read = ReadMessages()
+    if row.get("messages") is not None:
+        read.add_all(row["messages"], "messages")
+    return Conversation(
+        messages=read.messages or None,
+        text=exact.text,
+        token_ids=exact.token_ids,
+        response_spans=exact.response_spans,
+        tokenizer_hash=None if exact.regenerated is None else exact.regenerated.tokenizer_hash,
+    )
 
-    text: str
-    finish_reason: str | None = None
 
-    def conversation(self, row: JsonObject) -> Conversation:
-        return Conversation(text=self.text, cut=self.finish_reason in CUT_SHORT)
+def _tokens(row: JsonObject) -> Conversation:
+    tokens = convert(row, TokenRow)
+    spans, start = [], None
+    for index, on in enumerate([*tokens.loss_mask, 0]):
+        if on and start is None:
+            start = index
+        elif not on and start is not None:
+            spans.append((start, index))
+            start = None
+    return Conversation(token_ids=tokens.input_ids, response_spans=spans)
 
 
-FORMATS: JsonObject = {
-    "token_ids": ExactRow,
-    "messages": MessagesRow,
-    "conversations": ShareGptRow,
-    "request": LogRow,
-    "body": LogRow,
-    "turns": TurnsRow,
-    "prompt": PromptRow,
-    "text": TextRow,
+def _messages_under(key: str) -> Callable[[JsonObject], Conversation]:
+    def read_row(row: JsonObject) -> Conversation:
+        read = ReadMessages()
+        read.add_all(row[key], key)
+        return _chat(row, read)
+
+    return read_row
+
+
+def _log(row: JsonObject) -> Conversation:
+    """Read a request with its response, as servers and batch files log them."""
+    name = "request" if row.get("request") is not None else "body"
+    request, response = expect(row[name], dict, name), row.get("response")
+    for key in ("input", "contents"):
+        if key in request and "messages" not in request:
+            raise RowError(
+                f"{name}.{key} is of another protocol than chat completions; write its items as "
+                "messages of role and content"
+            )
+    if "messages" not in request and isinstance(request.get("prompt"), str):
+        choice, _ = _choice(response, "text")
+        return _plain(row, request["prompt"], choice["text"] if choice else "", choice or {})
+    read = ReadMessages()
+    read.add_all(request.get("messages"), f"{name}.messages")
+    choice, path = None, ""
+    if isinstance(response, str):
+        if response:
+            read.add_text("assistant", response, "response")
+    else:
+        choice, path = _choice(response, "message")
+        if choice is not None:
+            read.add({"role": "assistant"} | expect(choice["message"], dict, path), path)
+    return _chat(row, read, request, name, choice or {})
+
+
+def _choice(response: Any, key: str) -> tuple[JsonObject | None, str]:
+    """Return the first choice of a response, and the name of its field `key`; None without one.
+
+    Batch files have the response under `body`. A message of Anthropic's protocol is one choice.
+    Raises `RowError`.
+    """
+    if response is None:
+        return None, ""
+    path, response = "response", expect(response, dict, "response")
+    while not response.get("choices") and isinstance(response.get("body"), dict):
+        path, response = f"{path}.body", response["body"]
+    if response.get("role") == "assistant" and key == "message":
+        return {"message": {"content": response.get("content")}, **response}, path
+    choices = expect(response.get("choices") or [], list, f"{path}.choices")
+    if not choices or not isinstance(choices[0], dict) or choices[0].get(key) is None:
+        raise RowError(f"{path}: there is no choices[0].{key}; leave the response out if it failed")
+    return choices[0], f"{path}.choices[0].{key}"
+
+
+def _turns_under(key: str) -> Callable[[JsonObject], Conversation]:
+    """Return the reader of a user's turns without replies (Spec-Bench, MT-Bench)."""
+
+    def read_row(row: JsonObject) -> Conversation:
+        turns = expect(row[key], list, key)
+        if not turns:
+            raise RowError(f"{key} is empty; give at least one turn")
+        for number, turn in enumerate(turns):
+            expect(turn, str, f"{key}[{number}]")
+        read = ReadMessages()
+        read.add_text("user", turns[0], f"{key}[0]")
+        return replace(_chat(row, read), later=turns[1:])
+
+    return read_row
+
+
+def _prompt(row: JsonObject) -> Conversation:
+    """Read a prompt with its reply: plain text, messages, or the user's turns (MT-Bench)."""
+    prompt = row["prompt"]
+    keys = [key for key in ("completion", "response", "chosen") if row.get(key) is not None]
+    reply = row[keys[0]] if keys else None
+    if isinstance(prompt, str) and not isinstance(reply, list):
+        for key in (*SYSTEM_KEYS, "tools"):
+            if row.get(key):
+                raise RowError(f"{key} does not go with a prompt of plain text; write messages")
+        return _plain(row, prompt, "" if reply is None else expect(reply, str, keys[0]))
+    if isinstance(prompt, str) and keys[0] != "chosen":
+        raise RowError("the reply to a text is a text; write the prompt as messages too")
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        return _turns_under("prompt")(row)
+    read = ReadMessages()
+    if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
+        raise RowError("prompt mixes texts and messages; write messages")
+    if isinstance(prompt, str):
+        read.add_text("user", prompt, "prompt")
+    else:
+        read.add_all(expect(prompt, list, "prompt"), "prompt")
+    if isinstance(reply, str):
+        read.add_text("assistant", reply, keys[0])
+    elif reply is not None:
+        replies = ReadMessages()
+        replies.add_all(reply, keys[0])
+        if replies.messages[: len(read.messages)] == read.messages:
+            read = replies  # preferences repeat the prompt
+        else:
+            read.not_learned |= {len(read.messages) + index for index in replies.not_learned}
+            read.messages += replies.messages
+            read.paths += replies.paths
+    return _chat(row, read)
+
+
+def _question_under(key: str) -> Callable[[JsonObject], Conversation]:
+    """Return the reader of a question with its answer (GSM8K, Alpaca)."""
+
+    def read_row(row: JsonObject) -> Conversation:
+        read = ReadMessages()
+        for number, turn in enumerate(row.get("history") or []):
+            path = f"history[{number}]"
+            for role, text in zip(("user", "assistant"), expect(turn, list, path), strict=False):
+                read.add_text(role, expect(text, str, path), path)
+        question = expect(row[key], str, key)
+        more = next((name for name in ("input", "context") if row.get(name)), None)
+        if more is not None:
+            # one message of two fields, each of which is looked for
+            question = f"{question}\n{expect(row[more], str, more)}"
+        read.add_text("user", question, key)
+        answer = next((name for name in ANSWER_KEYS if row.get(name) is not None), None)
+        if answer is not None:
+            read.add_text("assistant", expect(row[answer], str, answer), answer)
+        return _chat(row, read)
+
+    return read_row
+
+
+def _chosen(row: JsonObject) -> Conversation:
+    read = ReadMessages()
+    read.add_all(expect(row["chosen"], list, "chosen"), "chosen")
+    return _chat(row, read)
+
+
+def _text(row: JsonObject) -> Conversation:
+    return _plain(row, expect(row["text"], str, "text"))
+
+
+def _plain(
+    row: JsonObject, text: str, completion: str | None = None, ending: JsonObject | None = None
+) -> Conversation:
+    """Return the conversation of plain text; `ending` has a server's reasons, if not the row."""
+    cut, end = _end_of(row if ending is None else ending)
+    not_learned = frozenset(_not_learned(row, 1))
+    return Conversation(
+        text=text, completion=completion, cut=cut, end_token=end, not_learned=not_learned
+    )
+
+
+ABOUT_QUESTIONS = (*CHAT_KEYS, *ANSWER_KEYS, "input", "context", "history")
+FORMATS: dict[str, tuple[Callable[[JsonObject], Conversation], tuple[str, ...]]] = {
+    "token_ids": (_exact, EXACT_KEYS),
+    "input_ids": (_tokens, ("loss_mask",)),
+    "messages": (_messages_under("messages"), CHAT_KEYS),
+    "conversations": (_messages_under("conversations"), CHAT_KEYS),
+    "conversation": (_messages_under("conversation"), CHAT_KEYS),
+    "request": (_log, ("response", *LEARN_KEYS)),
+    "body": (_log, ("response", *LEARN_KEYS)),
+    "turns": (_turns_under("turns"), CHAT_KEYS),
+    "prompt": (_prompt, ("completion", "response", "chosen", *CHAT_KEYS)),
+    "question": (_question_under("question"), ABOUT_QUESTIONS),
+    "instruction": (_question_under("instruction"), ABOUT_QUESTIONS),
+    "query": (_question_under("query"), ABOUT_QUESTIONS),
+    "chosen": (_chosen, CHAT_KEYS),
+    "text": (_text, PLAIN_KEYS),
 }
-"""Types of rows by key. The first of these keys that a row has decides, so their order matters: a
-row of `token_ids` may have `messages` too."""
+"""Readers of rows by key, with the other keys that each reads. The first of these keys that a row
+has decides, so their order matters: a row of `token_ids` may have `messages` too."""
 
 
 def conversation_of(row: Any) -> Conversation:
@@ -306,26 +360,124 @@ def conversation_of(row: Any) -> Conversation:
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
-        raise RowError(f"a row must be an object, not {type(row).__name__}")
-    for key, kind in FORMATS.items():
-        if row.get(key) is not None:
-            try:
-                return convert(row, kind).conversation(row)
-            except DocumentError as error:
-                raise RowError(str(error)) from error
-    raise RowError(
-        "none of messages, conversations, request, prompt, turns, text, token_ids is there"
+        raise RowError(f"a row must be an object, not {TYPE_NAMES.get(type(row), 'this')}")
+    for key, (read, others) in FORMATS.items():
+        if row.get(key) is None:
+            continue
+        try:
+            found = read(row)
+        except DocumentError as error:
+            raise RowError(_in_plain_words(str(error))) from error
+        unread = {
+            name
+            for name, value in row.items()
+            if value is not None and name != key and name not in others and name not in IGNORED
+        }
+        # A weight of 2, or the loss of another model, says nothing of what is learned.
+        unread |= {
+            name
+            for name in LEARN_KEYS
+            if not isinstance(row.get(name), list) and row.get(name) not in (None, 0, 1)
+        }
+        return replace(found, unread=frozenset(unread))
+    raise RowError(_unknown(row))
+
+
+def _unknown(row: JsonObject) -> str:
+    if "response" in row:
+        return (
+            "there is a response without its request; join the two by their custom_id into one "
+            "row of request and response"
+        )
+    return f"none of {', '.join(FORMATS)} is there; rename the key that holds the text"
+
+
+def _chat(
+    row: JsonObject,
+    read: ReadMessages,
+    holder: JsonObject | None = None,
+    within: str = "",
+    ending: JsonObject | None = None,
+) -> Conversation:
+    """Return the conversation of the messages `read`, with what else a chat row may have.
+
+    `holder` has the tools and arguments, as the field `within`, and `ending` a server's reasons, if
+    not the row itself. Raises `RowError`.
+    """
+    holder, prefix = holder or row, f"{within}." if within else ""
+    for key in SYSTEM_KEYS:
+        if holder.get(key) is not None:
+            read.put_system(holder[key], f"{prefix}{key}")
+    tools = None
+    for key in ("tools", "functions"):
+        if holder.get(key) not in (None, ""):
+            tools = tools_of(holder[key], f"{prefix}{key}")
+    kwargs = expect(holder.get("chat_template_kwargs") or {}, dict, f"{prefix}chat_template_kwargs")
+    kwargs = without_nulls(kwargs)
+    if isinstance(effort := holder.get("reasoning_effort"), str):
+        kwargs.setdefault("reasoning_effort", effort)
+    cut, end = _end_of(row if ending is None else ending)
+    return Conversation(
+        messages=read.messages,
+        tools=tools,
+        template_kwargs=kwargs,
+        cut=cut,
+        end_token=end,
+        paths=read.paths,
+        not_learned=frozenset(read.not_learned | _not_learned(row, len(read.messages))),
     )
 
 
-def without_nulls(messages: list[JsonObject]) -> list[JsonObject]:
-    """Return the messages without keys that are null, except `content`.
+def _not_learned(row: JsonObject, messages: int) -> set[int]:
+    """Return the indices of the messages that keys of the row itself leave to the context.
 
-    A table (parquet) fills absent keys with null. Chat templates test `is defined`, which is true
-    of a null.
+    Raises `RowError`.
     """
-    # A message of tool calls has null content, which templates expect to be there.
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in messages
-    ]
+    found: set[int] = set()
+    for key in LEARN_KEYS:
+        value = row.get(key)
+        if isinstance(value, list):
+            if len(value) != messages or any(on not in (0, 1) for on in value):
+                raise RowError(f"{key} must have a 0 or a 1 for each of the messages")
+            found |= {index for index, on in enumerate(value) if not on}
+        elif value == 0:
+            found |= {*range(messages)}
+    return found
+
+
+def _end_of(holder: JsonObject) -> tuple[bool, int | None]:
+    """Return whether a reply was cut before its end token, and the token that ended it, if named.
+
+    `holder` has a server's reasons: vLLM's `stop_reason` and SGLang's `matched_stop` are a stop
+    string or the id of a token. Raises `RowError`.
+    """
+    cut = holder.get("finish_reason") in CUT_SHORT
+    for key in ("stop_reason", "matched_stop"):
+        match holder.get(key):
+            case str(reason):
+                cut = cut or reason not in ENDED
+            case bool() | float() | list() | dict():
+                raise RowError(f"{key} must be a text or the id of a token")
+            case int(token):
+                return cut, token
+    return cut, None
+
+
+def _in_plain_words(problem: str) -> str:
+    """Return a message of `convert` about a value in the words of the other messages here."""
+    words = {
+        "int": "a whole number",
+        "str": "a text",
+        "array": "a list",
+        "bool": "true or false",
+        "object": "an object",
+    }
+    key, _, reason = problem.rpartition(": ")
+    if found := re.fullmatch(r"Object missing required field (\w+)", reason):
+        return f"{found[1]} is missing"
+    found = re.fullmatch(r"Expected (\w+)(?: \| null)?( [<>=]+ \d+)?(?:, got (\w+))?", reason)
+    if found is None:
+        return problem
+    wanted, bound, got = found.groups()
+    wrong = f", not {words.get(got, got)}" if got else ""
+    return f"{key} must be {words.get(wanted, wanted)}{bound or ''}{wrong}"

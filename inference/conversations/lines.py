@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
-from .formats import Conversation, RowError, conversation_of
+from .formats import Conversation, conversation_of
+from .messages import RowError
 from .rows import parsed
 from .sources import KINDS, rows_of, source_files
 

@@ -12,8 +12,12 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..settings import BadRows
 from .choice import Units, alternately, described
-from .formats import Conversation, RowError, conversation_of
-from .rows import LeftOut, prompt_ids, warn_of_plain_text
+from .formats import Conversation, conversation_of
+from .messages import RowError
+from .notes import Notes
+from .plain import warn_of_plain_text
+from .rendering import prompt_ids
+from .rows import LeftOut
 from .sources import rows_of
 
 log = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ def read_prompts(
     prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
+    notes = Notes()
     rows: list[tuple[str, JsonObject, Conversation]] = []
     for name, raw in rows_of(str(path), split):
         try:
@@ -74,7 +79,7 @@ def read_prompts(
             break
         name, raw, conversation = rows[index]
         try:
-            ids = prompt_ids(conversation, tokenizer, target_name)
+            ids = prompt_ids(conversation, tokenizer, target_name, notes)
             if not ids:
                 raise RowError("the prompt is empty")
         except RowError as error:
@@ -98,6 +103,7 @@ def read_prompts(
         groups = [(prompt.category,) for prompt in prompts]
         log.info("%d of the %d rows of %s: %s", limit, len(rows), path, described(groups))
     warn_of_plain_text(plain, tokenizer, str(path))
+    notes.report(str(path))
     return prompts
 
 
@@ -145,9 +151,7 @@ def next_turn(
     text = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
     messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": text}]
     messages.append({"role": "user", "content": prompt.later[0]})
-    conversation = Conversation(
-        messages=messages, template_kwargs=prompt.conversation.template_kwargs
-    )
+    conversation = replace(prompt.conversation, messages=messages, paths=[])
     ids = prompt_ids(conversation, tokenizer, name)
     if len(ids) > room:
         return None

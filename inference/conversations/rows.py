@@ -1,20 +1,17 @@
-"""Rows of JSON and JSONL files, the treatment of malformed ones, and the tokens of a prompt."""
+"""Rows of JSON and JSONL files, and the treatment of malformed ones."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from ...heads.errors import UserError, first_line
-from ...heads.files import JsonObject, no_constant
+from ...heads.errors import UserError
+from ...heads.files import no_constant
 from ..settings import BadRows
-from .formats import Conversation, RowError
+from .messages import RowError
 
 log = logging.getLogger(__name__)
 
@@ -107,71 +104,3 @@ def parsed(text: str) -> Any:
         except UnicodeEncodeError as error:
             raise RowError("not text: it holds one half of a surrogate pair") from error
     return value
-
-
-def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
-    """Warn if a chat model is given `plain` rows of a file without its chat template.
-
-    It may answer them with an empty reply.
-    """
-    if plain and getattr(tokenizer, "chat_template", None):
-        log.warning(
-            "%s: %d rows are plain text, which the target is given as it is, without its chat "
-            "template; for questions to a chat model write "
-            '{"messages": [{"role": "user", "content": "..."}]}',
-            path,
-            plain,
-        )
-
-
-TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-TEMPLATE_ARGUMENTS |= {"messages"}
-"""Arguments of `apply_chat_template` itself, which are no variables of a template."""
-
-
-def check_template_kwargs(template_kwargs: JsonObject) -> None:
-    """Raise `UserError` for arguments of chat templates that are no variables of theirs."""
-    if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
-        raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
-
-
-def template_of(tokenizer: Any, name: str) -> str:
-    """Return the tokenizer's chat template. Raises `UserError` if it has none."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"target {name} has no chat template, but the data is chat-shaped; use plain `text` "
-            "or `prompt`, or a target with one"
-        )
-    return tokenizer.chat_template
-
-
-def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
-    """Return the token ids of the prompt of a conversation: everything before its last reply.
-
-    Messages are rendered by the chat template, up to the beginning of a reply; exact tokens are
-    taken up to the first span that the target wrote. `name` is the target's name in messages.
-    Raises `UserError` if messages meet a target without a chat template, and `RowError`.
-    """
-    if conversation.token_ids is not None:
-        first = min(
-            (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)
-        )
-        return conversation.token_ids[:first]
-    if conversation.messages is None:
-        return tokenizer(conversation.text)["input_ids"]
-    template_of(tokenizer, name)
-    messages = conversation.messages
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise RowError("there is no message before the assistant's")
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=conversation.tools,
-            add_generation_prompt=True,
-            return_dict=True,
-            **conversation.template_kwargs,
-        )["input_ids"]
-    except Exception as error:
-        raise RowError(f"the chat template cannot render it: {first_line(error)}") from error

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from ...heads.errors import UserError
 from ...heads.files import check_json
 from ..conversations.prompts import Prompt, read_prompts
-from ..conversations.rows import check_template_kwargs
 from ..conversations.sources import source_files
+from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
 from ..settings import TargetConfig, check_url

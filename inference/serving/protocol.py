@@ -16,8 +16,12 @@ from msgspec import Meta, Struct
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..conversations.formats import Conversation, RowError
-from ..conversations.rows import TEMPLATE_ARGUMENTS, parsed, prompt_ids
+from ..conversations.formats import Conversation, conversation_of
+from ..conversations.messages import RowError, joined
+from ..conversations.plain import plain_ids
+from ..conversations.rendering import prompt_ids
+from ..conversations.rows import parsed
+from ..conversations.templates import TEMPLATE_ARGUMENTS
 from ..decode import Request
 from ..settings import Sampling
 from ..targets.target import Target
@@ -117,7 +121,7 @@ Message = Annotated[
         }
     ),
 ]
-"""Message of a conversation. The schema is for clients; `plain_message` checks it, and takes a
+"""Message of a conversation. The schema is for clients; `conversation_of` checks it, and takes a
 content in parts too."""
 
 
@@ -254,9 +258,11 @@ def given_prompts(request: Common) -> list[Conversation | str | list[int]]:
     """Return the prompts of a request as they were given. Raises `RequestError`."""
     if isinstance(request, ChatRequest):
         check_chat(request)
-        messages = [plain_message(message) for message in request.messages]
-        kwargs = request.chat_template_kwargs or {}
-        return [Conversation(messages=messages, template_kwargs=kwargs)]
+        row = {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
+        try:
+            return [conversation_of({**row, "reasoning_effort": request.reasoning_effort})]
+        except RowError as error:
+            raise RequestError(str(error), "messages") from error
     assert isinstance(request, CompletionRequest)
     given = request.prompt
     if isinstance(given, str) or isinstance(given[0], int):
@@ -284,7 +290,7 @@ def encoded(
         length = len(prompt)
     else:
         messages = prompt.messages or []
-        length = sum(len(message["content"]) for message in messages)
+        length = sum(len(joined(message.get("content", ""), "")) for message in messages)
         if len(messages) > target.max_positions:
             raise too_long(f"{len(messages)} messages", target, param)
     if length > target.max_positions * limits.longest_token:
@@ -292,8 +298,9 @@ def encoded(
     try:
         if isinstance(prompt, str):
             assert isinstance(request, CompletionRequest)
-            special = request.add_special_tokens
-            return target.tokenizer(prompt, add_special_tokens=special)["input_ids"]
+            if request.add_special_tokens:
+                return plain_ids(target.tokenizer, prompt)
+            return target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return prompt_ids(prompt, target.tokenizer, limits.name)
     except (RowError, UserError) as error:
         raise RequestError(f"the prompt cannot be encoded: {error}", param) from error
@@ -323,28 +330,3 @@ def check_chat(request: ChatRequest) -> None:
                 f"chat_template_kwargs.{name} is no variable of a chat template",
                 "chat_template_kwargs",
             )
-
-
-def plain_message(message: JsonObject) -> JsonObject:
-    """Return a message whose content is one text, also where it came in parts.
-
-    Raises `RequestError` for parts that are no text, and for a role or content of a wrong form.
-    """
-    message = {key: value for key, value in message.items() if value is not None}
-    role, content = message.get("role"), message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(role, str):
-        raise RequestError("a message has no role", "messages")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    "a message has a part that is no text; this server takes texts", "messages"
-                )
-            texts.append(part["text"])
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise RequestError(f"the content of a message of role {role} is no text", "messages")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}

@@ -18,15 +18,16 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ...heads.layout import dtype_name
 from ...inference.console import Console
-from ...inference.conversations.formats import RowError
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
+from ...inference.conversations.templates import ChatTemplate
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import options_from
 from ..config import RunConfig
 from ..data.features import LiveTarget
-from ..data.templates import has_marks
 from ..method import MethodName, method_for, run_class_named
 from ..provenance import versions
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
@@ -206,8 +207,15 @@ def check_target(
         text = "none; generation only ends at its limit; set eos_token_id"
         yield Finding("end token", "warning", text)
     yield check_template(target)
+    if target.tokenizer.chat_template:
+        template = ChatTemplate.of(target.tokenizer, target.name, template_kwargs)
+        if why := template.endless(target.eos_ids):
+            yield Finding("end of a turn", "error", why)
+    notes = Notes()
     for name, row in rows:
-        yield check_row(name, row, target, template_kwargs)
+        yield check_row(name, row, target, template_kwargs, notes)
+    for line in notes.lines():
+        yield Finding("chat rows", "warning", line)
 
 
 def check_memory(config: TargetConfig) -> Finding | None:
@@ -251,16 +259,19 @@ def check_template(target: Target) -> Finding:
     except RowError as error:
         return Finding("chat template", "error", f"cannot carry a conversation: {error}")
     learned = ["".join(run.text for run in one.runs if run.learned) for one in sequences]
-    marks = "generation marks" if has_marks(target.tokenizer) else "no generation marks"
+    marked = ChatTemplate.of(target.tokenizer, target.name, {}).marked
+    marks = "generation marks" if marked else "no generation marks"
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
     text = f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}"
     return Finding("chat template", "ok" if good else "error", text)
 
 
-def check_row(name: str, row: Any, target: Target, template_kwargs: JsonObject) -> RowFinding:
-    """Return the finding about a row: what training would learn from it."""
+def check_row(
+    name: str, row: Any, target: Target, template_kwargs: JsonObject, notes: Notes
+) -> RowFinding:
+    """Return the finding about a row: what training would learn from it; `notes` as in `encode`."""
     try:
-        sequences = sequences_of(row, target, template_kwargs)
+        sequences = sequences_of(row, target, template_kwargs, notes)
     except (RowError, UserError) as error:
         return RowFinding(f"chat {name}", "error", str(error), [])
     counts = [f"{one.learned} of {one.tokens} tokens" for one in sequences if one.learned]

@@ -22,7 +22,9 @@ from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
 from ...heads.files import check_output_folder, checksum, read_json
 from ...heads.vocabulary import most_frequent
-from ...inference.conversations.formats import RowError, conversation_of
+from ...inference.conversations.formats import conversation_of
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec, trained_kind
@@ -197,17 +199,18 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
     """
     counts = Counter[int]()
     for source in sources:
-        left_out = LeftOut(source, bad_rows)
+        left_out, notes = LeftOut(source, bad_rows), Notes()
         for name, row in rows_of(source):
             try:
                 sequences = encode(
-                    conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}
+                    conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}, notes
                 )
             except RowError as error:
                 left_out.add(name, error)
                 continue
             for sequence in sequences:
                 counts.update(compress(sequence.token_ids, sequence.mask))
+        notes.report(source)
     if not counts:
         raise UserError(
             f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"

@@ -11,10 +11,13 @@ from typing import Any
 from ...heads.errors import UserError
 from ...inference.api import Decoder
 from ...inference.console import warn
-from ...inference.conversations.formats import Conversation, RowError
+from ...inference.conversations.formats import Conversation
 from ...inference.conversations.lines import STANDARD_INPUT, check_source, words_or_conversations
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
 from ...inference.conversations.prompts import Prompt, next_turn
-from ...inference.conversations.rows import check_template_kwargs, prompt_ids
+from ...inference.conversations.rendering import prompt_ids
+from ...inference.conversations.templates import check_template_kwargs
 from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
@@ -101,12 +104,14 @@ def check_conversations(given: Iterable[tuple[str, str | Conversation]], options
 def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
     """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
     try:
-        ids = prompt_ids(conversation, tokenizer, target_name)
+        notes = Notes()
+        ids = prompt_ids(conversation, tokenizer, target_name, notes)
         if not ids:
             raise RowError("the prompt is empty")
-        return ids
     except RowError as error:
         raise UserError(f"{name}: {error}; fix or remove it") from error
+    notes.report(name)
+    return ids
 
 
 def load(options: Options) -> Decoder:

@@ -12,6 +12,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.conversations.formats import conversation_of
+from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of
 from ...inference.targets.target import Target
 from ..data.tables import check_tokens
@@ -81,13 +82,18 @@ def first_rows(source: str | Literal[True]) -> list[tuple[str, Any]]:
     return rows
 
 
-def sequences_of(row: Any, target: Target, template_kwargs: JsonObject) -> list[ShownSequence]:
+def sequences_of(
+    row: Any, target: Target, template_kwargs: JsonObject, notes: Notes | None = None
+) -> list[ShownSequence]:
     """Return the sequences that training makes of a row.
 
-    `template_kwargs` are arguments of the chat template for all rows. Raises `RowError` for a row
+    `template_kwargs` are arguments of the chat template for all rows; `notes` get what is said once
+    about a source. Raises `RowError` for a row
     that is malformed or that the template cannot render, `UserError` for a target without one.
     """
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)
-    encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, template_kwargs)
+    encoded = encode(
+        conversation, target.tokenizer, target.eos_ids, target.name, template_kwargs, notes
+    )
     return [ShownSequence.of(one, target.tokenizer) for one in encoded]

@@ -22,9 +22,12 @@ from ...heads.errors import UserError
 from ...heads.files import check_output, check_output_folder
 from ...heads.locks import only_writer
 from ...inference.console import Progress
-from ...inference.conversations.formats import RowError
-from ...inference.conversations.rows import SHARES, LeftOut, warn_of_plain_text
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
+from ...inference.conversations.plain import warn_of_plain_text
+from ...inference.conversations.rows import SHARES, LeftOut
 from ...inference.conversations.sources import rows_of
+from ...inference.conversations.templates import ChatTemplate
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
@@ -67,7 +70,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         ids, written[other], _ = answered_in(other)
         refuse_other(other, written[other], shared)
         finished |= ids
-    tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
+    notes = Notes()
+    all_tasks = tasks_of(rows, options, notes)
+    tasks = [task for task in share.part_of(all_tasks) if task.id not in finished]
     if finished:
         of_share = f" for share {options.share}" if options.share else ""
         held = "%s already holds %d conversations; %d are left%s"
@@ -85,6 +90,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
             regenerate_on_server(tasks, options, sink)
         else:
             regenerate_here(tasks, options, sink)
+    notes.report(options.data)
     done = "%s: %d conversations, %d tokens written by the target, %d without an end"
     log.info(done, out, sink.rows, sink.tokens, sink.cut)
 
@@ -122,15 +128,16 @@ class Share:
         return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: Options) -> list[Task]:
+def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> list[Task]:
     """Return the tasks of `rows`, the same in every call with the same rows.
 
-    Raises `UserError` if no row can be used, or at the first malformed one if `bad_rows` is stop.
+    `notes` get what is said once about the source. Raises `UserError` if no row can be used, or at
+    the first malformed one if `bad_rows` is stop.
     """
     tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
-            task = Task.of(name, row, options.chat_template_kwargs)
+            task = Task.of(name, row, options.chat_template_kwargs, notes)
         except RowError as error:
             left_out.add(name, error)
             continue
@@ -168,6 +175,10 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
     )
     plain = sum(task.conversation.messages is None for task in tasks)
+    if plain < len(tasks) and target.tokenizer.chat_template:
+        template = ChatTemplate.of(target.tokenizer, target.name, options.chat_template_kwargs)
+        if why := template.endless(target.eos_ids):
+            raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
     fitting = target.max_positions - 1  # one position is left for the reply
     longest = min(options.max_prompt_tokens or fitting, fitting)

@@ -16,7 +16,7 @@ import msgspec
 from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...inference.conversations.formats import RowError
+from ...inference.conversations.messages import RowError, without_nulls
 from ...inference.keys import OF_SERVER, headers_with_key
 from .options import RegenerateOptions as Options
 from .tasks import Sink, Task
@@ -87,15 +87,14 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
     while True:
         answer = await _post(client, _request(task, options), options)
         choice = answer.choices[0]
-        # Chat templates test `is defined`, which a null key is; the content has to be there.
-        message = {key: value for key, value in choice.message.items() if value is not None}
-        message["content"] = choice.content
+        message = {"role": "assistant", **without_nulls(choice.message), "content": choice.content}
         exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
         task.add_reply(
             answer.prompt_token_ids or [],
             choice.token_ids or [],
             message,
             choice.finish_reason or "length",
+            choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
         )
         if not task.go_on():
             return exact
@@ -129,6 +128,9 @@ class CompletionChoice(msgspec.Struct):
     message: JsonObject
     finish_reason: str | None = None
     token_ids: list[Token] | None = None
+    stop_reason: int | str | None = None
+    """Token or stop string that ended the reply (vLLM); SGLang calls it `matched_stop`."""
+    matched_stop: int | str | None = None
 
     def __post_init__(self) -> None:
         demand(

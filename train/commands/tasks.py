@@ -14,10 +14,16 @@ from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.console import Progress
-from ...inference.conversations.formats import Conversation, RowError, conversation_of
-from ...inference.conversations.rows import prompt_ids
+from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.messages import RowError, plain_message
+from ...inference.conversations.notes import Notes
+from ...inference.conversations.plain import plain_ids
+from ...inference.conversations.rendering import prompt_ids
 from ...inference.targets.target import Target
 from ..documents import WrittenRow
+
+ENDED = ("stop", "tool_calls", "function_call")
+"""Reasons of a server for which a reply ends by itself, with its end token."""
 
 
 @dataclass
@@ -31,15 +37,17 @@ class Task:
     """For each reply after the next one, the messages before it."""
     conversation: Conversation
     """The conversation as it was read."""
+    notes: Notes
+    """What is said once about the source of the rows."""
     events: list[JsonObject] = field(default_factory=list)
     """Token-exact sequences so far: token_ids, response_spans and finish_reasons."""
 
     @classmethod
-    def of(cls, name: str, row: Any, template_kwargs: JsonObject) -> Task:
+    def of(cls, name: str, row: Any, template_kwargs: JsonObject, notes: Notes) -> Task:
         """Return the task of a row, ready for its first reply.
 
-        Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
-        without anything to answer.
+        `notes` get what is said once about the source. Its id is the row's `id`, or else `name`.
+        Raises `RowError` for a malformed row and one without anything to answer.
         """
         conversation = conversation_of(row).with_arguments(template_kwargs)
         messages = conversation.messages
@@ -47,28 +55,41 @@ class Task:
             raise RowError("it has token ids only; regenerate from messages or text")
         if messages is not None and not any(message["role"] == "user" for message in messages):
             raise RowError("there is no user message to answer")
-        task = cls(str(row.get("id", name)), [], deque(questions(messages or [])), conversation)
+        ahead = deque(questions(messages or []))
+        task = cls(str(row.get("id", name)), [], ahead, conversation, notes)
         task.go_on()
         return task
 
     def go_on(self) -> bool:
         """Append the messages before the next reply; return False if none is to be written."""
-        # A reply that was cut short is not what the next message answers.
-        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] != "stop"
-        if cut or not self.ahead:
+        # A reply that was cut is not what the next message answers, and a call wants a result.
+        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] not in ENDED
+        called = bool(self.said) and "tool_calls" in self.said[-1]
+        if cut or called or not self.ahead:
             return False
         self.said += self.ahead.popleft()
         return True
 
     def prompt(self, target: Target) -> list[int]:
         """Return the token ids that the target is given for the next reply. Raises `RowError`."""
-        so_far = replace(self.conversation, messages=self.said or None, token_ids=None)
-        return prompt_ids(so_far, target.tokenizer, target.name)
+        so_far = replace(self.conversation, messages=self.said or None, paths=[])
+        prompt = prompt_ids(so_far, target.tokenizer, target.name, self.notes)
+        text = self.conversation.text
+        if text is not None and len(prompt) < len(plain_ids(target.tokenizer, text)):
+            raise RowError("its text is already rendered, with a reply in it; write it as messages")
+        return prompt
 
     def add_reply(
-        self, prompt: list[int], reply: list[int], message: JsonObject, finish_reason: str
+        self,
+        prompt: list[int],
+        reply: list[int],
+        message: JsonObject,
+        finish_reason: str,
+        stop_reason: int | str | None = None,
     ) -> None:
         """Record a reply to a prompt, as token ids and as a message.
+
+        `stop_reason` is the token or stop string that ended it, where a server names one.
 
         A prompt that begins with the tokens of the last sequence lengthens that one. Any other
         begins a new one: the chat template has rewritten earlier turns.
@@ -80,7 +101,8 @@ class Task:
         last["token_ids"] = prompt + reply
         last["response_spans"].append([len(prompt), len(prompt) + len(reply)])
         last["finish_reasons"].append(finish_reason)
-        self.said.append(message)
+        last |= {} if stop_reason is None else {"stop_reason": stop_reason}
+        self.said.append(plain_message(message, "the reply"))
 
 
 def questions(messages: list[JsonObject]) -> list[list[JsonObject]]:
@@ -135,7 +157,7 @@ class Sink:
             last = number == len(task.events) - 1
             row = {"id": task.id, "part": number, "last_part": last, **event}
             more = {"regenerated": self._provenance, "messages": messages, "text": text}
-            rows.append(row | more)
+            rows.append(row | more | _about(task.conversation))
             self.tokens += sum(end - start for start, end in event["response_spans"])
         self._append(task, rows)
 
@@ -144,7 +166,9 @@ class Sink:
         row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said}
         # Only the last reply may have been cut short: nothing is asked after such a one.
         row["finish_reason"] = task.events[-1]["finish_reasons"][-1]
-        self._append(task, [row | {"regenerated": self._provenance}])
+        if (stop := task.events[-1].get("stop_reason")) is not None:
+            row["stop_reason"] = stop
+        self._append(task, [row | _about(task.conversation) | {"regenerated": self._provenance}])
 
     def _append(self, task: Task, rows: list[JsonObject]) -> None:
         """Bring the lines of a finished conversation to the disk, and count it."""
@@ -154,8 +178,17 @@ class Sink:
         os.fsync(self._file.fileno())
         self.rows += 1
         for event in task.events:
-            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
+            self.cut += sum(reason not in ENDED for reason in event["finish_reasons"])
         self._progress.update()
+
+
+def _about(conversation: Conversation) -> JsonObject:
+    """Return the keys of a row without which training would render another prompt."""
+    about = {
+        "tools": conversation.tools,
+        "chat_template_kwargs": conversation.template_kwargs or None,
+    }
+    return {key: value for key, value in about.items() if value is not None}
 
 
 def answered_in(path: Path) -> tuple[set[str], JsonObject | None, int]:

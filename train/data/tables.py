@@ -33,7 +33,9 @@ from ...heads.files import (
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
 from ...inference.conversations.choice import Group, Units, number_of, prompt_of
-from ...inference.conversations.formats import Conversation, RowError, conversation_of
+from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
@@ -309,7 +311,7 @@ def _read(
     counts as `LOST`.
     """
     name = source.name or source.path
-    left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
+    left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
     tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
     for row_name, raw in Progress(
         rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"
@@ -336,6 +338,7 @@ def _read(
                 target.eos_ids,
                 target.name,
                 data.chat_template_kwargs,
+                notes,
             )
         except RowError as error:
             left_out.add(row_name, error)
@@ -348,6 +351,9 @@ def _read(
         useful = [e for e in fits if _has_label(e)]
         if useful and len(fits) < len(encoded):
             count["overlong turns"] += len(encoded) - len(fits)
+        if not useful and conversation.learns_nothing():
+            count["not learned, as the row says"] += 1
+            continue
         if not useful:
             if fits or not encoded:
                 count["nothing to learn"] += 1
@@ -368,6 +374,7 @@ def _read(
             number_of(prompt_of(conversation)),
             (name, str(raw.get("category") or "")),
         )
+    notes.report(f"data source {name}")
 
 
 def units_of(data: Data) -> Units:

@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to tokens and their loss mask.
+"""From a conversation to tokens and their loss mask.
 
 The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
 taken from the rendering in which it is the last, as the server saw it: what the rendering through
@@ -10,24 +10,20 @@ sequence of its own.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Set
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from ...heads.errors import first_line
 from ...heads.files import JsonObject
-from ...inference.conversations.formats import Conversation, RowError
-from ...inference.conversations.rows import template_of
+from ...inference.conversations.formats import Conversation
+from ...inference.conversations.messages import RowError
+from ...inference.conversations.notes import Notes
+from ...inference.conversations.plain import beginning, plain_ids, reply_starts
+from ...inference.conversations.rendering import Rendering, Turn
+from ...inference.conversations.templates import ChatTemplate
 
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold its reasoning, by the names that servers and templates use."""
-REASONING_BEGINS, REASONING_ENDS = "<think>", "</think>"  # in the content of a message
-
-
-Span = tuple[int, int, str]
-"""Start and end of a turn in a rendered text, in characters, and the content of its message."""
+RENDERED = "the text is already rendered by a chat template: of it the replies are learned"
 
 
 @dataclass
@@ -39,232 +35,179 @@ class Encoded:
     """True where the target wrote."""
 
 
+@dataclass
+class Sequence:
+    """A rendered text with the turns in it that are learned."""
+
+    text: str
+    turns: list[Turn] = field(default_factory=list)
+
+
 def encode(
     conversation: Conversation,
     tokenizer: Any,
     eos_ids: frozenset[int],
     target_name: str,
     template_kwargs: JsonObject,
+    notes: Notes | None = None,
 ) -> list[Encoded]:
     """Return the conversation as one or more sequences; none if there is no reply.
 
     `template_kwargs` are arguments of the chat template for all rows; those of the conversation
-    win. Raises `RowError` for a row that the template cannot render, `UserError` for a target
-    without a template.
+    win. `notes` get what is said once about a source. Raises `RowError` for a row that the template
+    cannot render or of which it leaves out a text, `UserError` for a target without a template.
     """
+    notes = notes or Notes()
+    notes.not_read(conversation.unread)
     if (token_ids := conversation.token_ids) is not None:
         mask = [False] * len(token_ids)
         for start, end in conversation.response_spans:
             mask[start:end] = [True] * (end - start)
         return [Encoded(token_ids, mask)]
     if conversation.messages is None:
-        return [_plain_text(conversation, tokenizer)]
-    template_of(tokenizer, target_name)
-    given = conversation.with_arguments(template_kwargs).template_kwargs
-    kwargs = {**given, "tools": conversation.tools}
-    try:
-        rendering = _Rendering(conversation.messages, tokenizer, kwargs)
-        return _by_turns(rendering, eos_ids, conversation.cut)
-    except RowError:
-        raise
-    # A template is a program of somebody else's and may raise anything.
-    except Exception as error:
-        raise RowError(f"the chat template cannot render it: {first_line(error)}") from error
-
-
-def has_marks(tokenizer: Any) -> bool:
-    """Return whether the tokenizer's chat template marks what the assistant wrote."""
-    # A tokenizer may have several templates by name, which are a table.
-    return isinstance(tokenizer.chat_template, str) and bool(MARKS.search(tokenizer.chat_template))
-
-
-def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
-    """Return a plain text, all of which is learned, or a prompt with its completion, which is.
-
-    Both end with the end token, if the tokenizer has one and the text was not cut short.
-    """
-    ids = list(tokenizer(conversation.text)["input_ids"])
-    ended = tokenizer.eos_token_id is not None and not conversation.cut
-    end = [tokenizer.eos_token_id] if ended else []
-    if conversation.completion is None:
-        return Encoded(ids + end, [True] * len(ids + end))
-    # Without special tokens: a beginning token comes before the prompt, if there is one.
-    tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], *end]
-    return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
-
-
-@dataclass
-class _Rendering:
-    """Messages with the chat template that renders them."""
-
-    messages: list[JsonObject]
-    tokenizer: Any
-    kwargs: JsonObject
-    """Arguments of the chat template."""
-
-    def text(self, count: int, for_reply: bool) -> str:
-        """Return the first `count` messages as text, with the generation prompt if `for_reply`."""
-        return self.tokenizer.apply_chat_template(
-            self.messages[:count], tokenize=False, add_generation_prompt=for_reply, **self.kwargs
-        )
-
-    def marked_start(self, turn: int, prompt: str, full: str) -> int | None:
-        """Return where in `full` a turn begins by the template's marks; None if they do not tell.
-
-        `turn` is the index of its message, `full` the text through it, `prompt` the text up to it
-        with the generation prompt. What both have of the assistant's header is no part of the turn,
-        even where it is marked.
-        """
-        before = self.text(turn, False)
-        # Marks of rewritten messages could be taken for those of the turn.
-        if not full.startswith(before):
-            return None
-        rendered = self.tokenizer.apply_chat_template(
-            self.messages[: turn + 1],
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-            **self.kwargs,
-        )
-        mask, offsets = rendered["assistant_masks"], rendered["offset_mapping"]
-        marked = [first for on, (first, _) in zip(mask, offsets, strict=True) if on]
-        start = next((first for first in marked if first >= len(before)), None)
-        if start is None:
-            return None
-        header = self._shared(prompt.removeprefix(before), full[len(before) :])
-        return max(start, len(before) + header)
-
-    def _shared(self, header: str, turn: str) -> int:
-        """Return how many characters of the assistant's header `turn` begins with."""
-        shared = header[: _common(header, turn)]
-        if shared == header:
-            return len(header)
-        # Of a header that goes on otherwise (it opens the reasoning, for example), whole parts: a
-        # reply may begin with the same sign as the rest of it.
-        parts = "|".join(re.escape(part) for part in ("\n", *self.tokenizer.all_special_tokens))
-        return max((found.end() for found in re.finditer(parts, shared)), default=0)
-
-
-def _common(one: str, other: str) -> int:
-    """Return how many characters two texts have in common from their beginning on."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _by_turns(rendering: _Rendering, eos_ids: frozenset[int], cut: bool) -> list[Encoded]:
-    """Return the sequences of a conversation, found by rendering it turn by turn.
-
-    `cut`: the last reply has no end. Raises `RowError` for a turn of which neither prefixes nor
-    marks tell where it begins, and for one without its reasoning.
-    """
-    sequences: list[tuple[str, list[Span]]] = []
-    marked = has_marks(rendering.tokenizer)
-    for i, message in enumerate(rendering.messages):
-        # A greeting that is before everything answers no prompt.
-        if message["role"] != "assistant" or i == 0:
+        return [_plain_text(conversation, tokenizer, eos_ids, notes)]
+    given = conversation.with_arguments(template_kwargs)
+    if given.end_token is not None and given.end_token not in eos_ids:
+        given.cut = True  # it ended with a stop token of the client's
+    rendering = Rendering(given, tokenizer, target_name, notes)
+    sequences: list[Sequence] = []
+    for turn in rendering.turns():
+        if turn.index in conversation.not_learned:
             continue
-        prompt, full = rendering.text(i, True), rendering.text(i + 1, False)
-        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
-        start = len(prompt) if full.startswith(prompt) else None
-        if start is None and marked:
-            start = rendering.marked_start(i, prompt, full)
-        written = full[_common(prompt, full) if start is None else start :]
-        if any(part not in _words(written) for part in _reasoning_of(message)):
-            raise RowError(
-                "the chat template leaves out the reasoning of a reply, which would be learned as "
-                "if the target wrote it without; rows of draftsmith data regenerate are exact"
-            )
-        if start is None:
-            raise RowError("the chat template does not continue its own generation prompt")
-        span = (start, len(full), _content_of(message))
-        if sequences and start >= len(sequences[-1][0]) and full.startswith(sequences[-1][0]):
-            # Its spans stay where they are.
-            sequences[-1] = (full, [*sequences[-1][1], span])
-        else:
-            sequences.append((full, [span]))
-    encoded = []
-    for number, (text, spans) in enumerate(sequences, 1):
-        last_cut = cut and number == len(sequences)
-        encoded.append(_mask_spans(text, spans, rendering.tokenizer, eos_ids, last_cut))
+        last = sequences[-1] if sequences else None
+        # The spans of a text that goes on stay where they are.
+        if last is None or turn.start < len(last.text) or not turn.text.startswith(last.text):
+            if last is not None:
+                rendering.note_rewritten()
+            sequences.append(last := Sequence(""))
+        last.text = turn.text
+        last.turns.append(turn)
+    special = rendering.template.special_ids
+    encoded = [_masked(sequence, tokenizer, eos_ids, special) for sequence in sequences]
+    last = len(conversation.messages) - 1
+    if sequences and conversation.end_token in eos_ids and sequences[-1].turns[-1].index == last:
+        assert conversation.end_token is not None
+        encoded[-1] = _end_with(conversation.end_token, encoded[-1], eos_ids)
     return encoded
 
 
-def _reasoning_of(message: JsonObject) -> list[str]:
-    """Return the words of a message's reasoning, in a key of its own or first in its content."""
-    parts = [message.get(key) for key in REASONING_KEYS]
-    head, ends, _ = _content_of(message).partition(REASONING_ENDS)
-    # Whoever prompts with the first mark gets replies that have only the second.
-    if ends and (REASONING_BEGINS not in head or head.lstrip().startswith(REASONING_BEGINS)):
-        parts.append(head.split(REASONING_BEGINS)[-1])
-    return [_words(part) for part in parts if isinstance(part, str)]
+def _plain_text(
+    conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: Notes
+) -> Encoded:
+    """Return a plain text, all of which is learned, or a prompt with its completion, which is.
+
+    Both end with the end token, if the tokenizer has one and the text was not cut short. Of a text
+    that a chat template has rendered, the replies are learned, up to their end tokens.
+    """
+    ids = plain_ids(tokenizer, conversation.text or "")
+    learned = not conversation.learns_nothing()
+    starts = reply_starts(tokenizer, ids) if conversation.completion is None else []
+    if starts:
+        notes.remark(RENDERED)
+        return Encoded(ids, [on and learned for on in _in_replies(ids, starts, tokenizer, eos_ids)])
+    # Without special tokens: a beginning token comes before the prompt, if there is one.
+    tail = []
+    if conversation.completion is not None:
+        tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"]]
+    ended = tokenizer.eos_token_id is not None and not conversation.cut
+    if ended and (ids + tail)[-1:] != [tokenizer.eos_token_id]:
+        tail.append(tokenizer.eos_token_id)
+    begin = len(beginning(tokenizer))
+    whole = conversation.completion is None and learned
+    mask = [whole and place >= begin for place in range(len(ids))]
+    return Encoded(ids + tail, mask + [learned] * len(tail))
 
 
-def _words(text: str) -> str:
-    """Return a text with single spaces for all white space, which templates may change."""
-    return " ".join(text.split())
+def _in_replies(
+    ids: list[int], starts: list[int], tokenizer: Any, eos_ids: frozenset[int]
+) -> list[bool]:
+    """Return a mask that is true from each of `starts` to the end token of its reply."""
+    ends = eos_ids | {*ChatTemplate.of(tokenizer, "", {}).end_ids}
+    mask = [False] * len(ids)
+    for start in starts:
+        place = start
+        while place < len(ids):
+            mask[place] = True
+            if ids[place] in ends:
+                break
+            place += 1
+    return mask
 
 
-def _content_of(message: JsonObject) -> str:
-    """Return the content of a message as text; the empty text where it is none."""
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _mask_spans(
-    text: str, spans: list[Span], tokenizer: Any, eos_ids: frozenset[int], cut: bool
+def _masked(
+    sequence: Sequence, tokenizer: Any, eos_ids: frozenset[int], special: frozenset[int]
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true where the target wrote.
 
-    `cut`: the last of the turns `spans` has no end.
+    `special` are tokens that may end a turn although they do not end generation.
     """
-    # The template has written all special tokens into the text already.
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
-    special = set(tokenizer.all_special_ids) | eos_ids
+    ids, offsets = _tokens(sequence, tokenizer)
+    starts = [start for start, _ in offsets]
     mask = [False] * len(ids)
-    for number, (start, end, content) in enumerate(spans, 1):
-        # A token without characters (first == past) belongs to no span.
-        inside = [i for i, (first, past) in enumerate(offsets) if start <= first < min(end, past)]
-        tokens = [(ids[i], text[slice(*offsets[i])]) for i in inside]
-        last_cut = cut and number == len(spans)
-        written = _written(tokens, content.strip(), eos_ids, special, last_cut)
-        for i in inside[:written]:
-            mask[i] = True
+    for turn in sequence.turns:
+        first, past = bisect_left(starts, turn.start), bisect_left(starts, len(turn.text))
+        said = bisect_left(starts, turn.said)
+        closing, ended = _closing(ids[said:past], eos_ids, special)
+        if closing is None:
+            rest = [sequence.text[slice(*offsets[i])] for i in range(said, past)]
+            closing = max((i + 1 for i, text in enumerate(rest) if text.strip()), default=0)
+        # Where a template writes no end, the next turn's first token may be the one that ended it.
+        if not ended and not turn.cut and said + closing == past < len(ids):
+            closing += ids[past] in eos_ids
+        for i in range(first, said + closing):
+            # A token without characters belongs to no turn.
+            mask[i] = offsets[i][0] < offsets[i][1]
     return Encoded(ids, mask)
 
 
-def _written(
-    tokens: list[tuple[int, str]],
-    content: str,
-    eos_ids: frozenset[int],
-    special: set[int],
-    cut: bool,
-) -> int:
-    """Return how many of a turn's tokens (id and text) the target wrote, from the first on.
+def _closing(
+    rest: list[int], eos_ids: frozenset[int], special: frozenset[int]
+) -> tuple[int | None, bool]:
+    """Return how many of the tokens after a reply's last text the target wrote, and if it ended.
 
-    Up to its end token, without it if the turn was `cut` short. Templates may add a line break
-    after the end token, or the end token of texts; the target does not write those. An end token
-    with more of the message's `content` after it is part of the reply.
+    They are those up to its end token. Templates may add a line break after it, or the end token of
+    texts; the target does not write those. None without an end token.
     """
+    for i, token in enumerate(rest):
+        if token in eos_ids:
+            return i + 1, True
     # The end token of a turn need not be one that ends generation.
-    for ends in (eos_ids, special):
-        end = max((i for i, (token, _) in enumerate(tokens) if token in ends), default=None)
-        rest = "" if end is None else "".join(text for _, text in tokens[end + 1 :]).strip()
-        if end is None or (rest and content.endswith(rest)):
-            continue
-        # Of several at the end, the first.
-        while ends is eos_ids and (before := _end_before(tokens, end, ends)) is not None:
-            end = before
-        return end if cut else end + 1
-    body = len(tokens)
-    while cut and body and not tokens[body - 1][1].strip():
-        body -= 1  # a line break of the template's
-    return body
+    for i, token in reversed([*enumerate(rest)]):
+        if token in special:
+            return i + 1, True
+    return None, False
 
 
-def _end_before(tokens: list[tuple[int, str]], end: int, ends: Set[int]) -> int | None:
-    """Return the end token before that at `end`, if there is only white space between them."""
-    place = end - 1
-    while place >= 0 and tokens[place][0] not in ends and not tokens[place][1].strip():
-        place -= 1
-    return place if place >= 0 and tokens[place][0] in ends else None
+def _end_with(token: int, encoded: Encoded, eos_ids: frozenset[int]) -> Encoded:
+    """Return a sequence whose last reply ends with the end token that a server named."""
+    written = max(i for i, on in enumerate(encoded.mask) if on)
+    if encoded.token_ids[written] in eos_ids:
+        written -= 1
+    ids, mask = encoded.token_ids[: written + 1], encoded.mask[: written + 1]
+    return Encoded([*ids, token], [*mask, True])
+
+
+def _tokens(sequence: Sequence, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a rendered text, with the characters that each has.
+
+    Of a tokenizer without offsets, the pieces between the borders of turns are tokenised, and each
+    token has the characters of its piece. Raises `RowError` where a token crosses a border.
+    """
+    # The template has written all special tokens into the text already.
+    text = sequence.text
+    if tokenizer.is_fast:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoding["input_ids"]), encoding["offset_mapping"]
+    borders = {border for t in sequence.turns for border in (t.start, t.said, len(t.text))}
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    for start, end in pairwise(sorted({0, len(text), *borders})):
+        piece = list(tokenizer(text[start:end], add_special_tokens=False)["input_ids"])
+        ids += piece
+        offsets += [(start, end)] * len(piece)
+    if ids != list(tokenizer(text, add_special_tokens=False)["input_ids"]):
+        raise RowError(
+            "the target's tokenizer gives no character offsets, and a token crosses the border of "
+            "a turn; rows of draftsmith data regenerate are exact"
+        )
+    return ids, offsets

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
-from ...inference.conversations.formats import RowError, conversation_of
+from ...inference.conversations.formats import conversation_of
+from ...inference.conversations.messages import RowError
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target_files import read_tokenizer
 from ..config import RunConfig, Source

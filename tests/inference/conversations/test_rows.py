@@ -55,12 +55,16 @@ def test_a_byte_order_mark_and_whole_surrogate_pairs_are_text(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("ids", "spans", "says"),
     [
-        ([1, 2, True], [[0, 1]], r"token_ids\[2\]: Expected int, got bool"),
-        ([1, -2], [[0, 1]], r"token_ids\[1\]: Expected int >= 0"),
+        ([1, 2, True], [[0, 1]], r"token_ids\[2\] must be a whole number, not true or false"),
+        ([1, -2], [[0, 1]], r"token_ids\[1\] must be a whole number >= 0"),
         ([1, 2, 3, 4], [[0, 2], [1, 3]], "overlap"),
         ([1, 2, 3, 4], [[2, 4], [0, 3]], "overlap"),
         ([1, 2], [[1, 3]], "lies outside"),
-        ([1, 2], [[0, True]], r"response_spans\[0\]\[1\]: Expected int, got bool"),
+        (
+            [1, 2],
+            [[0, True]],
+            r"response_spans\[0\]\[1\] must be a whole number, not true or false",
+        ),
     ],
 )
 def test_token_exact_rows_are_checked(ids: list[int], spans: list[list[int]], says: str) -> None:
@@ -89,16 +93,22 @@ JSON = st.recursive(
             {"messages": [{"role": "user"}]},
             r"messages\[0\]: a message of role user has no content or tool calls",
         ),
-        ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\].role: Expected str, got int"),
-        ({"messages": SAID, "tools": "[]"}, "tools: Expected array"),
-        ({"messages": SAID, "chat_template_kwargs": [1]}, "chat_template_kwargs: Expected object"),
+        (
+            {"messages": [{"role": 3, "content": "x"}]},
+            r"messages\[0\].role must be a text, not a number",
+        ),
+        ({"messages": SAID, "tools": "x"}, "tools is a text that is not JSON"),
+        (
+            {"messages": SAID, "chat_template_kwargs": [1]},
+            "chat_template_kwargs must be an object, not a list",
+        ),
         (
             {"request": {"messages": SAID, "chat_template_kwargs": [1]}},
-            "request.chat_template_kwargs: Expected object",
+            "request.chat_template_kwargs must be an object, not a list",
         ),
         (
             {"request": {"messages": SAID}, "response": {"choices": 3}},
-            "response.choices: Expected array",
+            "response.choices must be a list, not a number",
         ),
         (
             {"request": {"messages": SAID}, "response": {"body": {}}},
@@ -106,15 +116,15 @@ JSON = st.recursive(
         ),
         (
             {"conversations": [{"from": "x", "value": "y"}]},
-            r"conversations\[0\].from: Invalid enum value 'x'",
+            r"conversations\[0\].from is 'x', which is none of human, .* rename it",
         ),
         ({"prompt": ["a", *SAID]}, "prompt mixes texts and messages"),
         ({"prompt": "a", "completion": SAID}, "the reply to a text is a text"),
-        ({"turns": ["a", 3]}, r"turns\[1\]: Expected str, got int"),
-        ({"text": 3}, "text: Expected str, got int"),
+        ({"turns": ["a", 3]}, r"turns\[1\] must be a text, not a number"),
+        ({"text": 3}, "text must be a text, not a number"),
         (
             {"token_ids": [1], "response_spans": [[0, 1]], "regenerated": [1]},
-            "regenerated: Expected object",
+            "regenerated must be an object, not a list",
         ),
     ],
 )

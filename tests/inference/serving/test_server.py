@@ -213,10 +213,15 @@ REFUSED = [
     ({"response_format": {"type": "x"}}, "is not supported", "response_format", UNSUPPORTED),
     ({"messages": None}, "has to be a field `messages`", "messages", "missing_required_parameter"),
     ({"messages": []}, "$.messages", "messages", VALUE),
-    ({"messages": [{"role": "user"}]}, "of a message of role user is no text", "messages", VALUE),
+    (
+        {"messages": [{"role": "user"}]},
+        "messages[0]: a message of role user has no content",
+        "messages",
+        VALUE,
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "no text",
+        "messages[0].content[0] is of type image_url; only texts are read",
         "messages",
         VALUE,
     ),
@@ -333,7 +338,7 @@ def test_what_is_no_request_is_refused(server: Running) -> None:
 
 
 def test_what_clients_send_besides_is_taken(server: Running, client: openai.OpenAI) -> None:
-    """Keys that are null, parts of messages, other roles, a tool call in the history."""
+    """Keys that are null, parts of messages, other roles, an empty list of calls."""
     nulls = dict.fromkeys(("n", "stop", "seed", "stream", "ignore_eos", "functions", "top_p"))
     history = [
         {"role": "developer", "content": "Be short.", "name": None},
@@ -341,7 +346,7 @@ def test_what_clients_send_besides_is_taken(server: Running, client: openai.Open
             "role": "user",
             "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "f"}],
         },
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": "pass", "tool_calls": []},
         {"role": "user", "content": "def f():", "tool_calls": None},
     ]
     body = chat("") | nulls | {"messages": history, "stream_options": {"include_usage": None}}

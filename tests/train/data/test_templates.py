@@ -179,7 +179,7 @@ def test_tokens_are_those_of_the_whole_rendering_cut_at_no_turn(name: str) -> No
 
 def test_qwen3_thinking_splits_turns_that_the_template_rewrites() -> None:
     """With thinking, the last reply is rendered with its thoughts and an earlier one without: two
-    sequences."""
+    sequences. The empty thoughts before the second are the template's, and are not learned."""
     thinking = [
         TURNS[0],
         ("assistant", "<think>\nthe the\n</think>\n\nI am fine"),
@@ -188,7 +188,7 @@ def test_qwen3_thinking_splits_turns_that_the_template_rewrites() -> None:
     ]
     first, second = encoded("qwen3", thinking)
     assert learned("qwen3", first) == ["<think>\nthe the\n</think>\n\nI am fine<|im_end|>"]
-    assert learned("qwen3", second) == ["<think>\n\n</think>\n\nthank you, the the<|im_end|>"]
+    assert learned("qwen3", second) == ["thank you, the the<|im_end|>"]
     assert "the the\n</think>\n\nI am" not in TOKENIZERS["qwen3"].decode(second.token_ids)
 
 
@@ -322,8 +322,8 @@ SIGNED = (
 @pytest.mark.parametrize(
     ("template", "reply", "written"),
     [
-        (ENDLESS, "I am <p> fine", "I am <p> fine\n"),
-        (ENDLESS, "I am <e> fine", "I am <e> fine\n"),
+        (ENDLESS, "I am <p> fine", "I am <p> fine"),
+        (ENDLESS, "I am <e> fine", "I am <e> fine"),
         (ENDLESS, "I am fine <e>", "I am fine <e>"),
         (MARKED_TEMPLATE, "I am <e> fine", "I am <e> fine<e>"),
         (MARKED_TEMPLATE, "I am <p> fine", "I am <p> fine<e>"),

@@ -19,8 +19,9 @@ from ....heads.layout import place
 from ....heads.mtp import MtpDrafter
 from ....inference.console import Console, Progress
 from ....inference.conversations.formats import Conversation
+from ....inference.conversations.plain import plain_ids
 from ....inference.conversations.prompts import read_prompts
-from ....inference.conversations.rows import prompt_ids
+from ....inference.conversations.rendering import prompt_ids
 from ....inference.decode import generate
 from ....inference.evaluation.intervals import tau_interval
 from ....inference.evaluation.results import FEWEST
@@ -156,7 +157,7 @@ def prompts_of(options: Options, target: Target) -> list[list[int]]:
         return [prompt.token_ids for prompt in found]
     texts = PROMPTS[: options.limit]
     if not target.tokenizer.chat_template:
-        return [target.tokenizer.encode(text) for text in texts]
+        return [plain_ids(target.tokenizer, text) for text in texts]
     conversations = [Conversation(messages=[{"role": "user", "content": text}]) for text in texts]
     return [prompt_ids(each, target.tokenizer, target.name) for each in conversations]
 

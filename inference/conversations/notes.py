@@ -1,0 +1,34 @@
+"""What is said once about a source of rows, however many of its rows it is about."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+
+class Notes:
+    """Keys that are not read, and remarks, each of which is reported once for a source."""
+
+    def __init__(self) -> None:
+        self._unread: dict[str, None] = {}
+        self._remarks: dict[str, int] = {}
+
+    def not_read(self, names: Iterable[str]) -> None:
+        """Note the names of keys that nothing reads."""
+        self._unread.update(dict.fromkeys(sorted(names)))
+
+    def remark(self, remark: str) -> None:
+        """Note a remark about one more row."""
+        self._remarks[remark] = self._remarks.get(remark, 0) + 1
+
+    def lines(self) -> list[str]:
+        """Return the notes as sentences, with the number of rows that each remark is about."""
+        lines = [f"not read: {', '.join(self._unread)}"] if self._unread else []
+        return lines + [f"{remark} ({count} rows)" for remark, count in self._remarks.items()]
+
+    def report(self, source: str) -> None:
+        """Log the notes about a source."""
+        for line in self.lines():
+            log.warning("%s: %s", source, line)

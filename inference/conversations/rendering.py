@@ -1,0 +1,326 @@
+"""Conversations as the target's chat template renders them, checked against what their rows say.
+
+Training, `data regenerate`, evaluation, the server and Python all go through `Rendering`, so that
+what one of them refuses all of them refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...heads.files import JsonObject
+from .formats import Conversation
+from .messages import IGNORED, REASONING_KEYS, RowError, reasoning_of
+from .notes import Notes
+from .plain import prompt_of_text
+from .said import (
+    REASONING_BEGINS,
+    REASONING_ENDS,
+    Passage,
+    missing,
+    said_by,
+    said_by_tools,
+    split_reasoning,
+)
+from .templates import ChatTemplate
+
+READ = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *IGNORED}
+"""Keys of a message that need not be looked for, besides its texts."""
+REWRITTEN = "the chat template leaves out the reasoning of earlier turns, as in decoding"
+
+
+@dataclass
+class Turn:
+    """A reply in the rendering of the conversation that ends with it."""
+
+    index: int
+    """Index of its message."""
+    full: str
+    """The conversation up to the end of the turn."""
+    text: str
+    """The same; of a reply that was cut, up to where it was."""
+    start: int
+    """Beginning of what the target wrote, in characters."""
+    said: int
+    """End of the last text of the message."""
+    cut: bool
+
+
+class Rendering:
+    """A conversation of messages with the chat template that renders it."""
+
+    def __init__(
+        self, conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+    ) -> None:
+        """`name` is the target's name in messages; `notes` get what is said once about a source.
+
+        Raises `UserError` for a target without a chat template, and `RowError`.
+        """
+        assert conversation.messages is not None
+        self._conversation, self._tokenizer = conversation, tokenizer
+        self._notes = notes or Notes()
+        self.template = ChatTemplate.of(tokenizer, name, conversation.template_kwargs)
+        self._messages = self.template.prepared(conversation.messages)
+        self._names = [conversation.path(index) for index in range(len(self._messages))]
+
+    def prompt(self) -> str:
+        """Return what is before the last reply as text, with the generation prompt.
+
+        Raises `RowError` for a conversation that the template cannot render, or of which it leaves
+        out or changes a text.
+        """
+        count = len(self._messages)
+        while count and self._messages[count - 1]["role"] == "assistant":
+            count -= 1
+        if not count:
+            raise RowError("there is no message before the assistant's")
+        text = self._text(count, True)
+        if not self._holds(text, count):
+            # A template may move a text (the system prompt to the last question, for example), so
+            # that each has to be found where its message is the last.
+            self._cut_to(count)
+            for _ in self.turns():
+                pass
+        return text
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the turns of the assistant that answer something; errors as of `prompt`.
+
+        Messages after the last of them are checked too.
+        """
+        before, asked = "", 0
+        for index, message in enumerate(self._messages):
+            # A greeting that is before everything answers no prompt.
+            if message["role"] != "assistant" or index == 0:
+                continue
+            prompt = self._text(index, True)
+            self._check_asked(asked, index, before, prompt)
+            turn = self._turn(index, prompt)
+            yield turn
+            before, asked = turn.full, index + 1
+        if asked < len(self._messages):
+            self._check_asked(asked, len(self._messages), before, self._text(None, True))
+
+    def _text(self, count: int | None, for_reply: bool) -> str:
+        """Return the first `count` messages as text. Raises `RowError`."""
+        messages, tools = self._messages[:count], self._conversation.tools
+        try:
+            return self.template.text(messages, tools, for_reply)
+        # A template is a program of somebody else's and may raise anything.
+        except Exception as error:
+            raise self.template.refusal(
+                messages, tools, for_reply, self._names[:count], error
+            ) from error
+
+    def _cut_to(self, count: int) -> None:
+        self._messages, self._names = self._messages[:count], self._names[:count]
+
+    def _said(self, index: int) -> list[Any]:
+        """Return the texts of a message: its own, and calls in the form that the template takes."""
+        assert self._conversation.messages is not None
+        message = self._conversation.messages[index]
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": self._messages[index]["tool_calls"]}
+        return said_by(message, *self._names[index])
+
+    def _holds(self, text: str, count: int) -> bool:
+        """Return whether a prompt holds the texts of its messages and tools, each once and in
+        order, apart from reasoning."""
+        passage = Passage(text, 0)
+        for index in range(count):
+            for group in self._said(index):
+                if not group.reasoning and passage.place(group) is not None:
+                    return False
+            self._note_unread(index, text)
+        return passage.place(said_by_tools(self._conversation.tools)) is None
+
+    def _check_tools(self, passage: Passage) -> None:
+        """Raise `RowError` unless the first prompt has the names and descriptions of the tools.
+
+        Names alone that the row's calls have are noted: the calls are what is learned.
+        """
+        tools = self._conversation.tools
+        if (said := passage.place(said_by_tools(tools))) is None:
+            return
+        called = {
+            call["function"]["name"]
+            for message in self._conversation.messages or ()
+            for call in message.get("tool_calls") or ()
+        }
+        named = {tool["function"]["name"] for tool in tools or ()}
+        if not named <= called or any(tool["function"].get("description") for tool in tools or ()):
+            raise missing(said)
+        self._notes.remark("tools: the chat template leaves them out; calls name them")
+
+    def _check_asked(self, first: int, past: int, before: str, prompt: str) -> None:
+        """Raise `RowError` unless `prompt` holds the messages from `first` to `past`.
+
+        `before` is the rendering of the messages before them.
+        """
+        passage = Passage(prompt, common(before, prompt))
+        for index in range(first, past):
+            for group in self._said(index):
+                if (said := passage.place(group)) is not None:
+                    raise missing(said)
+            self._note_unread(index, prompt)
+        if first == 0:
+            passage.start = 0
+            self._check_tools(passage)
+
+    def _turn(self, index: int, prompt: str) -> Turn:
+        """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
+        message = self._messages[index]
+        last = index == len(self._messages) - 1
+        unfinished = last and _ends_in_reasoning(message)
+        cut = unfinished or (last and self._conversation.cut)
+        content = message.get("content") or ""
+        if unfinished and isinstance(content, str) and content:
+            # As the server saw it: a template would put a block without reasoning before it.
+            opened = prompt.rstrip().endswith(REASONING_BEGINS)
+            content = content.lstrip().removeprefix(REASONING_BEGINS) if opened else content
+            full, start = prompt + content.lstrip("\n" if opened else ""), len(prompt)
+        else:
+            full = self._text(index + 1, False)
+            # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
+            start = len(prompt) if full.startswith(prompt) else None
+            if start is None and self.template.marked:
+                start = self._marked_start(index, prompt, full)
+        passage = Passage(full, common(prompt, full) if start is None else start)
+        groups = self._said(index)
+        if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
+            passage.start = after_block(full, passage.start, self.template.empty_reasoning)
+        for group in groups:
+            if (said := passage.place(group)) is None:
+                continue
+            if group.reasoning:
+                raise RowError(
+                    f"{self._names[index][0]}: the chat template leaves out the reasoning of a "
+                    "reply, which would be learned as if the target wrote it without; rows of "
+                    "draftsmith data regenerate are exact"
+                )
+            raise missing(said)
+        if start is None:
+            raise RowError(
+                f"{self._names[index][0]}: the chat template does not continue its own generation "
+                "prompt; if that opens the reasoning, give the reply's in reasoning_content, or "
+                "turn it off with chat_template_kwargs"
+            )
+        self._note_unread(index, full)
+        end = passage.end
+        return Turn(index, full, full[:end] if cut else full, passage.start, end, cut)
+
+    def _marked_start(self, index: int, prompt: str, full: str) -> int | None:
+        """Return where in `full` a turn begins by the template's marks; None if they do not tell.
+
+        `index` is that of its message, `full` the text through it, `prompt` the text up to it with
+        the generation prompt. What both have of the assistant's header is not part of the turn,
+        even where it is marked.
+        """
+        before = self._text(index, False)
+        # Marks of rewritten messages could be taken for those of the turn.
+        if not full.startswith(before) or not self._tokenizer.is_fast:
+            return None
+        messages = self._messages[: index + 1]
+        marked = self.template.marked_spans(messages, self._conversation.tools)
+        start = next((first for first in marked if first >= len(before)), None)
+        if start is None:
+            return None
+        header = self._shared(prompt.removeprefix(before), full[len(before) :])
+        return max(start, len(before) + header)
+
+    def _shared(self, header: str, turn: str) -> int:
+        """Return how many characters of the assistant's header `turn` begins with."""
+        shared = header[: common(header, turn)]
+        if shared == header:
+            return len(header)
+        # Of a header that goes on otherwise (it opens the reasoning, for example), whole parts: a
+        # reply may begin with the same sign as the rest of it.
+        parts = "|".join(re.escape(part) for part in ("\n", *self._tokenizer.all_special_tokens))
+        return max((found.end() for found in re.finditer(parts, shared)), default=0)
+
+    def _note_unread(self, index: int, text: str) -> None:
+        """Note the keys of a message that the template does not read, by its rendering `text`."""
+        message = self._messages[index]
+        for key in message.keys() - READ:
+            value = message[key]
+            if value not in text if isinstance(value, str) else not self.template.reads(key):
+                self._notes.not_read([f"{key} of messages of the {message['role']}"])
+
+    def note_rewritten(self) -> None:
+        """Note that the template leaves out reasoning of earlier turns, if these have some."""
+        if any(reasoning_of(message)[0] or _split(message) for message in self._messages[:-1]):
+            self._notes.remark(REWRITTEN)
+
+
+def prompt_ids(
+    conversation: Conversation, tokenizer: Any, name: str, notes: Notes | None = None
+) -> list[int]:
+    """Return the token ids of the prompt of a conversation: everything before its last reply.
+
+    Messages are rendered by the chat template, up to the beginning of a reply; exact tokens are
+    taken up to the first span that the target wrote. `name` is the target's name in messages;
+    `notes` get what is said once about a source. Raises `UserError` if messages meet a target
+    without a chat template, and `RowError`.
+    """
+    if notes is not None:
+        notes.not_read(conversation.unread)
+    if conversation.token_ids is not None:
+        first = min(
+            (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)
+        )
+        return conversation.token_ids[:first]
+    if conversation.messages is None:
+        return prompt_of_text(conversation.text or "", tokenizer)
+    text = Rendering(conversation, tokenizer, name, notes).prompt()
+    # The template has written all special tokens into the text already.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common from their beginning on."""
+    if other.startswith(one):
+        return len(one)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def after_block(text: str, start: int, block: str) -> int:
+    """Return where `text` goes on after a `block` and the white space around it.
+
+    `block` is without white space. Returns `start` if the block is not there.
+    """
+    place, rest = start, block
+    while rest and place < len(text):
+        if text[place].isspace():
+            place += 1
+        elif text[place] == rest[0]:
+            place, rest = place + 1, rest[1:]
+        else:
+            return start
+    if rest or not block:
+        return start
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place
+
+
+def _ends_in_reasoning(message: JsonObject) -> bool:
+    """Return whether a reply has reasoning and nothing after it."""
+    content = message.get("content") or ""
+    if message.get("tool_calls") or not isinstance(content, str):
+        return False
+    if REASONING_ENDS in content:
+        return False
+    thought, rest = split_reasoning(content)
+    return not rest.strip() and bool(thought.strip() or reasoning_of(message)[0])
+
+
+def _split(message: JsonObject) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(split_reasoning(content)[0].strip())

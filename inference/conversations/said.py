@@ -1,0 +1,214 @@
+"""What a row says, compared with what the chat template made of it.
+
+A template is a program: it may leave out a message of a role that it does not know, a call, or the
+tools, and raises nothing. So each text of a row is looked for in the rendering, once and in order,
+with white space and the template's own escaping aside. A row of which one is missing is refused by
+the name of its field.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...heads.files import JsonObject
+from .messages import RowError, reasoning_of
+
+SHOWN = 40  # characters of a text in a message
+SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
+"""Switches in a text that templates obey and remove (SmolLM3, Qwen3)."""
+REASONING_BEGINS, REASONING_ENDS = "<think>", "</think>"  # in the content of a message
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A text that a row says."""
+
+    field: str
+    """Its name in the row, such as messages[0].content."""
+    text: str
+    scalar: bool = False
+    """True for a number or a truth value, which stands alone in the rendering."""
+    exact: bool = False
+    """True for a text that has to be there as it is, such as arguments that are kept as a text."""
+
+
+@dataclass
+class Group:
+    """Texts that are looked for in order; those of one list inside it in any order."""
+
+    texts: list[Said | list[Said]] = field(default_factory=list)
+    reasoning: bool = False
+
+
+@dataclass
+class Passage:
+    """Part of a rendered text, from `start` on, in which each text of a row has a place."""
+
+    text: str
+    start: int
+    taken: list[Span] = field(default_factory=list)
+
+    def place(self, group: Group) -> Said | None:
+        """Find the texts of a group, after what was found before if they are there.
+
+        Returns the first one that is missing; None if none is.
+        """
+        after = max((end for _, end in self.taken), default=self.start)
+        for texts in group.texts:
+            ends = []
+            for said in texts if isinstance(texts, list) else [texts]:
+                span = self._find(said, after) or self._find(said, self.start)
+                if span is None:
+                    return said
+                self.taken.append(span)
+                ends.append(span[1])
+            after = max(ends, default=after)
+        return None
+
+    def _find(self, said: Said, after: int) -> Span | None:
+        """Return the first free place of a text from `after` on, one of whole words first."""
+        for spelling in _spellings(said):
+            loose = None
+            for span in _occurrences(self.text, spelling, after):
+                if any(span[0] < end and start < span[1] for start, end in self.taken):
+                    continue
+                if _stands_alone(self.text, *span):
+                    return span
+                loose = loose or span
+            if loose is not None and not said.scalar:
+                return loose
+        return None
+
+    @property
+    def end(self) -> int:
+        """End of the last text that was found; `start` if there is none."""
+        return max((end for _, end in self.taken), default=self.start)
+
+
+def said_by(message: JsonObject, name: str, content_name: str) -> list[Group]:
+    """Return the texts of a message in its normal form: reasoning, content and calls.
+
+    `name` and `content_name` are the names of the message and of its content in the row.
+    """
+    groups = []
+    key, reasoning = reasoning_of(message)
+    content = message.get("content") or ""
+    if reasoning:
+        groups.append(Group([Said(f"{name}.{key}", reasoning)], reasoning=True))
+    elif message["role"] == "assistant" and isinstance(content, str):
+        thought, content = split_reasoning(content)
+        if thought.strip():
+            groups.append(Group([Said(content_name, thought)], reasoning=True))
+    if isinstance(content, str):
+        texts = [Said(content_name, content)]
+    else:
+        texts = [Said(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
+    groups.append(Group([said for said in texts if said.text.strip()]))
+    calls: list[Said | list[Said]] = []
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        function, path = call["function"], f"{name}.tool_calls[{number}].function"
+        calls.append(Said(f"{path}.name", function["name"]))
+        arguments, path = function["arguments"], f"{path}.arguments"
+        kept = isinstance(arguments, str)
+        calls.append([Said(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)])
+    groups.append(Group(calls))
+    return [group for group in groups if group.texts]
+
+
+def said_by_tools(tools: list[JsonObject] | None) -> Group:
+    """Return the names and descriptions of tools."""
+    texts: list[Said | list[Said]] = []
+    for number, tool in enumerate(tools or ()):
+        function = tool["function"]
+        texts.append(
+            [
+                Said(f"tools[{number}].function.{key}", function[key])
+                for key in ("name", "description")
+                if isinstance(function.get(key), str) and function[key].strip()
+            ]
+        )
+    return Group(texts)
+
+
+def split_reasoning(content: str) -> tuple[str, str]:
+    """Return the reasoning at the beginning of a reply's content, and the rest.
+
+    The reasoning of a reply that ends within it is all of the content.
+    """
+    head, ends, rest = content.partition(REASONING_ENDS)
+    # Whoever prompts with the first mark gets replies that have only the second.
+    if REASONING_BEGINS in head and not head.lstrip().startswith(REASONING_BEGINS):
+        return "", content
+    if not ends:
+        begun = head.lstrip().startswith(REASONING_BEGINS)
+        return (head.lstrip().removeprefix(REASONING_BEGINS), "") if begun else ("", content)
+    return head.split(REASONING_BEGINS)[-1], rest
+
+
+def missing(said: Said) -> RowError:
+    """Return the refusal of a row of which the template leaves out a text."""
+    text = " ".join(said.text.split())
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
+    return RowError(f"{said.field}: the chat template leaves out or changes {shown!r}")
+
+
+def _leaves(value: Any, path: str) -> Iterator[Said]:
+    """Yield the keys and values of a call's arguments."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key.strip():
+                yield Said(f"{path}.{key}", key)
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{number}]")
+    elif isinstance(value, str):
+        if value.strip():
+            yield Said(path, value)
+    elif value is not None:
+        yield Said(path, json.dumps(value), scalar=True)
+
+
+def _spellings(said: Said) -> Iterator[str]:
+    """Yield the ways in which templates write a text: as it is, or escaped for JSON or XML."""
+    text = said.text.strip()
+    yield text
+    if said.scalar:
+        yield {"true": "True", "false": "False"}.get(text, text)
+    if said.scalar or said.exact:
+        return
+    for escaped in (
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        json.dumps(said.text, ensure_ascii=False)[1:-1],
+        json.dumps(text)[1:-1],
+        html.escape(text),
+        html.escape(text, quote=False),
+        repr(text)[1:-1],
+        SWITCHES.sub("", text).strip(),
+    ):
+        if escaped != text:
+            yield escaped
+
+
+def _occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
+    """Yield the places of a spelling from `after` on; any white space for its own."""
+    found = text.find(spelling, after)
+    if found < 0 and len(words := spelling.split()) > 1:
+        pattern = re.compile(r"\s+".join(map(re.escape, words)))
+        yield from (match.span() for match in pattern.finditer(text, after))
+    while found >= 0:
+        yield found, found + len(spelling)
+        found = text.find(spelling, found + 1)
+
+
+def _stands_alone(text: str, start: int, end: int) -> bool:
+    """Return whether no letter or digit goes on over either border of a place."""
+    before = start > 0 and text[start - 1].isalnum() and text[start].isalnum()
+    after = end < len(text) and text[end].isalnum() and text[end - 1].isalnum()
+    return not (before or after)

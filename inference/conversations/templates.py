@@ -1,0 +1,346 @@
+"""A target's chat template: what it takes, found by trying it, and the texts that it makes.
+
+Servers fit a request to the template before they render it: they join parts of text where it wants
+a text, parse the arguments of calls where it wants an object, and call a developer's message the
+system's where it knows no other. `ChatTemplate` does the same, after one trial of each property.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+from .messages import REASONING_KEYS, RowError, joined, reasoning_of
+
+TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+TEMPLATE_ARGUMENTS |= {"messages"}
+"""Arguments of `apply_chat_template` itself, which are not variables of a template."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz""")
+"""Signs that a value was written in the notation of Python or JSON, not as its text."""
+EMPTY_BLOCK = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
+ASKED: JsonObject = {"role": "user", "content": "qzasked"}
+WORD = re.compile(r"\w+")
+Names = list[tuple[str, str]]
+"""Names of messages and of their contents in a row."""
+
+
+def check_template_kwargs(template_kwargs: JsonObject) -> None:
+    """Raise `UserError` for arguments of chat templates that are not variables of theirs."""
+    if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
+        raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
+
+
+class Contents(NamedTuple):
+    """Forms of a message's content that a template takes."""
+
+    text: bool
+    """True if it takes a text; false if it wants one in a part."""
+    parts: bool
+    """True if it takes parts of text, however many."""
+
+
+class ChatTemplate:
+    """A target's chat template with its arguments. `of` returns the one of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, kwargs: JsonObject) -> None:
+        """`kwargs` are the template's variables."""
+        self._tokenizer, self._kwargs = tokenizer, kwargs
+        source = tokenizer.chat_template
+        sources = source.values() if isinstance(source, dict) else [source]
+        self._words = {word for one in sources for word in WORD.findall(str(one))}
+        self.marked = isinstance(source, str) and bool(MARKS.search(source))
+        """True if the template marks what the assistant wrote."""
+        self._contents: dict[str, Contents] = {}
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+
+    @classmethod
+    def of(cls, tokenizer: Any, name: str, kwargs: JsonObject) -> ChatTemplate:
+        """Return the template of `tokenizer`, the same one for equal `kwargs`.
+
+        `name` is the target's name in messages. Raises `UserError` for a target without a chat
+        template, and `RowError` for arguments that are not variables of templates.
+        """
+        source = getattr(tokenizer, "chat_template", None)
+        if not source:
+            raise UserError(
+                f"target {name} has no chat template, but the data is chat-shaped; use plain "
+                "`text` or `prompt`, or a target with one"
+            )
+        try:
+            check_template_kwargs(kwargs)
+        except UserError as error:
+            raise RowError(str(error)) from error
+        known = _KNOWN.setdefault(tokenizer, {})
+        text = source if isinstance(source, str) else json.dumps(source)
+        key = (text, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else "")
+        if key not in known:
+            known[key] = cls(tokenizer, kwargs)
+        return known[key]
+
+    def text(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None, for_reply: bool
+    ) -> str:
+        """Return messages as text, with the generation prompt if `for_reply`.
+
+        Raises what the template raises, which is a program of somebody else's.
+        """
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=for_reply, **self._kwargs
+        )
+
+    def marked_spans(self, messages: list[JsonObject], tools: list[JsonObject] | None) -> list[int]:
+        """Return the beginnings, in characters, of the tokens that the template's marks enclose."""
+        rendered = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+            **self._kwargs,
+        )
+        pairs = zip(rendered["assistant_masks"], rendered["offset_mapping"], strict=True)
+        return [first for on, (first, _) in pairs if on]
+
+    def reads(self, key: str) -> bool:
+        """Return whether the template names a key of a message."""
+        return key in self._words
+
+    def prepared(self, messages: list[JsonObject]) -> list[JsonObject]:
+        """Return messages in their normal form as this template takes them, as new tables."""
+        return [self._prepared(message) for message in messages]
+
+    def _prepared(self, message: JsonObject) -> JsonObject:
+        message = dict(message)
+        if message["role"] == "developer" and not self.reads("developer"):
+            message["role"] = "system"
+        role, content = message["role"], message.get("content")
+        if content:
+            message["content"] = self._as_taken(role, content)
+        if "tool_calls" in message:
+            self._prepare_calls(message)
+        elif content is None:
+            message["content"] = ""
+        key, reasoning = reasoning_of(message)
+        if reasoning and key != self._reasoning_key and self._reasoning_key:
+            message[self._reasoning_key] = message.pop(key)
+        return message
+
+    def _prepare_calls(self, message: JsonObject) -> None:
+        as_object, with_content = self._call_form
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            arguments = function["arguments"]
+            if as_object and isinstance(arguments, str):
+                function["arguments"] = _as_object(arguments)
+            elif not as_object and not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": function})
+        message["tool_calls"] = calls
+        if message.get("content") in (None, "", []):
+            message.pop("content", None)
+            if with_content:
+                message["content"] = ""
+
+    def _tried(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None = None, reply: bool = False
+    ) -> str:
+        """Return messages of a trial as text; the empty text if the template refuses them."""
+        try:
+            return self.text(messages, tools, reply)
+        # A template is a program of somebody else's and may raise anything.
+        except Exception:  # noqa: BLE001
+            return ""
+
+    def _trial_of(self, role: str, content: Any) -> str:
+        """Return a short conversation as text in which a message of `role` has `content`."""
+        message = {"role": role, "content": content}
+        if role == "assistant":
+            return self._tried([ASKED, message])
+        if role in ("system", "developer"):
+            return self._tried([message, ASKED])
+        if role == "tool":
+            call: JsonObject = {"role": "assistant", "tool_calls": [_trial_call()]}
+            self._prepare_calls(call)
+            return self._tried([ASKED, call, {**message, "tool_call_id": "qzcall123"}])
+        return self._tried([message])
+
+    def _as_taken(self, role: str, content: str | list[JsonObject]) -> str | list[JsonObject]:
+        """Return a content, a text or its parts, in the form that the template takes for a role."""
+        if role not in self._contents:
+            self._contents[role] = self._contents_of(role)
+        taken = self._contents[role]
+        if isinstance(content, list) and not taken.parts:
+            content = joined(content, "")
+        if isinstance(content, str) and not taken.text:
+            return [{"type": "text", "text": content}]
+        return content
+
+    def _contents_of(self, role: str) -> Contents:
+        parts = [{"type": "text", "text": word} for word in ("qzfirst", "qzsecond")]
+        text = self._trial_of(role, parts)
+        first, second = text.find("qzfirst"), text.find("qzsecond")
+        noted = bool(NOTATION.search(text))
+        as_text = "qzword" in self._trial_of(role, "qzword")
+        return Contents(text=as_text or noted or first < 0, parts=not noted and -1 < first < second)
+
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """True if arguments of calls are taken as an object, and if a call needs a content.
+
+        An object is the first choice, because servers parse arguments before they render them.
+        """
+        for as_object in (True, False):
+            for with_content in (True, False):
+                arguments: Any = {"qzkey": "qzvalue"}
+                call = _trial_call(arguments if as_object else json.dumps(arguments))
+                message: JsonObject = {"role": "assistant", "tool_calls": [call]}
+                if with_content:
+                    message["content"] = ""
+                text = self._tried([ASKED, message])
+                if "qzkey" in text and "qzvalue" in text and not NOTATION.search(text):
+                    return as_object, with_content
+        return True, True
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        """Key of a message's reasoning that the template writes; empty if it writes none."""
+        for key in REASONING_KEYS:
+            message = {"role": "assistant", "content": "qzreply", key: "qzthought"}
+            if "qzthought" in self._tried([ASKED, message]):
+                return key
+        return ""
+
+    @cached_property
+    def empty_reasoning(self) -> str:
+        """The block, without white space, that the template writes for a reply without reasoning.
+
+        Empty if it writes none. It is what encloses the reasoning of a reply that has some; text
+        before the reply that is not (the name of a channel, for example) is the target's own.
+        """
+        prompt = self._tried([ASKED], reply=True)
+        bare = self._turn_of(prompt, {"content": "qzreply"})
+        before, found, _ = bare.partition("qzreply")
+        if not found or not before.strip():
+            return ""
+        thought = {self._reasoning_key or "reasoning_content": "qzthought", "content": "qzreply"}
+        turn = self._turn_of(prompt, thought)
+        around = without_space(turn.partition("qzreply")[0].replace("qzthought", "", 1))
+        if "qzthought" in turn and without_space(before) == around:
+            return around
+        return without_space(before) if EMPTY_BLOCK.fullmatch(before) else ""
+
+    @cached_property
+    def header(self) -> str:
+        """The generation prompt; empty if the template only adds it to what it rewrites."""
+        before, prompt = self._tried([ASKED]), self._tried([ASKED], reply=True)
+        return prompt[len(before) :] if before and prompt.startswith(before) else ""
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Special tokens that the template writes after a reply; none if it writes none."""
+        turn = self._turn_of(self._tried([ASKED], reply=True), {"content": "qzreply"})
+        ids = self._tokenizer(turn.partition("qzreply")[2], add_special_tokens=False)["input_ids"]
+        return [token for token in ids if token in self.special_ids]
+
+    def endless(self, eos_ids: frozenset[int]) -> str:
+        """Return why replies would not end where the template ends them; empty if they do.
+
+        `eos_ids` are the tokens that end the target's generation.
+        """
+        if not self.end_ids or eos_ids & {*self.end_ids}:
+            return ""
+        ends = "".join(self._tokenizer.convert_ids_to_tokens(self.end_ids))
+        return (
+            f"the chat template ends a reply with {ends}, which does not end generation "
+            f"(eos_token_id is {sorted(eos_ids)}): replies run on after the end of their turn; add "
+            f"{self.end_ids[0]} to eos_token_id in the target's generation_config.json"
+        )
+
+    def _turn_of(self, prompt: str, message: JsonObject) -> str:
+        """Return what a reply adds to `prompt`; empty if the template does not continue it."""
+        full = self._tried([ASKED, {"role": "assistant", **message}])
+        return full[len(prompt) :] if full.startswith(prompt) else ""
+
+    def refusal(
+        self,
+        messages: list[JsonObject],
+        tools: list[JsonObject] | None,
+        for_reply: bool,
+        names: Names,
+        error: Exception,
+    ) -> RowError:
+        """Return the refusal of messages that the template cannot render, by the field's name.
+
+        `error` is what the template raised. A reason that the template itself gives is quoted; that
+        of a library is not.
+        """
+        field = self._refused_field(messages, tools, for_reply, names)
+        # `raise_exception` raises this very type; jinja's own errors are subclasses of it.
+        reason = f": {str(error).strip()}" if type(error) is TemplateError else ""
+        reason = " ".join(reason.split())[:200]
+        return RowError(f"{field}: the chat template cannot render it{reason}")
+
+    def _refused_field(
+        self,
+        messages: list[JsonObject],
+        tools: list[JsonObject] | None,
+        for_reply: bool,
+        names: Names,
+    ) -> str:
+        """Return the name of the field without which the template would render the messages."""
+        if tools and self._tried(messages, None, for_reply):
+            return "tools"
+        for index, changed, name in _without_one(messages, names):
+            if self._tried([*messages[:index], changed, *messages[index + 1 :]], tools, for_reply):
+                return name
+        # the first message from which on no beginning of the conversation can be rendered
+        count = len(messages)
+        while count > 1 and not self._tried(messages[: count - 1], tools):
+            count -= 1
+        return f"{names[count - 1][0]}.role"
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ChatTemplate]] = WeakKeyDictionary()
+"""Templates by tokenizer, and by source and arguments: each is tried once."""
+
+
+def without_space(text: str) -> str:
+    """Return a text without its white space."""
+    return "".join(text.split())
+
+
+def _trial_call(arguments: Any = None) -> JsonObject:
+    # nine letters and digits, which some templates demand of an id
+    function = {"name": "qzname", "arguments": {} if arguments is None else arguments}
+    return {"id": "qzcall123", "type": "function", "function": function}
+
+
+def _as_object(arguments: str) -> JsonObject | str:
+    """Return the object of a JSON text; the text itself where it is not that of an object."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _without_one(messages: list[JsonObject], names: Names) -> Iterator[tuple[int, JsonObject, str]]:
+    """Yield each message with one of its fields made harmless: its index, it, the field's name."""
+    for index, (message, (name, content)) in enumerate(zip(messages, names, strict=True)):
+        if "tool_calls" in message:
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            yield index, {**bare, "content": message.get("content") or "x"}, f"{name}.tool_calls"
+        elif message.get("content") != "x":
+            yield index, {**message, "content": "x"}, content

@@ -135,7 +135,7 @@ class Rendering:
                 if not group.reasoning and passage.place(group) is not None:
                     return False
             self._note_unread(index, text)
-        return passage.place(said_by_tools(self._conversation.tools)) is None
+        return passage.place(said_by_tools(self._conversation.tools), anywhere=True) is None
 
     def _check_tools(self, passage: Passage) -> None:
         """Raise `RowError` unless the first prompt has the names and descriptions of the tools.
@@ -143,7 +143,7 @@ class Rendering:
         Names alone that the row's calls have are noted: the calls are what is learned.
         """
         tools = self._conversation.tools
-        if (said := passage.place(said_by_tools(tools))) is None:
+        if (said := passage.place(said_by_tools(tools), anywhere=True)) is None:
             return
         called = {
             call["function"]["name"]
@@ -193,7 +193,8 @@ class Rendering:
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
             passage.start = after_block(full, passage.start, self.template.empty_reasoning)
         for group in groups:
-            if (said := passage.place(group)) is None:
+            # Some templates write the calls of a reply before its content.
+            if passage.place(group) is None or (said := passage.place(group, True)) is None:
                 continue
             if group.reasoning:
                 raise RowError(

@@ -54,17 +54,19 @@ class Passage:
     start: int
     taken: list[Span] = field(default_factory=list)
 
-    def place(self, group: Group) -> Said | None:
-        """Find the texts of a group, after what was found before if they are there.
+    def place(self, group: Group, anywhere: bool = False) -> Said | None:
+        """Find the texts of a group after what was found before, or where nothing else is.
 
-        Returns the first one that is missing; None if none is.
+        Returns the first one that is missing, in which case none is placed; None if none is.
         """
-        after = max((end for _, end in self.taken), default=self.start)
+        after = self.start if anywhere else self.end
+        before = len(self.taken)
         for texts in group.texts:
             ends = []
             for said in texts if isinstance(texts, list) else [texts]:
-                span = self._find(said, after) or self._find(said, self.start)
+                span = self._find(said, after)
                 if span is None:
+                    del self.taken[before:]
                     return said
                 self.taken.append(span)
                 ends.append(span[1])
@@ -72,18 +74,31 @@ class Passage:
         return None
 
     def _find(self, said: Said, after: int) -> Span | None:
-        """Return the first free place of a text from `after` on, one of whole words first."""
-        for spelling in _spellings(said):
-            loose = None
-            for span in _occurrences(self.text, spelling, after):
-                if any(span[0] < end and start < span[1] for start, end in self.taken):
-                    continue
-                if _stands_alone(self.text, *span):
+        """Return the first free place of a text from `after` on.
+
+        Places of the very characters come before those with other white space, and whole words
+        before parts of words.
+        """
+        for occurrences in (_occurrences, _loose_occurrences):
+            for spelling in _spellings(said):
+                span = self._free(occurrences(self.text, spelling, after), said.scalar)
+                if span is not None:
                     return span
-                loose = loose or span
-            if loose is not None and not said.scalar:
-                return loose
         return None
+
+    def _free(self, spans: Iterator[Span], whole: bool) -> Span | None:
+        """Return the first free one of `spans` that is of whole words, else the first free one.
+
+        With `whole` there is no other choice.
+        """
+        other = None
+        for span in spans:
+            if any(span[0] < end and start < span[1] for start, end in self.taken):
+                continue
+            if _stands_alone(self.text, *span):
+                return span
+            other = other or span
+        return None if whole else other
 
     @property
     def end(self) -> int:
@@ -197,14 +212,18 @@ def _spellings(said: Said) -> Iterator[str]:
 
 
 def _occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
-    """Yield the places of a spelling from `after` on; any white space for its own."""
+    """Yield the places of a spelling from `after` on."""
     found = text.find(spelling, after)
-    if found < 0 and len(words := spelling.split()) > 1:
-        pattern = re.compile(r"\s+".join(map(re.escape, words)))
-        yield from (match.span() for match in pattern.finditer(text, after))
     while found >= 0:
         yield found, found + len(spelling)
         found = text.find(spelling, found + 1)
+
+
+def _loose_occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
+    """Yield the places of a spelling of several words with any white space between them."""
+    if len(words := spelling.split()) > 1:
+        pattern = re.compile(r"\s+".join(map(re.escape, words)))
+        yield from (match.span() for match in pattern.finditer(text, after))
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:

@@ -191,16 +191,17 @@ class Rendering:
         passage = Passage(full, common(prompt, full) if start is None else start)
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
-            passage.start = after_block(full, passage.start, self.template.empty_reasoning)
+            blocks = (self.template.empty_reasoning, REASONING_BEGINS + REASONING_ENDS)
+            passage.start = max(after_block(full, passage.start, block) for block in blocks)
         for group in groups:
             # Some templates write the calls of a reply before its content.
             if passage.place(group) is None or (said := passage.place(group, True)) is None:
                 continue
             if group.reasoning:
                 raise RowError(
-                    f"{self._names[index][0]}: the chat template leaves out the reasoning of a "
-                    "reply, which would be learned as if the target wrote it without; rows of "
-                    "draftsmith data regenerate are exact"
+                    f"{said.field}: the chat template leaves out the reasoning of a reply, which "
+                    "would be learned as if the target wrote it without; rows of draftsmith data "
+                    "regenerate are exact"
                 )
             raise missing(said)
         if start is None:

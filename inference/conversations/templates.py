@@ -28,7 +28,6 @@ TEMPLATE_ARGUMENTS |= {"messages"}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
-EMPTY_BLOCK = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
 WORD = re.compile(r"\w+")
 Names = list[tuple[str, str]]
@@ -237,9 +236,7 @@ class ChatTemplate:
         thought = {self._reasoning_key or "reasoning_content": "qzthought", "content": "qzreply"}
         turn = self._turn_of(prompt, thought)
         around = without_space(turn.partition("qzreply")[0].replace("qzthought", "", 1))
-        if "qzthought" in turn and without_space(before) == around:
-            return around
-        return without_space(before) if EMPTY_BLOCK.fullmatch(before) else ""
+        return around if "qzthought" in turn and without_space(before) == around else ""
 
     @cached_property
     def header(self) -> str:
@@ -309,7 +306,8 @@ class ChatTemplate:
         count = len(messages)
         while count > 1 and not self._tried(messages[: count - 1], tools):
             count -= 1
-        return f"{names[count - 1][0]}.role"
+        name, content = names[count - 1]
+        return name if name == content else f"{name}.role"
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ChatTemplate]] = WeakKeyDictionary()

@@ -86,11 +86,12 @@ class SourceOptions:
     """Options of a command that say which rows of a data set are read; see `RowSource`."""
 
     split: str = "train"
-    """Split of a data set to read."""
+    """Name of the split of a data set to read."""
     config_name: str | None = None
-    """Configuration of a data set on the hub, or of a clone, such as main."""
+    """Name of the configuration of a data set on the hub, or of a clone, such as main."""
     revision: str | None = None
-    """Branch, tag or commit of a data set on the hub; its main branch if not given."""
+    """Name of a branch or tag of a data set on the hub, or a commit; the main branch if not
+    given."""
     streaming: bool = False
     """Read a data set on the hub as it is downloaded, row by row, and keep no copy."""
 

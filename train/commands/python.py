@@ -22,7 +22,7 @@ from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
-from ..config import Source
+from ..config import Data, Source
 
 AnyPath = str | PathLike[str]
 ROWS_FILE = "rows.jsonl"
@@ -160,7 +160,9 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
 
 def _names_files(data: Any) -> bool:
-    """Return whether `data` names files: a path, a source of a run, or several of these."""
+    """Return whether `data` names files: a path, a source of a run, several, or its section."""
+    if type(data) in (dict, Data):  # not a `DatasetDict`
+        return True
     keys = {one.name for one in fields(Source)}
     several = data if isinstance(data, list | tuple) else [data]
     return all(

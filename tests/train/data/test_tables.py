@@ -253,6 +253,19 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
         assert low <= int(tables.train.copies.sum()) <= high
 
 
+def test_equal_ids_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of one id are one conversation: all of them are held out, or none."""
+    same = write(tmp_path / "same.jsonl", [row | {"id": 0} for row in GOOD[:40]])
+    says = "in data source same 40 of 40 rows have the id 0, so .*; remove the key, or give each"
+    with pytest.raises(UserError, match=says):
+        build(Data([Source(same, name="same")]), TARGET, seed=0)
+    other = write(tmp_path / "other.jsonl", GOOD[40:])
+    held_out = HeldOutConfig("row", share=0.2)
+    tables = build(Data([Source(same, name="same"), Source(other)], held_out), TARGET, seed=0)
+    assert len(tables.train) and len(tables.held_out)
+    assert "data source same: 40 of 40 rows have the id 0" in caplog.text
+
+
 def test_exact_tokens_of_another_tokenizer_or_vocabulary_are_refused(tmp_path: Path) -> None:
     row = {
         "token_ids": [5, 6, 7, 8],

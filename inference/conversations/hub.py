@@ -6,7 +6,7 @@ What goes wrong there is said in one line of our own, which names the setting to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...heads.errors import UserError, first_line
@@ -18,8 +18,8 @@ REFUSALS = {
     "revision (--revision)",
     ("GatedRepoError",): "is given only to those who accept its terms; do so on its page, and log "
     "in with hf auth login",
-    ("DatasetNotFoundError",): "is no local file or folder, and no data set that the hub gives "
-    "you; check the name",
+    ("DatasetNotFoundError",): "is no local file or folder, and the hub gives you no data set of "
+    "this name and revision; check both",
     ("DataFilesNotFoundError", "EmptyDatasetError"): "holds no files of rows; name another",
     ("ConnectionError", "TimeoutError", "HfHubHTTPError", "httpcore", "httpx", "aiohttp"): "is no "
     "local file or folder, and the hub cannot be reached; check the name and the network",
@@ -54,11 +54,19 @@ def builder_of(source: RowSource) -> Any:
     """
     datasets = datasets_for(source.path)
     try:
-        return datasets.load_dataset_builder(
+        builder = datasets.load_dataset_builder(
             source.path, source.config_name, revision=source.revision
         )
     except Exception as error:
-        raise _refusal(source, error) from error
+        names = _configurations(source) if isinstance(error, ValueError) else []
+        raise _refusal(source, error, names) from error
+    # Without the network the package takes the last copy that it has, of any revision.
+    if source.revision is not None and not builder.config.data_files:
+        raise UserError(
+            f"data set {source}: the hub cannot be reached for its revision {source.revision}; "
+            f"check the network, or leave out {option('revision')} to read the copy that is here"
+        )
+    return builder
 
 
 def check_split(source: RowSource, names: list[str]) -> None:
@@ -73,9 +81,10 @@ def check_split(source: RowSource, names: list[str]) -> None:
 def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a data set on the hub. Raises `UserError`."""
     builder = builder_of(source)
-    # A cached data set without the network has no list of files. Slices are train[:100].
-    if builder.config.data_files and re.fullmatch(r"[\w.-]+", source.split):
-        check_split(source, [*map(str, builder.config.data_files)])
+    # Without the network there is no list of files, but of splits. A slice is train[:100].
+    names = [*map(str, builder.config.data_files or builder.info.splits or ())]
+    if names and re.fullmatch(r"[\w.-]+", source.split):
+        check_split(source, names)
     try:
         if source.streaming:
             rows = builder.as_streaming_dataset(split=source.split)
@@ -87,8 +96,11 @@ def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
         raise _refusal(source, error) from error
 
 
-def _refusal(source: RowSource, error: Exception) -> UserError:
-    """Return what is wrong, and what to do, for an error of the package datasets."""
+def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> UserError:
+    """Return what is wrong, and what to do, for an error of the package datasets.
+
+    `names` are the configurations, if the one that was asked for was not found.
+    """
     causes: list[BaseException] = [error]
     while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(before)
@@ -97,7 +109,11 @@ def _refusal(source: RowSource, error: Exception) -> UserError:
             f"data set {source} cannot be stored: {full}; free some space, or read it with "
             f"{option('streaming')}"
         )
-    names = _configurations(source) if isinstance(error, ValueError) else []
+    if "find cache" in str(error):
+        return UserError(
+            f"data set {source}: the hub cannot be reached, and this configuration is not among "
+            "the copies that are here; check the network"
+        )
     if names and source.config_name not in names:
         name = source.config_name
         what = f"has no configuration {name}" if name else "has several configurations"
@@ -106,8 +122,8 @@ def _refusal(source: RowSource, error: Exception) -> UserError:
         )
     kinds = [kind for cause in causes for kind in type(cause).__mro__]
     found = {kind.__name__ for kind in kinds} | {kind.__module__.split(".")[0] for kind in kinds}
-    for names, what in REFUSALS.items():
-        if found & {*names}:
+    for errors, what in REFUSALS.items():
+        if found & {*errors}:
             return UserError(f"data source {source} {what}")
     return UserError(
         f"data source {source} cannot be read as one table of rows; download its files and give "

@@ -188,7 +188,7 @@ class RegenerateOptions(SourceOptions):
 
 
 @dataclass
-class ExportOptions:
+class ExportOptions(SourceOptions):
     """Write a drafter in the layout that a serving engine loads.
 
     The command that serves it is printed, and a model card is in the folder.

@@ -120,6 +120,9 @@ def evaluate(
             raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
     rows = None
     if not isinstance(prompts, str | PathLike):
+        for name in ("config_name", "revision", "streaming"):
+            if name in options:
+                raise UserError(f"{name} is for prompts by their path; leave it out")
         rows = given_rows(prompts, "prompts", options.pop("split", None))
         prompts = "(given in Python)"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]

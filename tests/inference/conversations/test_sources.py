@@ -20,7 +20,7 @@ from draftsmith.inference.conversations.given import given_rows, write_rows
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of, source_files
 from draftsmith.inference.settings import RowSource
-from tests.conftest import ROOT
+from tests.conftest import QUICKSTART, ROOT
 from tests.hub import DataHub
 
 CARD = """---
@@ -197,10 +197,17 @@ for take, source in json.loads(sys.argv[1]):
 """
 
 
-def from_hub(url: str, home: Path, *asked: dict[str, Any], take: int | None = None) -> list[Any]:
-    """What `rows_of` gives of each source, or its refusal, in a process that asks the stand-in."""
+def environment_of(url: str, home: Path) -> dict[str, str]:
+    """The environment of a process that asks the stand-in and keeps its copies in `home`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    return environment | {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+
+
+def from_hub(
+    url: str, home: Path, *asked: dict[str, Any], take: int | None = None, offline: bool = False
+) -> list[Any]:
+    """What `rows_of` gives of each source, or its refusal, in a process that asks the stand-in."""
+    environment = environment_of(url, home) | {"HF_HUB_OFFLINE": str(int(offline))}
     words = [sys.executable, "-c", SCRIPT, json.dumps([(take, source) for source in asked])]
     done = subprocess.run(
         words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -216,6 +223,13 @@ def test_the_hub_serves_configurations_splits_and_revisions(hub: DataHub, tmp_pa
         sums | {"revision": "v1"}, sums | {"split": "train[:3]"},
     )  # fmt: skip
     assert train == [str(n) for n in range(2 * SHARDS)] and part == train[:3]
+    # of which the last copy is read without a network
+    cached, unknown, split = from_hub(
+        "http://127.0.0.1:9", tmp_path, sums, sums | {"revision": "v1"}, sums | {"split": "x"},
+        offline=True,
+    )  # fmt: skip
+    assert cached in (train, old) and "no split x; give one as split (--split): train" in split
+    assert "the hub cannot be reached for its revision v1; check the network" in unknown
     assert (test, other) == (["test"], ["other"]) and old == [f"old {text}" for text in train]
 
 
@@ -244,22 +258,40 @@ def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> No
         split,
         "data source me/sums has no such revision; give a branch, a tag or a commit as revision "
         "(--revision)",
-        "data source me/none is no local file or folder, and no data set that the hub gives you; "
-        "check the name",
+        "data source me/none is no local file or folder, and the hub gives you no data set of "
+        "this name and revision; check both",
         "data source me/script is made by a script of its own, which is not run; the hub may have "
         "its rows as parquet: --revision refs/convert/parquet",
         "data source me/empty holds no files of rows; name another",
     ]
 
 
+COMMAND = """
+import sys
+from draftsmith.train.commands.cli import main
+words = ["data", "regenerate", "--target", sys.argv[1], "--out", sys.argv[2], "--data", "me/sums"]
+words += ["--split", "test", "--sampling.max-new-tokens", "2"]
+main([*words, "--config-name", "main", "--streaming", "--limit", "1"])
+main(words)
+"""
+
+
+def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", COMMAND, str(QUICKSTART), str(tmp_path / "out.jsonl")]
+    done = subprocess.run(
+        words, env=environment_of(hub.url, tmp_path), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: data set me/sums has several config")
+    assert "Traceback" not in done.stderr
+    (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"].startswith("test")
+
+
 def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
     """`HF_HUB_OFFLINE` fails at once; another network is tried again for half a minute."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    words = ["-c", SCRIPT, json.dumps([(1, {"path": "me/sums"})])]
-    done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert "no local file or folder, and the hub cannot be reached" in done.stdout, done.stderr
+    (said,) = from_hub("http://127.0.0.1:9", tmp_path, {"path": "me/sums"}, offline=True)
+    assert "no local file or folder, and the hub cannot be reached" in said
 
 
 # Objects of Python

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,8 @@ def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
 def _saved_files(folder: Path) -> list[Path]:
     """Return the files of a `Dataset` that was saved, in order. Raises `UserError`."""
     listed = _table(folder / "state.json").get("_data_files")
-    named = [one.get("filename") for one in listed] if isinstance(listed, list) else []
-    files = [folder / Path(str(name)).name for name in named]
+    entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    files = [folder / Path(str(one.get("filename"))).name for one in entries]
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{folder}: {missing[0].name} is missing; copy the folder again")
     return files
@@ -173,9 +174,18 @@ def _card(folder: Path) -> JsonObject | None:
 def _clone_files(source: RowSource) -> list[Path]:
     """Return the files of a split of a clone, which `datasets` finds. Raises `UserError`."""
     refuse_settings(source, "a clone", "split", "config_name")
-    files = {str(split): found for split, found in builder_of(source).config.data_files.items()}
-    check_split(source, [*files])
-    return [Path(file) for file in files[source.split]]
+    found = builder_of(source).config.data_files or {}
+    by_split = {str(split): [*map(Path, files)] for split, files in found.items()}
+    check_split(source, [*by_split])
+    # Not resolved: the files of a copy in the hub's cache are links to a folder beside it.
+    folders = (os.path.abspath(source.path), os.path.realpath(source.path))
+    for file in by_split[source.split]:
+        if not any(Path(os.path.abspath(file)).is_relative_to(folder) for folder in folders):
+            raise UserError(
+                f"data source {source}: its README.md names {file}, which is outside of the "
+                "folder; correct it"
+            )
+    return by_split[source.split]
 
 
 def _table_rows(file: Path) -> Iterator[tuple[str, Any]]:

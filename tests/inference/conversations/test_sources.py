@@ -106,6 +106,12 @@ def test_a_clone_is_read_as_on_the_hub(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the rows"
 
 
+def test_a_clone_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    card = b"---\nconfigs: [{config_name: main, data_files: ../a.jsonl}]\n---\n"
+    clone = written(tmp_path / "clone", {"README.md": card, "../a.jsonl": lines("a")})
+    refused(clone, "a.jsonl, which is outside of the folder|holds no files of rows")
+
+
 def test_rows_in_a_folder_named_data_are_found_without_a_card(tmp_path: Path) -> None:
     folder = written(tmp_path, {"data/a.jsonl": lines("a"), "LICENSE": b"x"})
     assert texts(folder) == ["a"]

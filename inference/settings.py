@@ -62,6 +62,45 @@ a warning."""
 
 
 @dataclass
+class RowSource:
+    """Rows as a user names them; as text it is its path."""
+
+    path: str
+    """JSON, JSONL or parquet file, a folder of them, a folder that `save_to_disk` wrote, a clone of
+    a data set on the hub, or such a data set by its name."""
+    split: str = "train"
+    """Split of a data set."""
+    config_name: str | None = None
+    """Configuration of a data set on the hub, or of a clone; not needed where there is one."""
+    revision: str | None = None
+    """Branch, tag or commit of a data set on the hub; its main branch if not given."""
+    streaming: bool = False
+    """Read a data set on the hub as it is downloaded, row by row, and keep no copy."""
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(kw_only=True)
+class SourceOptions:
+    """Options of a command that say which rows of a data set are read; see `RowSource`."""
+
+    split: str = "train"
+    """Name of the split of a data set to read."""
+    config_name: str | None = None
+    """Name of the configuration of a data set on the hub, or of a clone, such as main."""
+    revision: str | None = None
+    """Name of a branch or tag of a data set on the hub, or a commit; the main branch if not
+    given."""
+    streaming: bool = False
+    """Read a data set on the hub as it is downloaded, row by row, and keep no copy."""
+
+    def source(self, path: str) -> RowSource:
+        """Return the source that the options and `path` name."""
+        return RowSource(path, self.split, self.config_name, self.revision, self.streaming)
+
+
+@dataclass
 class TargetConfig:
     """Location of the target, and how it is loaded."""
 

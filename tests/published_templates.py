@@ -121,7 +121,8 @@ def row_of(kind: str, words: Words) -> dict[str, Any]:
         case "system":
             return {"system": words(), "messages": [user(words), reply(words)]}
         case "developer":
-            return {"messages": [{"role": "developer", "content": words()}, user(words), reply(words)]}
+            developer = {"role": "developer", "content": words()}
+            return {"messages": [developer, user(words), reply(words)]}
         case "later system":
             later = {"role": "system", "content": words()}
             return {"messages": [user(words), reply(words), later, user(words), reply(words)]}

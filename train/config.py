@@ -15,20 +15,16 @@ import yaml
 
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
-from ..inference.settings import BadRows, Rule, Sampling, TargetConfig, check_url
+from ..inference.settings import BadRows, RowSource, Rule, Sampling, TargetConfig, check_url
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
 
 
 @dataclass
-class Source:
+class Source(RowSource):
     """One source of training rows."""
 
-    path: str
-    """JSON, JSONL or parquet file, a folder of them, or a data set on the hub."""
-    split: str = "train"
-    """Split of a hub data set."""
     weight: float = 1.0
     """Number of times that a row is taken on average: 0.5 takes a seeded half of the source, 2
     takes every row twice."""

@@ -193,7 +193,7 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
         resolve_device(run.target.device)
         check_there(run.target.path)
         for source in run.data.sources:
-            source_files(source.path)
+            source_files(source)
     else:
         manifest_of(run.features.store)
     if run.init_from is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +18,9 @@ from .formats import Conversation
 
 Group = tuple[str, ...]
 """Names of a row's source and category, the larger first."""
+
+
+NEARLY_ALL = 0.9
 
 
 class Units:
@@ -55,10 +58,30 @@ def _keys(row: Any, conversation: Conversation, source: str) -> list[int]:
     The ids that `data regenerate` gives to rows without any are places in a file and do not count.
     """
     keys = [number_of(prompt_of(conversation))]
-    given = row.get("id", row.get("question_id"))
-    if given not in (None, "") and "regenerated" not in row:
+    given = _given_id(row)
+    if given not in (None, ""):
         keys.append(number_of(json.dumps([source, str(given)])))
     return keys
+
+
+def shared_id(rows: Iterable[Any]) -> str:
+    """Return what is wrong, and what to do, where nearly all rows have one id; else an empty text.
+
+    Such an id is usually not that of a conversation, but a number that was never filled in.
+    """
+    ids = Counter(str(_given_id(row)) for row in rows if isinstance(row, dict))
+    given, count = ids.most_common(1)[0] if ids else ("", 0)
+    if given in ("None", "") or count < 2 or count < NEARLY_ALL * ids.total():
+        return ""
+    return (
+        f"{count} of {ids.total()} rows have the id {given}, so that they count as one "
+        "conversation; remove the key, or give each conversation its own"
+    )
+
+
+def _given_id(row: Any) -> Any:
+    """Return the id of a row; None if it has none but a place in a file."""
+    return None if "regenerated" in row else row.get("id", row.get("question_id"))
 
 
 def prompt_of(conversation: Conversation) -> str:

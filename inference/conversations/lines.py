@@ -7,28 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
+from ..settings import RowSource
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rows import parsed
-from .sources import KINDS, rows_of, source_files
+from .sources import KINDS, refuse_settings, rows_of, source_files, source_of
 
 STANDARD_INPUT = "-"
 
 
-def check_source(source: str) -> None:
+def check_source(source: RowSource) -> None:
     """Raise `UserError` for a path that does not exist, or a folder without rows."""
-    if source != STANDARD_INPUT and not is_text(source):
+    if source.path == STANDARD_INPUT or is_text(source):
+        refuse_settings(source, "lines of text")
+    else:
         source_files(source)
 
 
-def is_text(source: str) -> bool:
+def is_text(source: RowSource) -> bool:
     """Return whether a source is a file of lines, not one that `sources.rows_of` reads."""
-    path = Path(source)
-    return path.is_file() and path.suffix not in KINDS
+    path = Path(source.path)
+    return path.is_file() and not path.name.endswith(KINDS)
 
 
 def words_or_conversations(
-    source: str, standard_input: Iterable[bytes]
+    source: str | RowSource, standard_input: Iterable[bytes]
 ) -> Iterator[tuple[str, str | Conversation]]:
     """Yield the name of every prompt of a source, with the user's words or a conversation.
 
@@ -36,12 +39,13 @@ def words_or_conversations(
     row if it begins with a brace, else the words of a prompt; empty lines are left out. Other
     sources are those of `sources.rows_of`. Raises `UserError`, for a malformed row among others.
     """
-    if source == STANDARD_INPUT:
+    source = source_of(source)
+    if source.path == STANDARD_INPUT:
         yield from _of_lines("standard input", standard_input)
     elif is_text(source):
         try:
-            with Path(source).open("rb") as file:
-                yield from _of_lines(source, file)
+            with Path(source.path).open("rb") as file:
+                yield from _of_lines(source.path, file)
         except OSError as error:
             raise UserError(f"cannot read {source}: {error.strerror}; check the path") from error
     else:

@@ -10,9 +10,10 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..settings import BadRows
-from .choice import Units, alternately, described
+from ..settings import BadRows, RowSource
+from .choice import Units, alternately, described, shared_id
 from .formats import Conversation, conversation_of
+from .given import GivenRows
 from .messages import RowError
 from .notes import Notes
 from .plain import warn_of_plain_text
@@ -43,11 +44,10 @@ class Prompt:
 
 
 def read_prompts(
-    path: str | Path,
+    path: str | Path | RowSource | GivenRows,
     tokenizer: Any,
     target_name: str,
     limit: int | None = None,
-    split: str = "train",
     bad_rows: BadRows = "stop",
     template_kwargs: JsonObject | None = None,
 ) -> list[Prompt]:
@@ -61,7 +61,7 @@ def read_prompts(
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
     notes = Notes()
     rows: list[tuple[str, JsonObject, Conversation]] = []
-    for name, raw in rows_of(str(path), split):
+    for name, raw in rows_of(str(path) if isinstance(path, Path) else path):
         try:
             conversation = conversation_of(raw).with_arguments(template_kwargs or {})
             rows.append((name, raw, conversation))
@@ -69,6 +69,8 @@ def read_prompts(
         except RowError as error:
             left_out.add(name, error)
     of_units = [units.of(raw, conversation) for _, raw, conversation in rows]
+    if len({*of_units}) == 1 and (equal := shared_id(raw for _, raw, _ in rows)):
+        log.warning("%s: %s; no interval can be given", path, equal)
     categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import logging
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,37 +51,67 @@ class LeftOut:
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of every row of a JSON or JSONL file.
+    """Yield the name and the value of every row of a JSON or JSONL file, compressed (.gz) or not.
 
     The value of a line that is not JSON is a `RowError`, so that the caller may leave it out. The
     last line of a file of `SHARES` is left out, with a warning, if it was not finished.
     Raises `UserError` for a file that cannot be read.
     """
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            if path.name.removesuffix(".gz").endswith(".json"):
+                rows = _rows_of_text(file.read(), path)
+            else:
+                rows = _rows_of_lines(file, path)
+            yield from ((f"{path.name}:{number}", row) for number, row in rows)
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not UTF-8 text; convert it to UTF-8") from error
+    except EOFError as error:
+        raise UserError(f"cannot read {path}: its end is missing; copy it again") from error
+    except zlib.error as error:
+        raise UserError(f"cannot read {path}: it is damaged; copy it again") from error
+    except OSError as error:
+        reason = error.strerror or "it is not compressed by gzip"
         raise UserError(f"cannot read {path}: {reason}; check the path") from error
-    if path.suffix == ".json":
-        try:
-            rows = parsed(text)
-        except RowError as error:
-            raise UserError(f"{path} is {error}; for one object a line, name it .jsonl") from error
-        if not isinstance(rows, list):
-            raise UserError(f"{path} must hold a list of rows")
-        yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
-        return
-    # not `splitlines`, which splits at characters that may be inside a JSON text
-    lines = text.split("\n")
+
+
+def _rows_of_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of every line of a file, as `read_json_rows` says."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield f"{path.name}:{number}", parsed(line)
+                yield number, parsed(line.rstrip("\n"))
             except RowError as error:
-                if number == len(lines) and path.match(SHARES):
+                if not line.endswith("\n") and path.match(SHARES):
                     log.warning("%s: the last line was not finished, and is left out", path)
                     return
-                yield f"{path.name}:{number}", error
+                yield number, error
+
+
+def _rows_of_text(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """Return the number and the value of every row of a .json file. Raises `UserError`.
+
+    It holds a list of rows or, as many on the hub do, one object a line.
+    """
+    try:
+        rows = parsed(text)
+    except RowError as error:
+        first, _, more = text.strip().partition("\n")
+        try:
+            by_line = bool(more) and isinstance(parsed(first), dict)
+        except RowError:
+            by_line = False
+        if by_line:
+            return _rows_of_lines(io.StringIO(text), path)
+        raise UserError(f"{path} is {error}; for one object a line, name it .jsonl") from error
+    if isinstance(rows, list):
+        return enumerate(rows, 1)
+    remedy = "put [ ] around its rows"
+    for key, value in rows.items() if isinstance(rows, dict) else ():
+        if isinstance(value, list) and key != "messages":
+            remedy = f"write the list under {key!r} to a file of its own"
+    raise UserError(f"{path} must hold a list of rows; {remedy}")
 
 
 def parsed(text: str) -> Any:

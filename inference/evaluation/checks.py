@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
+from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, read_prompts
 from ..conversations.sources import source_files
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
-from ..settings import TargetConfig, check_url
+from ..settings import RowSource, TargetConfig, check_url
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
@@ -53,7 +54,7 @@ def check(options: Options) -> list[Setting]:
         read_profile(options.profile)
     check_server(options)
     if options.prompts is not None:
-        source_files(options.prompts)
+        source_files(options.source(options.prompts))
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)
@@ -70,20 +71,25 @@ def check(options: Options) -> list[Setting]:
     return settings
 
 
-def prompts_of(options: Options | TuneOptions, tokenizer: Any = None) -> list[Prompt]:
-    """Return the prompts that the options name.
+def prompts_of(
+    options: Options | TuneOptions, tokenizer: Any = None, given: GivenRows | None = None
+) -> list[Prompt]:
+    """Return the prompts that the options name, or those that are `given`.
 
     Without the target's `tokenizer` it is read, so that an empty prompt or a malformed row is found
     before the target is loaded. Raises `UserError`.
     """
     assert options.prompts is not None
     check_template_kwargs(options.chat_template_kwargs)
+    tokenizer = tokenizer_of(options.target) if tokenizer is None else tokenizer
+    source: RowSource | GivenRows = options.source(options.prompts)
+    if given is not None:
+        source = replace(given, chat=bool(getattr(tokenizer, "chat_template", None)))
     return read_prompts(
-        options.prompts,
-        tokenizer_of(options.target) if tokenizer is None else tokenizer,
+        source,
+        tokenizer,
         options.target.path,
         options.limit,
-        options.split,
         options.bad_rows,
         options.chat_template_kwargs,
     )

@@ -32,6 +32,7 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
+from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..drafters import is_own_drafter, load_proposer, parse_spec
 from ..own_drafters import files_of, guarded
@@ -91,11 +92,16 @@ def run(options: Options) -> None:
         show(measured(options))
 
 
-def measured(options: Options, given: Target | None = None, own: Sequence[Proposer] = ()) -> Report:
+def measured(
+    options: Options,
+    given: Target | None = None,
+    own: Sequence[Proposer] = (),
+    rows: GivenRows | None = None,
+) -> Report:
     """Return the report of what the options name, and write it to their file if there is one.
 
-    `given` is the target, if it is loaded already; `own` are proposers to measure too. Raises
-    `UserError`.
+    `given` is the target, if it is loaded already; `own` are proposers to measure too; `rows` are
+    prompts in place of those that the options name. Raises `UserError`.
     """
     settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -103,9 +109,10 @@ def measured(options: Options, given: Target | None = None, own: Sequence[Propos
     # the server comes first: its address may be wrong, and measuring drafters here takes long
     if options.server is not None:
         at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
-        served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
+        samplings = [setting.sampling for setting in settings]
+        served = live_report.measure(options, samplings, at_once, rows)
     if served is None or options.drafter or own:
-        return evaluate_drafters(options, settings, started, served, given, own)
+        return evaluate_drafters(options, settings, started, served, given, own, rows)
     report = facts_of(None, served.tokenizer, served.prompts, options, started)
     report.server = served.report
     write_report(report, options.json)
@@ -119,13 +126,14 @@ def evaluate_drafters(
     served: live_report.ServerMeasurement | None,
     given: Target | None = None,
     own: Sequence[Proposer] = (),
+    rows: GivenRows | None = None,
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    `given` is the target, if it is loaded already; `own` are proposers to measure too. Greedy
-    replies of a server, in `served`, are compared with plain decoding. Raises `UserError`.
+    `given`, `own` and `rows` are as for `measured`. Greedy replies of a server, in `served`, are
+    compared with plain decoding. Raises `UserError`.
     """
-    prompts = prompts_of(options, given.tokenizer if given is not None else None)
+    prompts = prompts_of(options, given.tokenizer if given is not None else None, rows)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
     check_room(prompts, target.max_positions)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...heads.errors import UserError
-from ..settings import BadRows, Sampling, TargetConfig
+from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
 from .gains import GPUS
 
 
 @dataclass
-class EvaluateOptions:
+class EvaluateOptions(SourceOptions):
     """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
@@ -46,8 +46,6 @@ class EvaluateOptions:
     prompts: str | None = None
     """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on
     the hub. Spec-Bench's and MT-Bench's questions are taken with all their turns."""
-    split: str = "train"
-    """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -57,7 +57,8 @@ def run(options: Options) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
     check_json(options.json)
     # Read before the target is loaded, which takes longer.
-    rows = first_rows(options.chat) if options.chat else []
+    chat = options.source(options.chat) if isinstance(options.chat, str) else options.chat
+    rows = first_rows(chat) if chat else []
     findings = [*machine()]
     target = options.target
     template_kwargs: JsonObject = {}
@@ -156,11 +157,11 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
     for source in config.data.sources:
         finding = Finding(f"data {source.name or source.path}", "ok", f"{source.path} can be read")
         try:
-            if source_files(source.path) is None:
+            if source_files(source) is None:
                 finding.found = f"{source.path} is no local file; it will be asked of the hub"
             else:
                 # One row is enough to see that the file can be read and has the form of its name.
-                next(rows_of(source.path, source.split))
+                next(rows_of(source))
         except StopIteration:
             finding.status = "error"
             finding.found = f"{source.path} is empty; give it at least one row"

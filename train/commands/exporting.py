@@ -29,7 +29,7 @@ from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec, trained_kind
 from ...inference.evaluation.results import NAN, read_measured
-from ...inference.settings import BadRows
+from ...inference.settings import BadRows, RowSource
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ...inference.targets.target import TargetSource
 from ..data.templates import encode
@@ -162,7 +162,8 @@ def beside_target(artifact: Artifact, target: TargetSource, options: Options) ->
         print(f"warning: {message}")
     if options.draft_vocab_size is None:
         return artifact
-    counts, always = token_counts(target, options.vocab_data, options.bad_rows), special_ids(target)
+    sources = [options.source(path) for path in options.vocab_data]
+    counts, always = token_counts(target, sources, options.bad_rows), special_ids(target)
     ranked = counts.double()
     # A drafter with a draft vocabulary has no output row for any other token. Counts are at least
     # 0, so with -1 those tokens come last.
@@ -191,7 +192,9 @@ def beside_target(artifact: Artifact, target: TargetSource, options: Options) ->
     return pruned
 
 
-def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
+def token_counts(
+    target: TargetSource, sources: Sequence[RowSource], bad_rows: BadRows
+) -> torch.Tensor:
     """Return how often the target wrote each token `[V]` in the replies of `sources`.
 
     A malformed row is treated as `bad_rows` says. Raises `UserError` if no token was written, or if
@@ -199,7 +202,7 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
     """
     counts = Counter[int]()
     for source in sources:
-        left_out, notes = LeftOut(source, bad_rows), Notes()
+        left_out, notes = LeftOut(source.path, bad_rows), Notes()
         for name, row in rows_of(source):
             try:
                 sequences = encode(
@@ -210,15 +213,12 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
                 continue
             for sequence in sequences:
                 counts.update(compress(sequence.token_ids, sequence.mask))
-        notes.report(source)
+        notes.report(source.path)
+    named = ", ".join(map(str, sources))
     if not counts:
-        raise UserError(
-            f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"
-        )
+        raise UserError(f"{named}: no token that the target wrote; give replies that it wrote")
     if max(counts) >= target.vocab_size:
-        raise UserError(
-            f"{', '.join(sources)} were written with another tokenizer than the target's"
-        )
+        raise UserError(f"{named} were written with another tokenizer than the target's")
     return torch.tensor([counts[token] for token in range(target.vocab_size)])
 
 

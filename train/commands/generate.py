@@ -44,8 +44,9 @@ def run(options: Options) -> None:
     if options.chat:
         check_template(options.target)
     elif options.prompts is not None:
-        check_source(options.prompts)
-        given = with_arguments(words_or_conversations(options.prompts, sys.stdin.buffer), options)
+        source = options.source(options.prompts)
+        check_source(source)
+        given = with_arguments(words_or_conversations(source, sys.stdin.buffer), options)
         if options.prompts != STANDARD_INPUT:
             given = list(given)
             if not given:

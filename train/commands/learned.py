@@ -14,6 +14,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ...inference.conversations.formats import conversation_of
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of
+from ...inference.settings import RowSource
 from ...inference.targets.target import Target
 from ..data.tables import check_tokens
 from ..data.templates import Encoded, encode
@@ -71,7 +72,7 @@ class ShownSequence:
         return text
 
 
-def first_rows(source: str | Literal[True]) -> list[tuple[str, Any]]:
+def first_rows(source: str | RowSource | Literal[True]) -> list[tuple[str, Any]]:
     """Return names and values of the first rows of a source; true stands for the probe.
 
     Raises `UserError` for a source that cannot be read or has no rows.
@@ -88,8 +89,8 @@ def sequences_of(
     """Return the sequences that training makes of a row.
 
     `template_kwargs` are arguments of the chat template for all rows; `notes` get what is said once
-    about a source. Raises `RowError` for a row
-    that is malformed or that the template cannot render, `UserError` for a target without one.
+    about a source. Raises `RowError` for a row that is malformed or that the template cannot
+    render, `UserError` for a target without one.
     """
     conversation = conversation_of(row)
     check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import EngineName
-from ...inference.settings import BadRows, Sampling, TargetConfig, check_url
+from ...inference.settings import BadRows, Sampling, SourceOptions, TargetConfig, check_url
 from ..config import StoreType
 from ..method import MethodName
 
@@ -126,7 +126,7 @@ class ServerOptions:
 
 
 @dataclass
-class RegenerateOptions:
+class RegenerateOptions(SourceOptions):
     """Let the target write the replies of a data set.
 
     Prompts are kept, and everything that an assistant said is replaced.
@@ -138,6 +138,8 @@ class RegenerateOptions:
         "draftsmith data regenerate --target TARGET --server.url http://localhost:8000/v1 "
         "--data prompts.jsonl --out replies.jsonl",
         "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies --share 0/4",
+        "draftsmith data regenerate --target TARGET --data openai/gsm8k --config-name main "
+        "--split train --out replies.jsonl",
     )
     first: ClassVar[tuple[str, ...]] = (
         "target.path",
@@ -152,7 +154,7 @@ class RegenerateOptions:
     target: TargetConfig
     data: str
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
-    the hub."""
+    the hub, such as openai/gsm8k with its `config_name` and `split`."""
     out: str = field(metadata={"form": "FILE"})
     """JSONL file to write; one that was not finished is continued. With `share` a folder."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
@@ -186,7 +188,7 @@ class RegenerateOptions:
 
 
 @dataclass
-class ExportOptions:
+class ExportOptions(SourceOptions):
     """Write a drafter in the layout that a serving engine loads.
 
     The command that serves it is printed, and a model card is in the folder.
@@ -304,7 +306,7 @@ class ImportOptions:
 
 
 @dataclass
-class GenerateOptions:
+class GenerateOptions(SourceOptions):
     """Decode prompts, or chat, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
@@ -379,7 +381,7 @@ class GenerateOptions:
 
 
 @dataclass
-class DoctorOptions:
+class DoctorOptions(SourceOptions):
     """Check this machine, and a target and a training config if given.
 
     The exit status is 2 if something would not run.

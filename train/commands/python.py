@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from transformers import PreTrainedModel
 
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter, upload
+from ...heads.files import check_output_folder
 from ...inference import api
+from ...inference.conversations.given import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
 from ...inference.evaluation.tuning.profile import TuningProfile
@@ -19,8 +22,11 @@ from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
+from ..config import Data, Source
 
 AnyPath = str | PathLike[str]
+ROWS_FILE = "rows.jsonl"
+"""File of a run's folder for rows that were given as objects."""
 
 
 def load(
@@ -58,7 +64,7 @@ def load(
 def train(
     method: str,
     target: AnyPath | None = None,
-    data: AnyPath | Sequence[Any] | None = None,
+    data: Any = None,
     out: AnyPath | None = None,
     *,
     config: AnyPath | None = None,
@@ -66,27 +72,34 @@ def train(
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, or a list
-    of files; `out` the run's folder; `config` a YAML file of a run. `options` are those of the run
-    by their names, such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call
-    goes on where an earlier one stopped. Under `accelerate launch` every process calls it. Raises
-    `UserError`.
+    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, a list of
+    files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
+    the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
+    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an
+    earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
 
     chosen = method_named(method)
-    values: dict[str, Any] = {"target": target, "data": data, "out": out}
+    rows = None if data is None or _names_files(data) else given_rows(data, "data")
+    source = data if rows is None else [Source(ROWS_FILE, name="data")]
+    values: dict[str, Any] = {"target": target, "data": source, "out": out}
     named = {name: value for name, value in values.items() if value is not None}
     run = options_from(chosen.run_class, {**named, **options}, config)
+    if rows is not None:
+        check_output_folder(run.out, "out")
+        file = Path(run.out) / ROWS_FILE
+        write_rows(rows, file)
+        run.data.sources[0].path = str(file)
     return run_training(run, chosen)
 
 
 def evaluate(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
     drafter: AnyPath | Drafter | Proposer | Sequence[AnyPath | Drafter | Proposer],
-    prompts: AnyPath,
+    prompts: Any,
     *,
     tokenizer: Any = None,
     **options: Any,
@@ -94,7 +107,8 @@ def evaluate(
     """Return acceptance and speed of drafters on held-out prompts, compared with plain decoding.
 
     `drafter` is a folder, a name such as ngram, a proposer of your own, or several of them;
-    `prompts` a file of prompts; `target` a path, or a loaded model with its `tokenizer`. `options`
+    `prompts` a file of prompts, a list of rows or of texts, which are what a user says, or a
+    `datasets.Dataset`; `target` a path, or a loaded model with its `tokenizer`. `options`
     are those of the command, such as `temperatures="0,1"`, `limit=20`, `baselines=False` and
     `json=FILE`. Raises `UserError`.
     """
@@ -104,8 +118,13 @@ def evaluate(
     for name in ("features", "json"):
         if name in options and (name == "features" or str(options[name]) == "-"):
             raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
+    rows = None
     if not isinstance(prompts, str | PathLike):
-        raise UserError("prompts is a file of prompts, such as held_out.jsonl")
+        for name in ("config_name", "revision", "streaming"):
+            if name in options:
+                raise UserError(f"{name} is for prompts by their path; leave it out")
+        rows = given_rows(prompts, "prompts", options.pop("split", None))
+        prompts = "(given in Python)"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
     own = [with_name(one) for one in several if isinstance(one, Proposer)]
     others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
@@ -122,7 +141,7 @@ def evaluate(
         loaded = target_of(target, tokenizer)
     values["target"] = target if loaded is None else loaded.name
     made = options_from(EvaluateOptions, values)
-    return measured(made, loaded, own)
+    return measured(made, loaded, own, rows)
 
 
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
@@ -141,6 +160,18 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
     if made.push is not None:
         upload(made.out, made.push)
     return written.serve
+
+
+def _names_files(data: Any) -> bool:
+    """Return whether `data` names files: a path, a source of a run, several, or its section."""
+    if type(data) in (dict, Data):  # not a `DatasetDict`
+        return True
+    keys = {one.name for one in fields(Source)}
+    several = data if isinstance(data, list | tuple) else [data]
+    return all(
+        isinstance(one, str | PathLike | Source) or (isinstance(one, dict) and one.keys() <= keys)
+        for one in several
+    )
 
 
 def _path_of(drafter: Any) -> Any:

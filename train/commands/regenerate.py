@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run(options: Options) -> None:
     if Path(options.out).exists() and Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError("--out must be another file than --data")
     share = Share.of(options)
-    rows = list(rows_of(options.data))[: options.limit]
+    rows = [*islice(rows_of(options.source(options.data)), options.limit)]
     if not rows:
         raise UserError(f"{options.data} holds no rows")
     # Of a share too, whose file nobody else writes.

@@ -32,7 +32,7 @@ from ...heads.files import (
 )
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
-from ...inference.conversations.choice import Group, Units, number_of, prompt_of
+from ...inference.conversations.choice import Group, Units, number_of, prompt_of, shared_id
 from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
@@ -233,7 +233,7 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     ]
     for source in data.sources:
         # A data set on the hub has no files here; its name is in the settings.
-        for file in source_files(source.path) or []:
+        for file in source_files(source) or []:
             # Size and time instead of the contents, which would have to be read whole at every
             # start. Where they differ, the tables are built again and compared (`prepare`).
             facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
@@ -253,6 +253,7 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         for row in _read(source, data, target, units, seed, count, lost):
             (held_out if row.held_out else train).append(row)
         _refuse_losses(name, count, lost, data.max_lost_share)
+    equal = _equal_ids(data, train + held_out)
     if data.deduplicate:
         # Held-out rows first: of two equal rows the one in training is dropped.
         seen: set[bytes] = set()
@@ -264,6 +265,8 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         for name, number in lost_rows.items():
             counts[name]["shares words with held-out rows"] += number
         train = cleaned
+    if equal and not (train and held_out):
+        raise UserError(f"no rows are left {'held out' if train else 'to learn from'}: {equal}")
     if train and not held_out and data.held_out.by == "row":
         raise UserError(
             f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
@@ -281,6 +284,23 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     groups = sorted({row.group for row in (*train, *held_out)})
     plain = {name: dict(count) for name, count in counts.items()}
     return Tables(_table(train, groups), _table(held_out, groups), plain, groups)
+
+
+def _equal_ids(data: Data, rows: list[SourceRow]) -> str:
+    """Return which source has nearly all of its rows under one id, which the log says too.
+
+    An empty text if there is none, or if rows are not held out by their units.
+    """
+    found = ""
+    for source in data.sources if data.held_out.by == "row" else ():
+        name = source.name or source.path
+        units = Counter(row.unit for row in rows if row.source == name)
+        # The ids themselves are not in memory; a source of one large unit is read again for them.
+        large = bool(units) and units.most_common(1)[0][1] > max(1, units.total() / 2)
+        if large and (equal := shared_id(raw for _, raw in rows_of(source))):
+            found = found or f"in data source {name} {equal}"
+            log.warning("data source %s: %s", name, equal)
+    return found
 
 
 def _table(rows: list[SourceRow], groups: list[Group]) -> TokenTable:
@@ -313,9 +333,7 @@ def _read(
     name = source.name or source.path
     left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
     tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
-    for row_name, raw in Progress(
-        rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"
-    ):
+    for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
         conversation = _conversation(raw)
         unit = 0  # of a malformed row, which is lost
@@ -382,7 +400,7 @@ def units_of(data: Data) -> Units:
     units = Units()
     for source in data.sources:
         name = source.name or source.path
-        rows = rows_of(source.path, source.split)
+        rows = rows_of(source)
         for _, raw in Progress(rows, desc=f"ids and prompts of {name}", unit=" rows"):
             conversation = _conversation(raw)
             if not isinstance(conversation, RowError):

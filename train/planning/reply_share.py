@@ -32,7 +32,7 @@ def reply_share_of(config: RunConfig) -> float | None:
         tokenizer = read_tokenizer(target.path, target.trust_remote_code)
         eos_ids = ConfigOnly(config_at(target.path, target.trust_remote_code)).eos_ids
         for source in config.data.sources:
-            files = source_files(source.path)
+            files = source_files(source)
             if files is None:
                 return None
             replies, tokens = counted(source, config, tokenizer, eos_ids)
@@ -52,7 +52,7 @@ def counted(
     Rows that training would leave out count for neither.
     """
     replies = tokens = 0
-    for _, raw in islice(rows_of(source.path, source.split), ROWS):
+    for _, raw in islice(rows_of(source), ROWS):
         try:
             sequences = encode(
                 conversation_of(raw), tokenizer, eos_ids, config.target.path,

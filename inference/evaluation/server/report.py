@@ -21,6 +21,7 @@ from ....heads.errors import UserError
 from ....heads.exchange.engines.servers import CounterNames, ServerProtocol
 from ....heads.pretrained import clear_errors, end_ids, read_config, read_tokenizer
 from ...console import Console, Progress, plain_table
+from ...conversations.given import GivenRows
 from ...conversations.prompts import Prompt, next_turn
 from ...decode import Generation
 from ...keys import headers_with_key
@@ -118,15 +119,18 @@ def load_reader(config: TargetConfig) -> Reader:
 
 
 def measure(
-    options: EvaluateOptions, samplings: Sequence[Sampling], concurrency: Sequence[int]
+    options: EvaluateOptions,
+    samplings: Sequence[Sampling],
+    concurrency: Sequence[int],
+    rows: GivenRows | None = None,
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
-    Raises `UserError` for prompts that cannot be read or do not fit the server, and for a server
-    that is not there or fails.
+    `rows` are prompts in place of those that the options name. Raises `UserError` for prompts that
+    cannot be read or do not fit the server, and for a server that is not there or fails.
     """
     reader = load_reader(options.target)
-    prompts = prompts_of(options, reader.tokenizer)
+    prompts = prompts_of(options, reader.tokenizer, rows)
     resolved = [sampling.resolved(reader.repetition_penalty) for sampling in samplings]
     return asyncio.run(_measure(options, reader, prompts, resolved, concurrency))
 

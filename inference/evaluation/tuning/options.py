@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ....heads.errors import UserError
-from ...settings import BadRows, Sampling, TargetConfig
+from ...settings import BadRows, Sampling, SourceOptions, TargetConfig
 
 SWEEPS = 4  # turns over which the rounds of a median are spread
 
 
 @dataclass
-class TuneOptions:
+class TuneOptions(SourceOptions):
     """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
 
     The acceptance of every chain, fixed tree and dynamic tree is counted on the target's own
@@ -45,8 +45,6 @@ class TuneOptions:
     drafter: list[str] = field(default_factory=list)
     """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several
     times."""
-    split: str = "train"
-    """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

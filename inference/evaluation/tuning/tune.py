@@ -179,7 +179,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
         raise UserError(
             "a drafter is named twice; its trees are what tune looks for, so name it once"
         )
-    source_files(options.prompts)
+    source_files(options.source(options.prompts))
     check_output(options.out, "--out")
     batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int, 1)))
     contexts = sorted(set(numbers(options.contexts, "--contexts", int, 1)))

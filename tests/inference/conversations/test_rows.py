@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.formats import RowError, conversation_of
+from draftsmith.inference.conversations.formats import conversation_of
+from draftsmith.inference.conversations.messages import RowError
 from draftsmith.inference.conversations.rows import read_json_rows
 
 KEYS = [

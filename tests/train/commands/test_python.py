@@ -178,9 +178,17 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     best = draftsmith.train("medusa", **asked)
     assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do
     assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
+    written = [json.loads(line) for line in rows.open()]
+    again = {**asked, "data": written, "out": tmp_path / "again", "data.max_length": 256}
+    again |= {"data.held_out.share": 0.5, "data.decontaminate": False}
+    assert draftsmith.train("medusa", **again) == tmp_path / "again" / "best"
     report = draftsmith.evaluate(
         decoder.target, [best, "ngram"], prompts, baselines=False, max_new_tokens=16, repeats=1
     )
+    asked_in_python = draftsmith.evaluate(
+        decoder.target, "ngram", questions("test", 3), baselines=False, max_new_tokens=4, repeats=1
+    )
+    assert asked_in_python.prompt_set.sha256 == report.prompt_set.sha256
     (setting,) = report.settings
     assert list(setting.drafters) == ["plain", "run", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())

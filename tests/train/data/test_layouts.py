@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.inference.conversations.formats import Conversation, RowError
+from draftsmith.inference.conversations.formats import Conversation
+from draftsmith.inference.conversations.messages import RowError
 from draftsmith.train.data.templates import Encoded, encode
 from tests.conftest import make_tokenizer
 from tests.train.data.test_templates import GEMMA, MISTRAL, QWEN3

@@ -18,7 +18,7 @@ from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
-from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare
+from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare, tables_key
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
 from tests.conftest import tiny_target
@@ -253,6 +253,19 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
         assert low <= int(tables.train.copies.sum()) <= high
 
 
+def test_equal_ids_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of one id are one conversation: all of them are held out, or none."""
+    same = write(tmp_path / "same.jsonl", [row | {"id": 0} for row in GOOD[:40]])
+    says = "in data source same 40 of 40 rows have the id 0, so .*; remove the key, or give each"
+    with pytest.raises(UserError, match=says):
+        build(Data([Source(same, name="same")]), TARGET, seed=0)
+    other = write(tmp_path / "other.jsonl", GOOD[40:])
+    held_out = HeldOutConfig("row", share=0.2)
+    tables = build(Data([Source(same, name="same"), Source(other)], held_out), TARGET, seed=0)
+    assert len(tables.train) and len(tables.held_out)
+    assert "data source same: 40 of 40 rows have the id 0" in caplog.text
+
+
 def test_exact_tokens_of_another_tokenizer_or_vocabulary_are_refused(tmp_path: Path) -> None:
     row = {
         "token_ids": [5, 6, 7, 8],
@@ -311,6 +324,19 @@ def test_tables_are_reused_until_something_changes(tmp_path: Path) -> None:
     assert np.array_equal(first.train.ids, again.train.ids) and first.counts == again.counts
     write(tmp_path / "train.jsonl", GOOD[:100])
     assert len(prepare(config, TARGET, tmp_path / "cache", seed=0).train) == 100
+
+
+def test_the_key_of_tables_has_the_settings_and_files_of_a_data_set(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(GOOD[:2]).save_to_disk(str(tmp_path / "saved"))
+    saved = str(tmp_path / "saved")
+    named = [Source("me/sums"), Source("me/sums", "test"), Source("me/sums", config_name="main")]
+    named += [Source("me/sums", revision="v1"), Source(saved)]
+    keys = [tables_key(Data([source]), TARGET, seed=0) for source in named]
+    assert len({*keys}) == len(keys)
+    os.utime(next((tmp_path / "saved").glob("*.arrow")), ns=(5, 5))
+    assert tables_key(Data([Source(saved)]), TARGET, seed=0) != keys[-1]
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.formats import Conversation, RowError, conversation_of
+from draftsmith.inference.conversations.formats import Conversation, conversation_of
+from draftsmith.inference.conversations.messages import RowError
 from draftsmith.train.data.templates import Encoded, encode
 from tests.conftest import MARKED_TEMPLATE, make_tokenizer
 

@@ -153,7 +153,8 @@ def drafter_of(layer: StoredLayer, target: Target) -> MtpDrafter:
 def prompts_of(options: Options, target: Target) -> list[list[int]]:
     """Return the token ids of the prompts."""
     if options.prompts is not None:
-        found = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
+        source = options.source(options.prompts)
+        found = read_prompts(source, target.tokenizer, target.name, options.limit)
         return [prompt.token_ids for prompt in found]
     texts = PROMPTS[: options.limit]
     if not target.tokenizer.chat_template:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ....heads.errors import UserError
-from ....inference.settings import TargetConfig
+from ....inference.settings import SourceOptions, TargetConfig
 
 
 @dataclass
@@ -68,7 +68,7 @@ class StitchOptions:
 
 
 @dataclass
-class ExamineOptions:
+class ExamineOptions(SourceOptions):
     """Examine the MTP layer of a target: is there one, is it alive, and is it read as trained?
 
     Chains are drafted and verified with the layer as engines serve it, and with each mistake that

@@ -1,0 +1,363 @@
+"""Data sets as people name them: files, folders that `datasets` and git wrote, names on the hub,
+and objects of Python."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.conversations.given import given_rows, write_rows
+from draftsmith.inference.conversations.prompts import read_prompts
+from draftsmith.inference.conversations.sources import rows_of, source_files
+from draftsmith.inference.settings import RowSource
+from tests.conftest import QUICKSTART, ROOT
+from tests.hub import DataHub
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: test, path: data/test-*}
+- config_name: other
+  data_files: other/*
+---
+"""
+SHARDS = 6
+
+
+def rows(*names: str) -> list[dict[str, Any]]:
+    return [{"prompt": name, "id": name} for name in names]
+
+
+def lines(*names: str) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows(*names)).encode()
+
+
+def texts(source: Any) -> list[str]:
+    return [row["prompt"] for _, row in rows_of(source)]
+
+
+def parquet(folder: Path, *names: str) -> bytes:
+    datasets.Dataset.from_list(rows(*names)).to_parquet(str(folder / "shard.parquet"))
+    return (folder / "shard.parquet").read_bytes()
+
+
+def repository(folder: Path, mark: str = "") -> dict[str, bytes]:
+    """A data set of two configurations, the first of two splits, and of several parquet files."""
+    files = {"README.md": CARD.encode(), "dataset_infos.json": b"{}"}
+    for number in range(SHARDS):
+        pair = [f"{mark}{n}" for n in (2 * number, 2 * number + 1)]
+        files[f"data/train-0000{number}.parquet"] = parquet(folder, *pair)
+    files["data/test-0.parquet"] = parquet(folder, "test")
+    return files | {"other/a.parquet": parquet(folder, "other")}
+
+
+def written(folder: Path, files: dict[str, bytes]) -> str:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+def refused(source: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refusal:
+        list(rows_of(source))
+    assert "\n" not in str(refusal.value)
+
+
+# Folders
+
+
+def test_what_save_to_disk_wrote_is_read_by_its_splits(tmp_path: Path) -> None:
+    train, test = (datasets.Dataset.from_list(rows(*names)) for names in ("abc", "d"))
+    train.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    both = datasets.DatasetDict({"train_sft": train, "test_sft": test})
+    both.save_to_disk(str(tmp_path / "both"))
+    assert texts(str(tmp_path / "one")) == ["a", "b", "c"]
+    refused(RowSource(str(tmp_path / "one"), "test"), r"has no split \(--split\); leave that out")
+    assert texts(RowSource(str(tmp_path / "both"), "test_sft")) == ["d"]
+    refused(str(tmp_path / "both"), r"no split train; give one as split .*: train_sft, test_sft")
+    assert [f.suffix for f in source_files(str(tmp_path / "one")) or []] == [".arrow", ".arrow"]
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    refused(str(tmp_path / "one"), "data-00001-of-00002.arrow is missing")
+
+
+def test_a_clone_is_read_as_on_the_hub(tmp_path: Path) -> None:
+    clone = written(tmp_path / "clone", repository(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    assert texts(RowSource(clone, config_name="main")) == [str(n) for n in range(2 * SHARDS)]
+    assert texts(RowSource(clone, "test", "main")) == ["test"]
+    assert texts(RowSource(clone, config_name="other")) == ["other"]
+    refused(clone, "has several configurations; give one as config_name .*: main, other")
+    refused(RowSource(clone, config_name="x"), "has no configuration x; .*: main, other")
+    refused(RowSource(clone, "x", "main"), "has no split x; give one as split .*: train, test")
+    refused(RowSource(clone, revision="v1"), "is a clone, which has no revision")
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the rows"
+
+
+def test_a_clone_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    card = b"---\nconfigs: [{config_name: main, data_files: ../a.jsonl}]\n---\n"
+    clone = written(tmp_path / "clone", {"README.md": card, "../a.jsonl": lines("a")})
+    refused(clone, "a.jsonl, which is outside of the folder|holds no files of rows")
+
+
+def test_rows_in_a_folder_named_data_are_found_without_a_card(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"data/a.jsonl": lines("a"), "LICENSE": b"x"})
+    assert texts(folder) == ["a"]
+
+
+def test_metadata_beside_rows_is_not_read(tmp_path: Path) -> None:
+    files = {
+        "dataset_infos.json": b"{}",
+        "state.json": b"{}",
+        "._a.jsonl": b"\0",
+        "a.jsonl": lines("a"),
+    }
+    assert texts(written(tmp_path, files)) == ["a"]
+
+
+@pytest.mark.parametrize("setting", ["config_name", "revision", "streaming", "split"])
+def test_settings_of_data_sets_are_refused_for_files(setting: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, {"a.jsonl": lines("a")})
+    for path, what in ((folder, "a folder of files"), (f"{folder}/a.jsonl", "a file")):
+        refused(RowSource(path, **{setting: "x"}), f"{what}, which has no {setting} ")  # type: ignore[arg-type]
+
+
+# Files
+
+
+def test_more_forms_of_json(tmp_path: Path) -> None:
+    files = {
+        "a.jsonl.gz": gzip.compress(lines("a")),
+        "b.ndjson": lines("b"),
+        "c.json": lines("c", "d"),
+    }
+    assert texts(written(tmp_path, files)) == ["a", "b", "c", "d"]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.parquet", POINTER, "run git lfs pull"),
+        ("a.jsonl", POINTER, "run git lfs pull"),
+        ("a.parquet", b"PAR1", "it is damaged, or not a parquet file"),
+        ("a.csv", b"prompt\nx\n", "a file must end in .*; convert it"),
+        ("a.arrow", b"x", "a file must end in .*; convert it"),
+        ("a.jsonl", '{"prompt": "é"}'.encode("latin-1"), "convert it to UTF-8"),
+        ("a.jsonl.gz", lines("a"), "it is not compressed by gzip"),
+        ("a.jsonl.gz", gzip.compress(lines("a"))[:-9], "its end is missing"),
+        ("a.json", b'{"data": [{"prompt": "a"}]}', "a list of rows; write the list under 'data'"),
+        ("a.json", b'{"prompt": "a"}', r"a list of rows; put \[ \] around"),
+    ],
+)
+def test_other_files_are_refused_with_a_remedy(
+    name: str, content: bytes, says: str, tmp_path: Path
+) -> None:
+    refused(f"{written(tmp_path, {name: content})}/{name}", says)
+
+
+def test_a_folder_without_rows_says_what_it_holds(tmp_path: Path) -> None:
+    refused(
+        written(tmp_path, {"a.csv": b"x", "b/c.jsonl": lines("c")}), "but a.csv, b; name a file"
+    )
+
+
+# The hub
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataHub]:
+    folder = tmp_path_factory.mktemp("hub")
+    sums = {"main": repository(folder), "v1": repository(folder, "old ")}
+    script = {"main": {"script.py": b"raise SystemExit('this ran')"}}
+    server = DataHub({"me/sums": sums, "me/script": script, "me/empty": {"main": {"a.md": b""}}})
+    yield server
+    server.server.shutdown()
+
+
+SCRIPT = """
+import json, sys
+from itertools import islice
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.conversations.sources import rows_of
+from draftsmith.inference.settings import RowSource
+for take, source in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps([row["prompt"] for _, row in islice(rows_of(RowSource(**source)), take)]))
+    except UserError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def environment_of(url: str, home: Path) -> dict[str, str]:
+    """The environment of a process that asks the stand-in and keeps its copies in `home`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    return environment | {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+
+
+def from_hub(
+    url: str, home: Path, *asked: dict[str, Any], take: int | None = None, offline: bool = False
+) -> list[Any]:
+    """What `rows_of` gives of each source, or its refusal, in a process that asks the stand-in."""
+    environment = environment_of(url, home) | {"HF_HUB_OFFLINE": str(int(offline))}
+    words = [sys.executable, "-c", SCRIPT, json.dumps([(take, source) for source in asked])]
+    done = subprocess.run(
+        words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_hub_serves_configurations_splits_and_revisions(hub: DataHub, tmp_path: Path) -> None:
+    sums = {"path": "me/sums", "config_name": "main"}
+    train, test, other, old, part = from_hub(
+        hub.url, tmp_path, sums, sums | {"split": "test"}, sums | {"config_name": "other"},
+        sums | {"revision": "v1"}, sums | {"split": "train[:3]"},
+    )  # fmt: skip
+    assert train == [str(n) for n in range(2 * SHARDS)] and part == train[:3]
+    # of which the last copy is read without a network
+    cached, unknown, split = from_hub(
+        "http://127.0.0.1:9", tmp_path, sums, sums | {"revision": "v1"}, sums | {"split": "x"},
+        offline=True,
+    )  # fmt: skip
+    assert cached in (train, old) and "no split x; give one as split (--split): train" in split
+    assert "the hub cannot be reached for its revision v1; check the network" in unknown
+    assert (test, other) == (["test"], ["other"]) and old == [f"old {text}" for text in train]
+
+
+def test_a_stream_asks_for_no_more_than_it_takes(hub: DataHub, tmp_path: Path) -> None:
+    hub.asked.clear()
+    sums = {"path": "me/sums", "config_name": "main", "streaming": True}
+    assert from_hub(hub.url, tmp_path, sums, take=2) == [["0", "1"]]
+    assert {name for name in hub.asked if name.startswith("data/")} == {"data/train-00000.parquet"}
+    assert not list(tmp_path.rglob("*.arrow")), "no copy is kept"
+
+
+def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> None:
+    sums = {"path": "me/sums", "config_name": "main"}
+    said = from_hub(
+        hub.url, tmp_path, {"path": "me/sums"}, sums | {"config_name": "x"}, sums | {"split": "x"},
+        sums | {"split": "x", "streaming": True}, sums | {"revision": "x"}, {"path": "me/none"},
+        {"path": "me/script"}, {"path": "me/empty"},
+    )  # fmt: skip
+    split = "data set me/sums has no split x; give one as split (--split): train, test"
+    assert said == [
+        "data set me/sums has several configurations; give one as config_name (--config-name): "
+        "main, other",
+        "data set me/sums has no configuration x; give one as config_name (--config-name): main, "
+        "other",
+        split,
+        split,
+        "data source me/sums has no such revision; give a branch, a tag or a commit as revision "
+        "(--revision)",
+        "data source me/none is no local file or folder, and the hub gives you no data set of "
+        "this name and revision; check both",
+        "data source me/script is made by a script of its own, which is not run; the hub may have "
+        "its rows as parquet: --revision refs/convert/parquet",
+        "data source me/empty holds no files of rows; name another",
+    ]
+
+
+COMMAND = """
+import sys
+from draftsmith.train.commands.cli import main
+words = ["data", "regenerate", "--target", sys.argv[1], "--out", sys.argv[2], "--data", "me/sums"]
+words += ["--split", "test", "--sampling.max-new-tokens", "2"]
+main([*words, "--config-name", "main", "--streaming", "--limit", "1"])
+main(words)
+"""
+
+
+def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", COMMAND, str(QUICKSTART), str(tmp_path / "out.jsonl")]
+    done = subprocess.run(
+        words, env=environment_of(hub.url, tmp_path), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: data set me/sums has several config")
+    assert "Traceback" not in done.stderr
+    (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert row["text"].startswith("test")
+
+
+def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
+    """`HF_HUB_OFFLINE` fails at once; another network is tried again for half a minute."""
+    (said,) = from_hub("http://127.0.0.1:9", tmp_path, {"path": "me/sums"}, offline=True)
+    assert "no local file or folder, and the hub cannot be reached" in said
+
+
+# Objects of Python
+
+
+def test_lists_and_data_sets_are_sources() -> None:
+    table = datasets.Dataset.from_list(rows("a", "b"))
+    split = datasets.DatasetDict({"train": table, "test": table.select([1])})
+    for given in (rows("a", "b"), table, table.to_iterable_dataset()):
+        found = list(rows_of(given_rows(given, "data")))
+        assert [name for name, _ in found] == ["data[0]", "data[1]"]
+        assert [row["prompt"] for _, row in found] == ["a", "b"]
+    assert texts(given_rows(split, "data", "test")) == ["b"]
+    for wrong, name, says in (
+        (
+            split,
+            None,
+            r"has several splits; give one of them, such as data\['train'\]: train, test",
+        ),
+        (split, "x", "has no split 'x'"),
+        (table, "train", "has no splits"),
+        (iter([]), None, "a list of rows, or a Dataset of the package datasets, not list_iterator"),
+        (3, None, "not int"),
+    ):
+        with pytest.raises(UserError, match=says):
+            given_rows(wrong, "data", name)
+
+
+def test_rows_are_written_the_same_each_time(tmp_path: Path) -> None:
+    import datetime
+
+    import numpy as np
+
+    given = [
+        {"prompt": "é", "n": np.arange(2), "time": datetime.date(2026, 1, 2), "x": float("nan")}
+    ]
+    file = tmp_path / "rows.jsonl"
+    write_rows(given_rows(given, "data"), file)
+    os.utime(file, ns=(5, 5))
+    write_rows(given_rows(given, "data"), file)
+    assert file.stat().st_mtime_ns == 5
+    row = {"prompt": "é", "n": [0, 1], "time": "2026-01-02", "x": None}
+    assert [one for _, one in rows_of(str(file))] == [row]
+    with pytest.raises(UserError, match=r"data\[1\] holds more than"):
+        write_rows(given_rows([given[0], {"a": object()}], "data"), file)
+    assert [one for _, one in rows_of(str(file))] == [row]
+
+
+def test_texts_are_what_a_user_says(quickstart: Any) -> None:
+    tokenizer, name = quickstart.tokenizer, quickstart.name
+    asked = [{"messages": [{"role": "user", "content": "def f():"}]}, {"text": "def f():"}]
+    chat, plain = read_prompts(given_rows(asked, "prompts"), tokenizer, name)
+    for is_chat, expected in ((True, chat), (False, plain)):
+        (found,) = read_prompts(given_rows(["def f():"], "prompts", chat=is_chat), tokenizer, name)
+        assert found.token_ids == expected.token_ids and found.id == "prompts[0]"
+
+
+def test_prompts_of_one_id_have_no_interval(
+    quickstart: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = given_rows([{"prompt": f"def f{n}():", "id": 0} for n in range(5)], "prompts")
+    read_prompts(given, quickstart.tokenizer, quickstart.name)
+    assert "prompts: 5 of 5 rows have the id 0, so that they count as one" in caplog.text

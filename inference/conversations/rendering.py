@@ -174,12 +174,12 @@ class Rendering:
         """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
         message = self._messages[index]
         last = index == len(self._messages) - 1
-        unfinished = last and _ends_in_reasoning(message)
-        cut = unfinished or (last and self._conversation.cut)
+        cut, opened = last and self._conversation.cut, prompt.rstrip().endswith(REASONING_BEGINS)
+        unfinished = last and _ends_in_reasoning(message, opened and cut)
+        cut = cut or unfinished
         content = message.get("content") or ""
         if unfinished and isinstance(content, str) and content:
             # As the server saw it: a template would put a block without reasoning before it.
-            opened = prompt.rstrip().endswith(REASONING_BEGINS)
             content = content.lstrip().removeprefix(REASONING_BEGINS) if opened else content
             full, start = prompt + content.lstrip("\n" if opened else ""), len(prompt)
         else:
@@ -312,15 +312,20 @@ def after_block(text: str, start: int, block: str) -> int:
     return place
 
 
-def _ends_in_reasoning(message: JsonObject) -> bool:
-    """Return whether a reply has reasoning and nothing after it."""
+def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
+    """Return whether a reply has reasoning and nothing after it.
+
+    `opened`: the prompt opens the reasoning, and the reply was cut.
+    """
     content = message.get("content") or ""
     if message.get("tool_calls") or not isinstance(content, str):
         return False
     if REASONING_ENDS in content:
         return False
-    thought, rest = split_reasoning(content)
-    return not rest.strip() and bool(thought.strip() or reasoning_of(message)[0])
+    reasoning, (thought, rest) = reasoning_of(message)[0], split_reasoning(content)
+    if opened and not reasoning:
+        return bool(content.strip())
+    return not rest.strip() and bool(thought.strip() or reasoning)
 
 
 def _split(message: JsonObject) -> bool:

@@ -1,0 +1,356 @@
+"""Rows as other projects publish them: what is read, what is learned, and what is said of the
+rest."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from draftsmith.inference.conversations.formats import conversation_of
+from draftsmith.inference.conversations.messages import RowError
+from draftsmith.inference.conversations.notes import Notes
+from draftsmith.inference.conversations.sources import rows_of
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.data.templates import Encoded, encode
+from tests.conftest import make_tokenizer
+from tests.published_templates import files
+
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer_with(template: str, special: list[str], eos: str) -> Any:
+    tokenizer: Any = make_tokenizer(special, template, eos)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
+
+
+QWEN25 = tokenizer_with(files()["qwen2_5"].read_text(), CHATML, "<|im_end|>")
+QWEN3 = tokenizer_with(files()["qwen3"].read_text(), CHATML, "<|im_end|>")
+USER = {"role": "user", "content": "one"}
+REPLY = {"role": "assistant", "content": "two"}
+BRIEF = {"role": "system", "content": "be brief"}
+
+
+def encoded(row: Any, tokenizer: Any = QWEN25, notes: Notes | None = None) -> list[Encoded]:
+    ends = frozenset({tokenizer.eos_token_id})
+    return encode(conversation_of(row), tokenizer, ends, "x", {}, notes)
+
+
+def shown(row: Any, tokenizer: Any = QWEN25, notes: Notes | None = None) -> str:
+    """The row as training sees it, with [[ ]] around what is learned, without line breaks."""
+    parts = []
+    for part in encoded(row, tokenizer, notes):
+        text, on = "", False
+        for token, learned in zip(part.token_ids, part.mask, strict=True):
+            text += ("[[" if learned else "]]") if learned != on else ""
+            text, on = text + tokenizer.decode([token]), learned
+        parts.append(text + ("]]" if on else ""))
+    return " ## ".join(parts).replace("\n", "")
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}{text}<|im_end|>"
+
+
+DEFAULT = turn("system", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
+ASKED = DEFAULT + turn("user", "one") + "<|im_start|>assistant"
+ANSWERED = ASKED + "[[two<|im_end|>]]"
+SYSTEM = turn("system", "be brief") + turn("user", "one") + "<|im_start|>assistant[[two<|im_end|>]]"
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    # The five data sets that are used most, in their published shapes.
+    "ShareGPT": (
+        {
+            "id": "QWJhYvA_0",
+            "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}],
+        },
+        ANSWERED,
+    ),
+    "UltraChat-200k": (
+        {"prompt": "one", "prompt_id": "f0e37e9f7800", "messages": [USER, REPLY]},
+        ANSWERED,
+    ),
+    "Open-PerfectBlend": (
+        {
+            "conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}],
+            "source": "meta-math/MetaMathQA",
+        },
+        ANSWERED,
+    ),
+    "GSM8K": ({"question": "one", "answer": "two"}, ANSWERED),
+    "SpecForge": ({"id": "7", "conversations": [USER, REPLY]}, ANSWERED),
+    "lmsys-chat-1m": ({"conversation_id": "a", "conversation": [USER, REPLY]}, ANSWERED),
+    "Alpaca": ({"instruction": "one", "input": "", "output": "two"}, ANSWERED),
+    "Dolly": ({"instruction": "one", "context": "", "response": "two"}, ANSWERED),
+    "OpenOrca": (
+        {"id": "x", "system_prompt": "be brief", "question": "one", "response": "two"},
+        SYSTEM,
+    ),
+    "LlamaFactory, history": (
+        {"history": [["five", "six"]], "instruction": "one", "output": "two"},
+        DEFAULT + turn("user", "five") + "<|im_start|>assistant[[six<|im_end|>]]"
+        + turn("user", "one") + "<|im_start|>assistant[[two<|im_end|>]]",
+    ),
+    "preferences": (
+        {"prompt": "one", "chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "no"}]},
+        ANSWERED,
+    ),
+    "preferences, prompt apart": ({"prompt": [USER], "chosen": [REPLY], "rejected": []}, ANSWERED),
+    "preferences, no prompt": ({"chosen": [USER, REPLY], "rejected": []}, ANSWERED),
+    "JSON text": ({"messages": json.dumps([USER, REPLY])}, ANSWERED),
+    "system column": ({"system": "be brief", "messages": [USER, REPLY]}, SYSTEM),
+    "system column, twice": (
+        {"system": "be brief", "messages": [BRIEF, USER, REPLY]},
+        SYSTEM,
+    ),
+    "Anthropic": (
+        {
+            "request": {"system": [{"type": "text", "text": "be brief"}], "messages": [USER]},
+            "response": {
+                "role": "assistant", "content": [{"type": "text", "text": "two"}],
+                "stop_reason": "end_turn",
+            },
+        },
+        SYSTEM,
+    ),
+    "log of OpenAI's form": (
+        {
+            "request": {
+                "messages": [
+                    {"role": "developer", "content": "be brief"},
+                    {"role": "user", "content": [{"type": "text", "text": "one"}]},
+                ]
+            },
+            "response": {
+                "choices": [
+                    {
+                        "message": {**REPLY, "tool_calls": [], "refusal": None, "audio": None},
+                        "finish_reason": "stop",
+                        "stop_reason": None,
+                    }
+                ]
+            },
+        },
+        SYSTEM,
+    ),
+    "a reply that is context": (
+        {"messages": [USER, {**REPLY, "weight": 0}, USER, {**REPLY, "train": True}]},
+        ASKED + "two<|im_end|>" + turn("user", "one") + "<|im_start|>assistant[[two<|im_end|>]]",
+    ),
+    "a mask by message": (
+        {"messages": [USER, REPLY, USER, REPLY], "loss_mask": [0, 1, 0, 0]},
+        ANSWERED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_others_are_read_as_they_are_meant(name: str) -> None:
+    row, expected = ROWS[name]
+    assert shown(row) == expected
+
+
+def test_turns_of_mt_bench_are_prompts() -> None:
+    row = {"question_id": 81, "category": "writing", "turns": ["one", "three"], "reference": []}
+    found = conversation_of(row)
+    assert found.messages == [USER] and found.later == ["three"]
+    row = {"prompt_id": 5, "category": "x", "prompt": ["one", "three"], "reference": ["two"]}
+    assert conversation_of(row) == conversation_of({**row, "turns": row["prompt"]}) or (
+        conversation_of(row).later == ["three"]
+    )
+
+
+def test_tokens_with_a_mask_are_exact() -> None:
+    (part,) = encoded({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]})
+    assert part == Encoded([5, 6, 7, 8], [False, True, True, False])
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_a_row_that_is_not_to_be_learned_is_not(key: str) -> None:
+    for row in ({"messages": [USER, REPLY]}, {"text": "two"}, {"prompt": "one", "completion": "a"}):
+        found = conversation_of({**row, key: 0})
+        assert found.learns_nothing()
+        assert not any(any(part.mask) for part in encoded({**row, key: 0}))
+        assert any(any(part.mask) for part in encoded({**row, key: 1}))
+
+
+def test_keys_that_nothing_reads_are_named_once() -> None:
+    notes = Notes()
+    for _ in range(2):
+        shown(
+            {
+                "messages": [{**USER, "mood": "calm"}, {**REPLY, "weight": 1, "score": 3}],
+                "id": 1, "weight": 2, "lang": "en", "rejected": None,
+            },
+            notes=notes,
+        )  # fmt: skip
+    assert notes.lines() == [
+        "not read: lang, weight, mood of messages of the user, score of messages of the assistant"
+    ]
+
+
+def test_reasoning_that_history_leaves_out_is_noted_once() -> None:
+    notes = Notes()
+    row = {"messages": [USER, {**REPLY, "reasoning": "why"}, USER, {**REPLY, "reasoning": "how"}]}
+    first, second = shown(row, QWEN3, notes).split(" ## ")
+    assert first.endswith("[[<think>why</think>two<|im_end|>]]") and "why" not in second
+    assert second.endswith("[[<think>how</think>two<|im_end|>]]")
+    (line,) = notes.lines()
+    assert line.startswith("the chat template leaves out the reasoning of earlier turns")
+
+
+CALL = {"function": {"name": "rain", "arguments": {"town": "Bern", "days": 2}}}
+AS_TEXT = {"function": {"name": "rain", "arguments": '{"town": "Bern", "days": 2}'}}
+CALLED = (
+    '[[<tool_call>{"name": "rain", "arguments": {"town": "Bern", "days": 2}}</tool_call>'
+    "<|im_end|>]]"
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None, "tool_calls": [CALL]},
+        {"content": "", "tool_calls": [AS_TEXT]},
+        {"tool_calls": [{**AS_TEXT, "id": "call_7", "type": "function", "index": 0}]},
+        {"content": None, "function_call": AS_TEXT["function"]},
+        {"tool_calls": json.dumps([CALL])},
+    ],
+)
+def test_calls_are_learned_alike_in_every_form(message: dict[str, Any]) -> None:
+    row = {"messages": [USER, {"role": "assistant", **message}]}
+    assert shown(row) == ASKED + CALLED
+    speakers = [{"from": "human", "value": "one"}]
+    speakers.append({"from": "function_call", "value": json.dumps(CALL["function"])})
+    assert shown({"conversations": speakers}) == ASKED + CALLED
+
+
+def test_tools_are_read_in_every_form() -> None:
+    function = {"name": "rain", "description": "tells", "parameters": {"type": "object"}}
+    anthropic = {"name": "rain", "description": "tells", "input_schema": {"type": "object"}}
+    whole = [{"type": "function", "function": function}]
+    texts = [
+        shown({"messages": [USER, REPLY], key: tools})
+        for key, tools in (
+            ("tools", whole),
+            ("tools", json.dumps(whole)),
+            ("tools", [function]),
+            ("tools", [anthropic]),
+            ("functions", [function]),
+        )
+    ]
+    assert len({*texts}) == 1 and '"name": "rain", "description": "tells"' in texts[0]
+    assert shown({"messages": [USER, REPLY], "tools": "[]"}) == ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         r"messages\[0\].content\[0\] is of type image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+         r"messages\[0\].content\[0\] is of type input_audio"),
+        ({"messages": [{"role": "user", "content": {"text": "x"}}]},
+         r"messages\[0\].content must be a text or a list of parts, not an object"),
+        ({"messages": [{**USER, "weight": 0.5}]}, r"messages\[0\].weight is 0.5; write 0 or 1"),
+        ({"messages": [USER, REPLY], "loss_mask": [1]}, "loss_mask must have a 0 or a 1 for each"),
+        ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER]},
+         r"system and messages\[0\].content are two system prompts"),
+        ({"system": "a", "prompt": "b"}, "system does not go with a prompt of plain text"),
+        ({"request": {"input": "x"}, "response": {}}, "request.input is of another protocol"),
+        ({"custom_id": "1", "response": {"choices": []}}, "a response without its request"),
+        ({"conversations": [{"from": "my-model", "value": "x"}]},
+         r"conversations\[0\].from is 'my-model'"),
+        ({"conversations": [{"from": "human", "value": "x"},
+                            {"from": "function_call", "value": "{}"}]},
+         r"conversations\[1\].tool_calls\[0\].function.name is missing"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+         r"messages\[1\].tool_calls\[0\].function.name is missing"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, r"tools\[0\].name is missing"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_refused_by_the_fields_name(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(RowError, match=f"^{says}|{says}"):
+        conversation_of(row)
+
+
+def test_a_call_that_is_not_json_is_refused_where_the_template_wants_an_object() -> None:
+    function = {"name": "rain", "arguments": '{"town": "Be'}
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+    with pytest.raises(RowError, match=r"^messages\[1\].tool_calls\[0\].function.arguments: "):
+        shown(row)
+
+
+RAIN = {"name": "rain", "description": "tells", "parameters": {
+    "type": "object", "properties": {"town": {"type": "string"}}}}  # fmt: skip
+SUN = {"name": "sun", "parameters": {
+    "type": "object", "properties": {"hours": {"type": "integer", "minimum": 1}}}}  # fmt: skip
+CONTAINED: list[dict[str, Any]] = [
+    {"messages": [{**USER, "name": "Ann"}, {**REPLY, "tool_calls": []}],
+     "tools": None, "finish_reason": None},
+    {
+        "messages": [
+            BRIEF,
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "call_7", "type": "function", **CALL}]},
+            {"role": "tool", "tool_call_id": "call_7", "content": "no"},
+            {**REPLY, "reasoning_content": "thus"},
+        ],
+        "tools": [
+            {"type": "function", "function": RAIN},
+            {"type": "function", "function": SUN},
+        ],
+        "finish_reason": "length",
+    },
+    {"messages": [USER, {"role": "assistant", "tool_calls": [{"type": "function", "function": {
+        "name": "sun", "arguments": {"hours": 3}}}]}]},
+]  # fmt: skip
+
+
+def test_a_row_is_the_same_in_every_container(tmp_path: Path) -> None:
+    """Arrow fills a table's absent keys with nulls, at every depth."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CONTAINED))
+    (tmp_path / "a.json").write_text(json.dumps(CONTAINED))
+    data = datasets.Dataset.from_list(CONTAINED)
+    data.to_parquet(str(tmp_path / "a.parquet"))
+    data.save_to_disk(str(tmp_path / "saved"))
+    expected = [encoded(row, QWEN3) for row in CONTAINED]
+    assert [len(parts) for parts in expected] == [1, 2, 1]
+    for name in ("a.jsonl", "a.json", "a.parquet", "saved"):
+        found = [encoded(row, QWEN3) for _, row in rows_of(str(tmp_path / name))]
+        assert found == expected, name
+    assert [encoded(row, QWEN3) for row in data] == expected
+    streamed = data.to_iterable_dataset()
+    assert [encoded(row, QWEN3) for row in streamed] == expected
+
+
+def test_plain_text_has_one_beginning_and_one_end(quickstart: Target) -> None:
+    """Of a tokenizer that adds both to every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(quickstart.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|system|> $A <|end|>",
+        pair="<|system|> $A <|end|> $B",
+        special_tokens=[("<|system|>", 2), ("<|end|>", 1)],
+    )
+    assert shown({"prompt": "def f():", "completion": " pass"}, tokenizer) == (
+        "<|system|>def f():[[ pass<|end|>]]"
+    )
+    assert shown({"text": "def f():"}, tokenizer) == "<|system|>[[def f():<|end|>]]"
+    assert shown({"text": "def f():<|end|>"}, tokenizer) == "<|system|>[[def f():<|end|>]]"
+    rendered = {"prompt": "<|system|><|user|>x<|end|><|assistant|>", "completion": "y"}
+    assert shown(rendered, tokenizer) == ("<|system|><|user|>x<|end|><|assistant|>[[y<|end|>]]")
+    notes = Notes()
+    text = "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>"
+    assert shown({"id": "1", "text": text}, tokenizer, notes) == (
+        "<|system|><|user|>a<|end|><|assistant|>[[b<|end|>]]<|user|>c<|end|><|assistant|>"
+        "[[d<|end|>]]"
+    )
+    assert "already rendered" in notes.lines()[0]

@@ -161,7 +161,9 @@ def test_what_is_learned_is_what_the_target_wrote(case: str) -> None:
     assert learned(name, row) == expected
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if "inside" in name or "same" in name])
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if "inside reas" in name or "inside the" in name]
+)
 def test_what_is_before_an_unfinished_reply_is_its_prompt(case: str) -> None:
     """As the server saw it: no block of the template's stands between them, and nothing follows."""
     name, row, (written,) = CASES[case]

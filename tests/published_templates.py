@@ -1,7 +1,7 @@
 """Published chat templates, and rows in which every field has a word of its own.
 
 The templates are those of the package `trl` and of this project. `python -m
-tests.published_templates` prints the table of docs/data.md#templates.
+tests.published_templates` prints the table of docs/data.md#what-the-template-leaves-out.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def table() -> str:
     lines = [f"| template | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     by_outcome: dict[tuple[bool, ...], list[str]] = {}
     for name in files():
-        if name.endswith("_training") or name == "quickstart":
+        if name.endswith("_training") or "/" in name or name == "quickstart":
             continue
         by_outcome.setdefault(tuple(taken(name, kind) for kind in COLUMNS), []).append(name)
     for outcome, names in by_outcome.items():

@@ -40,6 +40,17 @@ def check_template_kwargs(template_kwargs: JsonObject) -> None:
         raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
 
 
+def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObject) -> str:
+    """Return why replies to messages would not end where the chat template ends them.
+
+    `eos_ids` are the tokens that end the target's generation. Empty if they end there, and for a
+    target without a template; the other arguments are those of `ChatTemplate.of`.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    return ChatTemplate.of(tokenizer, name, kwargs).endless(eos_ids)
+
+
 class Contents(NamedTuple):
     """Forms of a message's content that a template takes."""
 

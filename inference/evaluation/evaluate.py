@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json as json_module
+import logging
 import os
 import resource
 import shlex
@@ -34,6 +35,7 @@ from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
+from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec
 from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
@@ -65,6 +67,8 @@ from .server import report as live_report
 from .spec_bench import write_spec_bench
 from .tuning.costs import four_tokens
 from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
+
+log = logging.getLogger(__name__)
 
 CONCURRENCY = (1, 8, 32, 64)
 SAMPLES = 3  # replies of each drafter that the report shows token by token
@@ -136,6 +140,8 @@ def evaluate_drafters(
     prompts = prompts_of(options, given.tokenizer if given is not None else None, rows)
     check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
+    if why := endless(target.tokenizer, target.name, target.eos_ids, options.chat_template_kwargs):
+        log.warning("%s", why)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
     own = [guarded(one, one.name, target.vocab_size) for one in own]

@@ -21,7 +21,7 @@ from ...inference.console import Console
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.conversations.templates import ChatTemplate
+from ...inference.conversations.templates import ChatTemplate, endless
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
@@ -208,10 +208,8 @@ def check_target(
         text = "none; generation only ends at its limit; set eos_token_id"
         yield Finding("end token", "warning", text)
     yield check_template(target)
-    if target.tokenizer.chat_template:
-        template = ChatTemplate.of(target.tokenizer, target.name, template_kwargs)
-        if why := template.endless(target.eos_ids):
-            yield Finding("end of a turn", "error", why)
+    if why := endless(target.tokenizer, target.name, target.eos_ids, template_kwargs):
+        yield Finding("end of a turn", "warning", f"{why}; data regenerate refuses it")
     notes = Notes()
     for name, row in rows:
         yield check_row(name, row, target, template_kwargs, notes)

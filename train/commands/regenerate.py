@@ -28,7 +28,7 @@ from ...inference.conversations.notes import Notes
 from ...inference.conversations.plain import warn_of_plain_text
 from ...inference.conversations.rows import SHARES, LeftOut
 from ...inference.conversations.sources import rows_of
-from ...inference.conversations.templates import ChatTemplate
+from ...inference.conversations.templates import endless
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
@@ -176,10 +176,10 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
     )
     plain = sum(task.conversation.messages is None for task in tasks)
-    if plain < len(tasks) and target.tokenizer.chat_template:
-        template = ChatTemplate.of(target.tokenizer, target.name, options.chat_template_kwargs)
-        if why := template.endless(target.eos_ids):
-            raise UserError(why)
+    kwargs = options.chat_template_kwargs
+    why = endless(target.tokenizer, target.name, target.eos_ids, kwargs)
+    if why and plain < len(tasks):
+        raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
     fitting = target.max_positions - 1  # one position is left for the reply
     longest = min(options.max_prompt_tokens or fitting, fitting)

@@ -70,6 +70,8 @@ def encode(
     if given.end_token is not None and given.end_token not in eos_ids:
         given.cut = True  # it ended with a stop token of the client's
     rendering = Rendering(given, tokenizer, target_name, notes)
+    if why := rendering.template.endless(eos_ids):
+        notes.remark(why)
     sequences: list[Sequence] = []
     for turn in rendering.turns():
         if turn.index in conversation.not_learned:

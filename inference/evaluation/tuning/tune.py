@@ -23,6 +23,7 @@ from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
 from ...conversations.prompts import Prompt, check_batches, check_room
 from ...conversations.sources import source_files
+from ...conversations.templates import endless
 from ...decode import Request, generate
 from ...drafters import check_spec, load_proposer, refuse_own
 from ...proposers.plain import PlainDecoding
@@ -89,6 +90,8 @@ def run(options: Options) -> None:
                 f"{2 * FEWEST * batch} prompts and there are {len(prompts)} (--limit)"
             )
     target = load_for_decoding(options.target)
+    if why := endless(target.tokenizer, target.name, target.eos_ids, options.chat_template_kwargs):
+        log.warning("%s", why)
     check_room(prompts, target.max_positions)
 
     for spec in options.drafter:

@@ -5,7 +5,7 @@ The checks against the target that several layouts share are here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -81,6 +81,11 @@ class Checkpoint:
     target: TargetParts
     answers: Answers
     notes: list[str] = field(default_factory=list)
+    original: JsonObject = field(init=False)
+    """The config as it was read."""
+
+    def __post_init__(self) -> None:
+        self.original = self.config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,31 +201,67 @@ class Checkpoint:
         return None
 
 
+BASES = ("rope_theta", "rope_base", "rotary_emb_base")
+BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
+"""Rotary parameters that some configs have at the top."""
+
+
 def rope_of(found: Checkpoint) -> JsonObject:
-    """Return the rotary parameters of a config that holds them in one spelling or in both.
+    """Return the rotary parameters of a config that holds them in one spelling or in several.
 
     The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
-    for two different bases.
+    for a parameter with two different values, and for a scaling without a type.
+    """
+    rope: JsonObject = {}
+    keys: dict[str, str] = {}
+    for key, name, value in rope_parameters(found):
+        if rope.setdefault(name, value) != value:
+            raise UserError(
+                f"{found.path} says {name} {rope[name]} ({keys[name]}) and {value} ({key}); "
+                "engines read either, so take the wrong one out"
+            )
+        keys.setdefault(name, key)
+    rope.setdefault("rope_type", "default")
+    if rope["rope_type"] == "default":
+        # Only scaled positions depend on it.
+        rope.pop("original_max_position_embeddings", None)
+        if rope.pop("factor", None) not in (None, 1):
+            raise UserError(
+                f"{found.path} says factor ({keys['factor']}) for positions that are not scaled "
+                "(rope_type is default or not given); add the rope_type of the training"
+            )
+    if "rope_theta" not in rope:
+        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
+    return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
+
+
+def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
+    """Yield the key, the name and the value of each rotary parameter that a config gives.
+
+    Raises `UserError` for one that is not a table.
     """
     config = found.config
-    parameters = config.get("rope_parameters") or {}
-    scaling = dict(config.get("rope_scaling") or {})
-    # The oldest configs call the type `type`.
-    if (kind := scaling.pop("type", None)) is not None:
-        scaling.setdefault("rope_type", kind)
-    base = config.get("rope_theta")
-    if base is None and "rope_theta" not in parameters:
-        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
-    if base is not None and parameters.get("rope_theta", base) != base:
-        raise UserError(
-            f"{found.path} says rope_theta {base} and, in rope_parameters, "
-            f"{parameters['rope_theta']}; engines read either"
-        )
-    rope: JsonObject = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
-    if (factor := config.get("partial_rotary_factor")) is not None:
-        rope["partial_rotary_factor"] = factor
-    # `rope_parameters`, the newer spelling, has precedence.
-    return rope | scaling | parameters
+    for name in (*BASES, *BESIDE):
+        if config.get(name) is not None:
+            yield name, "rope_theta" if name in BASES else name, config[name]
+    for key in ("rope_parameters", "rope_scaling"):
+        table = config.get(key) or {}
+        if not isinstance(table, dict):
+            raise UserError(f"{found.path} garbles a field: {key} is {table!r}, not a table")
+        # Where the kinds of layers differ, there is a table for each kind.
+        table = table.get("full_attention") or table
+        for name, value in table.items():
+            # The oldest configs call the type `type`.
+            name = "rope_type" if name == "type" else "rope_theta" if name in BASES else name
+            # The axes of a position in an image; of one in a text all have the same number.
+            value = "default" if (name, value) == ("rope_type", "mrope") else value
+            if value is not None and not isinstance(value, dict):
+                yield f"{key}.{name}", name, value
+
+
+def has_rope_base(found: Checkpoint) -> bool:
+    """Return true if a config names the base of the rotary positions, in any spelling."""
+    return any(name == "rope_theta" for _, name, _ in rope_parameters(found))
 
 
 def drop_embedding(found: Checkpoint) -> None:

@@ -154,6 +154,9 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
+    size = found.config.get("vocab_size") if shared else len(tensors[f"0.{layers}.weight"])
+    if not inside:
+        found.check_vocabulary(found.target.vocab_size if size is None else size)
     _medusa_biases(found, heads, layers, hidden)
     if inside:
         found.notes.append(
@@ -224,7 +227,6 @@ def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     check_keys(found, "eagle1", False)
     config, tensors = found.config, found.tensors
-    drop_embedding(found)
     bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
     if bias and not tensors["fc.bias"].any():
@@ -235,6 +237,7 @@ def eagle1(found: Checkpoint) -> ImportedDrafter:
             "config.json says that fc has a bias, of which there is none: none is taken"
         )
     native = _llama_layers(found, version=1) | {"bias": bias}
+    drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
 
 
@@ -334,8 +337,8 @@ def _eagle3(
         raise UserError(
             f"{found.path} says fc_norm and norm_before_fc, of which a head can have one"
         )
-    drop_embedding(found)
     native = _llama_layers(found, version=3)
+    drop_embedding(found)
     tensors, vocab = found.tensors, native["vocab_size"]
     drafted = config.get("draft_vocab_size") or vocab
     _vocabulary(found, drafted, vocab)
@@ -420,7 +423,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """
     config, tensors = found.config, found.tensors
     found.demand_keys(NEEDED_KEYS)
-    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
+    found.check_vocabulary(config["vocab_size"])
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.

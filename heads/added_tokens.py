@@ -63,19 +63,21 @@ def effect_of(ids: Sequence[int], before: int, now: int) -> str:
 
 
 @torch.no_grad()
-def resized(drafter: D, vocab_size: int) -> D:
+def resized(drafter: D, vocab_size: int, added: Sequence[int] = ()) -> D:
     """Return `drafter` for a target of `vocab_size` tokens, of which it drafts those it knows.
 
-    Rows that it has for other tokens are cut off, and those that it lacks are zeros: what it reads
-    says nothing about them. Raises `UserError` for a drafter that cannot go without a token that
-    the target lacks.
+    `added` are the ids that it does not know, though it may have rows there: vocabularies are
+    padded. Rows that it has for other tokens are cut off, and those that it lacks are zeros, so
+    that reading such a token says nothing. Raises `UserError` for a drafter that cannot go without
+    a token that the target lacks.
     """
     old: Any = drafter
+    known = min([vocab_size, *added])
     if isinstance(old, MedusaHeads):
-        return _resized_heads(old, vocab_size)
+        return _resized_heads(old, vocab_size, known)
     ids = old.draft_vocab_ids
     ids = torch.arange(old.shape.vocab_size) if ids is None else ids.cpu()
-    rows = (ids < vocab_size).nonzero()[:, 0]
+    rows = (ids < known).nonzero()[:, 0]
     if (mask := getattr(old.shape, "mask_token", 0)) >= vocab_size:
         raise UserError(
             f"the drafter's mask_token_id {mask} is none of the target's {vocab_size} tokens; it "
@@ -98,9 +100,9 @@ def resized(drafter: D, vocab_size: int) -> D:
     return new.eval().requires_grad_(False)
 
 
-def _resized_heads(old: MedusaHeads, vocab_size: int) -> Any:
-    """Return `resized` Medusa heads."""
-    drafted = min(old.drafted, vocab_size)
+def _resized_heads(old: MedusaHeads, vocab_size: int, known: int) -> Any:
+    """Return `resized` Medusa heads, which draft the first `known` tokens at most."""
+    drafted = min(old.drafted, known)
     new = MedusaHeads(old.config, old.hidden_size, vocab_size, old.target_head, drafted)
     state = old.state_dict()
     outputs = {name: part[:drafted] for name, part in state.items() if name.startswith("outputs.")}

@@ -99,7 +99,7 @@ class Artifact:
             )
         check_files(directory, own_file)
         drafter_type = drafter_class(own_file.method)
-        check_target(trained_for, target, drafter_type, directory, warn, embedding_and_head)
+        added = check_target(trained_for, target, drafter_type, directory, warn, embedding_and_head)
         config_path = directory / "config.json"
         try:
             drafter = drafter_type.load(directory, dtype, embedding_and_head)
@@ -114,7 +114,7 @@ class Artifact:
             ) from error
         check_shape(drafter, own_file.taps, own_file.shape, config_path)
         if "vocab_size" in drafter_type.bound_to and trained_for.vocab_size != target.vocab_size:
-            drafter = resized(drafter, target.vocab_size)
+            drafter = resized(drafter, target.vocab_size, added)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
@@ -160,12 +160,14 @@ def check_target(
     directory: Path,
     warn: Callable[[str], None],
     lender: EmbeddingAndHead | None = None,
-) -> None:
-    """Raise `UserError` if a field that the drafter's class is bound to differs.
+) -> list[int]:
+    """Return the ids of tokens that the target has in addition, at the end of its vocabulary.
 
-    Other differences go to `warn`, and so do tokens that were added to the vocabulary's end, if
-    `lender`, the target's embedding and head, allows them.
+    `lender` are the target's embedding and head, which may allow such tokens: they go to `warn`, as
+    do other differences. Raises `UserError` for tokens that are not allowed, and if a field that
+    the drafter's class is bound to differs otherwise.
     """
+    added: list[int] = []
     fields, sizes = drafter_type.bound_to, (trained_for.vocab_size, target.vocab_size)
     if lender is not None and "vocab_size" in fields and sizes[0] != sizes[1]:
         fields = tuple(name for name in fields if name != "vocab_size")
@@ -180,6 +182,7 @@ def check_target(
                 f"{said_of(ids, *sizes)}; give {OPTION} to draft without them"
             )
         else:
+            added = ids
             warn(effect_of(ids, *sizes))
             trained_for = replace(trained_for, tokenizer_hash=target.tokenizer_hash)
     if errors := trained_for.errors_against(target, fields):
@@ -190,6 +193,7 @@ def check_target(
         )
     for message in trained_for.warnings_against(target):
         warn(message)
+    return added
 
 
 def check_shape(

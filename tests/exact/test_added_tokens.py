@@ -13,13 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.heads.added_tokens import resized
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.fingerprint import Fingerprint
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from tests.conftest import PYTHON, QUICKSTART, ROOT
+from draftsmith.train.commands import exporting, importing
+from draftsmith.train.commands.options import ExportOptions, ImportOptions
+from tests.conftest import QUICKSTART, ROOT
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 KINDS = ("eagle3", "eagle3_plain", "eagle1", "medusa", "dflash", "dspark", "distill")
@@ -128,6 +132,40 @@ def test_padded_rows(tmp_path: Path) -> None:
         check_same_text(target, str(DRAFTERS / kind), SAMPLINGS[:2])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa", "dflash", "dspark"])
+def test_a_base_with_more_rows_than_tokens(target: Target, kind: str, tmp_path: Path) -> None:
+    """Its drafters have room for the added tokens, and for more than the target has."""
+    target_before, warn = target.fingerprint(), lambda line: None
+    artifact = Artifact.load(DRAFTERS / kind, target_before, target.embedding_and_head, warn)
+    own = json.loads((DRAFTERS / kind / "draftsmith.json").read_text())["target"]
+    padded = Fingerprint(**own | {"vocab_size": BASE + 64})
+    drafter = resized(artifact.drafter, BASE + 64)
+    Artifact(drafter, padded, artifact.calibration).save(tmp_path / "padded")
+    check_same_text(target, str(tmp_path / "padded"), SAMPLINGS[:2])
+
+
+def test_rows_of_tokens_that_a_target_lacks_are_cut_off() -> None:
+    target = target_in(QUICKSTART)
+    states = torch.randn(3, target.hidden_size)
+    for kind in ("eagle3", "eagle3_plain", "eagle1", "medusa"):
+        lender = target.embedding_and_head
+        before = Artifact.load(DRAFTERS / kind, target.fingerprint(), lender).drafter
+        after: Any = resized(before, 1500, [1400, 1401])
+        logits = [
+            each.logits(states, 0) if kind == "medusa" else each.logits(states)
+            for each in (before, after)
+        ]
+        if kind == "medusa":
+            assert logits[1].shape[-1] == 1500 and bool(logits[1][:, 1400:].isinf().all())
+            assert torch.equal(logits[0][:, :1400], logits[1][:, :1400])
+            continue
+        ids = before.draft_vocab_ids
+        ids = torch.arange(BASE) if ids is None else ids
+        assert torch.equal(after.draft_vocab_ids, ids[ids < 1400])
+        torch.testing.assert_close(logits[0][:, ids < 1400], logits[1])
+        assert after.shape.vocab_size == 1500
+
+
 def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Target) -> None:
     """A token in another place, and a target with fewer tokens than the drafter's."""
     path = tuned(tmp_path / "t", BASE + 2)
@@ -144,10 +182,6 @@ def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Ta
         assert "allow-added" not in str(error.value)
 
 
-def run(*words: str) -> Any:
-    return PYTHON(*words)
-
-
 @pytest.mark.parametrize("kind", ["eagle3_plain", "eagle1", "dspark", "medusa"])
 def test_an_import_for_the_tuned_target(
     target: Target, folder: Path, kind: str, tmp_path: Path
@@ -160,9 +194,6 @@ def test_an_import_for_the_tuned_target(
         weights = source / "model.safetensors"
         embedding = load_file(QUICKSTART / "model.safetensors")["model.embed_tokens.weight"]
         save_file(load_file(weights) | {"embed_tokens.weight": embedding.clone()}, weights)
-    from draftsmith.train.commands import importing
-    from draftsmith.train.commands.options import ImportOptions
-
     out = tmp_path / "out"
     with pytest.raises(UserError, match="vocab_size is 2048, .* give --allow-added-tokens"):
         importing.run(ImportOptions(str(source), str(folder), str(out)))
@@ -180,9 +211,6 @@ def test_an_import_for_the_tuned_target(
 def test_an_export_of_ours_for_the_tuned_target(
     target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from draftsmith.train.commands import exporting, importing
-    from draftsmith.train.commands.options import ExportOptions, ImportOptions
-
     exporting.run(ExportOptions(str(DRAFTERS / "eagle3"), "speculators", str(tmp_path / "e")))
     out = tmp_path / "out"
     with pytest.raises(UserError, match="give --allow-added-tokens"):

@@ -107,7 +107,7 @@ def exported(
             "its like"
         )
     drafter_type = drafter_class(own.method)
-    check_target(
+    added = check_target(
         own.target,
         target.fingerprint(),
         drafter_type,
@@ -144,7 +144,7 @@ def exported(
             f"{folder} holds {public.dtype}, {OWN_FILE} says {noted_dtype}; one of them was changed"
         )
     if other_size:
-        drafter = resized(public.drafter, target.vocab_size)
+        drafter = resized(public.drafter, target.vocab_size, added)
         return public, Artifact(drafter, target.fingerprint(), own.calibration, own.provenance)
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 

@@ -68,7 +68,7 @@ HARMLESS = re.compile(
     r"|num_(speculative|lookahead|draft)_tokens|speculative_\w+|proposal_methods|draft_length"
     r"|default_proposal_method|num_aux_hidden_states|num_nextn_predict_layers|(max_paths|topk)"
     r"|(attention|mlp|qkv|fc|lm_head|o_proj)_bias|use_bias|bias|max_window_layers|num_target_layers"
-    r"|has_own_(embed_tokens|lm_head)|embed_requires_grad|rope_local_base_freq|confidence_head_alpha"
+    r"|parallel_draft_heads_num_layers|has_lm_head|has_own_(embed_tokens|lm_head)|embed_requires_grad|rope_local_base_freq|confidence_head_alpha"
     r"|\w*(quant|moe_|_moe|routed|router|topk|n_group|scoring_func|first_k_dense|_lora_)\w*"
     r"|qk_(nope|rope)_head_dim|v_head_dim|ep_size|decoder_sparse_step|mlp_only_layers|use_moe"
     # the target's vision and multi-token parts
@@ -187,7 +187,13 @@ RULES: tuple[tuple[str, Callable[[Any, Facts], bool], str], ...] = (
     (r"(use_)?alibi|clip_qkv|(use_)?parallel_(attn|residual|block)|\w*(attn|attention)\w*_gate"
      r"|(use_)?gated_(attention|attn)\w*|residual_post_layernorm|post_norm|use_post_norm", _off,
      "its layers compute something else"),
-    (r"\w*parallel_draft\w*|pard\w*|ptd_\w+|p_?eagle\w*", _off, "it drafts all tokens at once"),
+    (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has heads besides"),
+    (r"use_mtp_layernorm", _off, "its layers compute something else"),
+    (r"use_(input_layernorm_in_first_layer|last_layernorm)|next_layer_regular", _on,
+     "it has no norm where a drafter of this kind has one"),
+    (r"(eagle_)?decoder_type", _said("llama", "qwen3"), "its layers are of another kind"),
+    (r"\w*parallel_draft(ing)?(_(?!heads)\w+)?|pard\w*|ptd_\w+|p_?eagle\w*", _off,
+     "it drafts all tokens at once"),
     (r"\w*mask_emb\w*|mask_hidden", _off, "it has an embedding of its own for slots to be drafted"),
     (r"projector_type|(selector|conv|gru)_\w+|pure_draft_prefix_len",
      _said("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
@@ -204,7 +210,8 @@ RULES: tuple[tuple[str, Callable[[Any, Facts], bool], str], ...] = (
      "its layers compute something else"),
     (r"(num|n)_(\w+_)?experts?(_\w+)?", lambda v, f: v in OFF or not f.experts,
      "its layers have experts"),
-    (r"truncated_vocab_size", _equals("vocab_size"), "it drafts a part of the vocabulary"),
+    (r"truncated_vocab_size", _equals("vocab_size", "draft_vocab_size"),
+     "it drafts a part of the vocabulary"),
 )  # fmt: skip
 """Forms of keys, which of their values change nothing, and what the others mean."""
 PATTERNS = [(re.compile(form), neutral, reason) for form, neutral, reason in RULES]

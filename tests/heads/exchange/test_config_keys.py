@@ -157,6 +157,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm_type": "layernorm"}, "norm_type"),
     ({"norm_eps": 1e-3}, "norm_eps"),
     ({"clip_qkv": 8.0}, "clip_qkv"),
+    ({"parallel_draft_step": 4}, "parallel_draft_step"),
+    ({"use_mtp_layernorm": True}, "use_mtp_layernorm"),
+    ({"truncated_vocab_size": 17}, "truncated_vocab_size"),
 ]
 """Keys that change any drafter with layers, and how the refusal names them."""
 EAGLE_ONLY: list[tuple[dict[str, Any], str]] = [
@@ -230,6 +233,9 @@ HARMLESS: list[dict[str, Any]] = [
      "mlp_only_layers": [], "routed_scaling_factor": 2.5, "kv_lora_rank": 512},
     {"ttt_length": 7, "num_anchors": 512, "loss_type": "kl", "learning_rate": 1e-4, "seed": 1},
     {"modelopt_version": "0.40", "quantization_config": {"quant_method": "modelopt"}, "tags": []},
+    {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+     "parallel_draft_heads_num_layers": 1, "head_dim": 8},
     {"num_nextn_predict_layers": 0, "num_lookahead_tokens": 3, "max_model_len": None},
 ]  # fmt: skip
 """Keys as they stand in published configurations, which need no word."""

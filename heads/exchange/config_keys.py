@@ -104,8 +104,7 @@ class Facts(NamedTuple):
 
 
 def _full(value: Any, _facts: Facts) -> bool:
-    kinds = value if isinstance(value, list) else [value]
-    return all(kind in ("full_attention", "full", "global", "dense", None) for kind in kinds)
+    return all(kind in ("full_attention", "dense", None) for kind in _listed(value))
 
 
 def _off(value: Any, _facts: Facts) -> bool:
@@ -221,7 +220,7 @@ WINDOW = re.compile(
     r"|local_attention)(_\w+)?|attention_chunk_size|chunked_attention\w*"
 )
 """Keys about layers that see a part of the text only."""
-WORKS = "a window of the text is all that its layers attend to"
+SLIDING = "it has layers with sliding attention, which see a window of the text"
 
 
 def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
@@ -248,7 +247,7 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
             unread += [] if key.value is None else [key.place]
         elif not neutral(key.value, facts):
             reason = ROWS.get(kind, "its layers are not causal") if reason is SEEN else reason
-            refuse_key(found, key, reason)
+            refuse(found, [key], reason)
     if unread and not found.answers.ours:
         found.notes.append(
             "keys of config.json that are not known here change nothing (not read: "
@@ -275,26 +274,26 @@ def check_windows(found: Checkpoint, keys: list[Key]) -> None:
     about = [key for key in keys if WINDOW.fullmatch(key.name.lower())]
     types = [key for key in about if key.name == "layer_types" and key.value not in OFF]
     switches = [key for key in about if key.name.startswith("use_")]
-    for key in types:
-        kinds = key.value if isinstance(key.value, list) else [key.value]
-        if any(kind != "full_attention" for kind in kinds):
-            refuse_key(found, key, f"it has layers with sliding attention: {WORKS}")
-    for key in switches:
-        if key.value not in OFF:
-            refuse_key(found, key, f"it has layers with sliding attention: {WORKS}")
-    off = any(key.value is False for key in switches)
-    for key in about:
-        if key in types or key in switches or key.value in (*OFF, -1):
-            continue
-        if not (off or types):
-            refuse_key(found, key, f"it has layers with sliding attention: {WORKS}")
+    others = [key for key in about if key not in (*types, *switches)]
+    kinds = [key for key in types if set(_listed(key.value)) != {"full_attention"}]
+    on = [key for key in switches if key.value not in OFF]
+    sizes = [key for key in others if key.value not in (*OFF, -1)]
+    off = bool(types) or any(key.value is False for key in switches)
+    if kinds or on or (sizes and not off):
+        refuse(found, [*kinds, *on, *sizes], SLIDING)
 
 
-def refuse_key(found: Checkpoint, key: Key, reason: str) -> None:
-    """Raise `UserError` for a key that changes what the drafter computes."""
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
+    """Raise `UserError` for keys that change what the drafter computes."""
+    said = ", ".join(f"{key.place} {shown(key.value)}" for key in keys)
+    key = "the key" if len(keys) == 1 else "these keys"
     raise UserError(
-        f"{found.path} says {key.place} {shown(key.value)}, which is not supported: {reason}; take "
-        "the key out if the drafter was trained without it"
+        f"{found.path} says {said}, which is not supported: {reason}; take {key} out if the "
+        "drafter was trained without"
     )
 
 
@@ -321,8 +320,9 @@ def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = 
             if value is None or (not table and name in tables):
                 continue
             where = f" and, in {table}," if table else ""
-            differs = name in whole and whole[name] != value
-            if differs and name not in apart and not HARMLESS.fullmatch(name):
+            used = any(name in names for names in USED.values())
+            passed_over = name in apart or (HARMLESS.fullmatch(name) and not used)
+            if name in whole and whole[name] != value and not passed_over:
                 first = f", in {places[name]}," if places[name] else ""
                 raise UserError(
                     f"{found.path} says {name}{first} {whole[name]}{where} {value}; engines read "

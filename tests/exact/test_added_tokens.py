@@ -206,6 +206,9 @@ def test_an_import_for_the_tuned_target(
         target.allow_added_tokens = True
     artifact = Artifact.load(out, target.fingerprint(), target.embedding_and_head)
     assert artifact.fingerprint.vocab_size == BASE + 2
+    if kind in ("eagle1", "medusa"):
+        with pytest.raises(UserError, match=r"2,048 of the target's 2,050 tokens.* export"):
+            exporting.run(ExportOptions(str(out), "hf", str(tmp_path / "hf")))
 
 
 def test_an_export_of_ours_for_the_tuned_target(

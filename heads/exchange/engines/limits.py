@@ -110,7 +110,7 @@ BLOCK = (
         lambda facts: facts.shape.draft_vocab_size is not None,
         "it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, and "
         "engines run the target's whole head for block drafters; train without "
-        "heads.draft_vocab_size",
+        "heads.draft_vocab_size, or export the base model's drafter if tokens were added since",
     ),
 )
 """Limits of all engines for block drafters."""

@@ -205,7 +205,7 @@ def test_a_key_that_changes_a_block_is_refused(
 ) -> None:
     _, tensors = blocks.stored("dflash")
     inner = blocks.z_lab()
-    inner.pop("layer_types"), inner.pop("use_sliding_window")
+    del inner["layer_types"], inner["use_sliding_window"]
     top = inner | keys
     inner["dflash_config"] = inner["dflash_config"] | keys
     layer = {key: value for key, value in top.items() if key in blocks.BACKBONE} | keys

@@ -14,12 +14,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .added_tokens import OPTION, added_ids, effect_of, resized, said_of
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
@@ -83,9 +84,10 @@ class Artifact:
 
         `embedding_and_head` are the target's; all methods but Medusa with heads of its own need
         them. Raises `UserError` for a missing or broken file, for a missing or surplus tensor or
-        one of another shape or dtype, and for a target of other sizes. A target of equal sizes but
-        with other weights, tokenizer, template or numbers in its configuration is reported through
-        `warn`.
+        one of another shape or dtype, and for a target of other sizes, but for tokens added at the
+        end if `embedding_and_head` allows them (`added_tokens.resized`). A target of equal sizes
+        but with other weights, tokenizer, template or numbers in its configuration is reported
+        through `warn`.
         """
         directory = Path(directory)
         own_file = read_own_file(directory)
@@ -97,7 +99,7 @@ class Artifact:
             )
         check_files(directory, own_file)
         drafter_type = drafter_class(own_file.method)
-        check_target(trained_for, target, drafter_type.bound_to, directory, warn)
+        added = check_target(trained_for, target, drafter_type, directory, warn, embedding_and_head)
         config_path = directory / "config.json"
         try:
             drafter = drafter_type.load(directory, dtype, embedding_and_head)
@@ -111,6 +113,8 @@ class Artifact:
                 f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
             ) from error
         check_shape(drafter, own_file.taps, own_file.shape, config_path)
+        if "vocab_size" in drafter_type.bound_to and trained_for.vocab_size != target.vocab_size:
+            drafter = resized(drafter, target.vocab_size, added)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
@@ -152,12 +156,36 @@ def not_a_drafter(directory: Path) -> UserError:
 def check_target(
     trained_for: Fingerprint,
     target: Fingerprint,
-    bound_to: tuple[str, ...],
+    drafter_type: Any,
     directory: Path,
     warn: Callable[[str], None],
-) -> None:
-    """Raise `UserError` if a field of `bound_to` differs; other differences go to `warn`."""
-    if errors := trained_for.errors_against(target, bound_to):
+    lender: EmbeddingAndHead | None = None,
+) -> list[int]:
+    """Return the ids of tokens that the target has in addition, at the end of its vocabulary.
+
+    `lender` are the target's embedding and head, which may allow such tokens: they go to `warn`, as
+    do other differences. Raises `UserError` for tokens that are not allowed, and if a field that
+    the drafter's class is bound to differs otherwise.
+    """
+    added: list[int] = []
+    fields, sizes = drafter_type.bound_to, (trained_for.vocab_size, target.vocab_size)
+    if lender is not None and "vocab_size" in fields and sizes[0] != sizes[1]:
+        fields = tuple(name for name in fields if name != "vocab_size")
+        ids = added_ids(lender.tokenizer, trained_for.tokenizer_hash)
+        if ids is None or trained_for.errors_against(target, fields):
+            fields = drafter_type.bound_to
+        elif not drafter_type.resizable:
+            raise UserError(f"{directory}: {said_of(ids, *sizes)}; {drafter_type.other_remedy}")
+        elif not lender.allow_added_tokens:
+            raise UserError(
+                f"{directory} was trained for another target ({trained_for.name}): "
+                f"{said_of(ids, *sizes)}; give {OPTION} to draft without them"
+            )
+        else:
+            added = ids
+            warn(effect_of(ids, *sizes))
+            trained_for = replace(trained_for, tokenizer_hash=target.tokenizer_hash)
+    if errors := trained_for.errors_against(target, fields):
         raise UserError(
             f"{directory} was trained for another target ({trained_for.name}): "
             f"{'; '.join(errors)}; "
@@ -165,6 +193,7 @@ def check_target(
         )
     for message in trained_for.warnings_against(target):
         warn(message)
+    return added
 
 
 def check_shape(

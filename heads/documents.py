@@ -293,3 +293,11 @@ class MedusaFile(Struct):
     original_lm_head: bool
     hidden_size: Size
     vocab_size: Tokens
+    draft_vocab_size: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        drafted = self.draft_vocab_size or self.vocab_size
+        demand(
+            drafted <= self.vocab_size,
+            f"draft_vocab_size {drafted} is more than vocab_size {self.vocab_size}",
+        )

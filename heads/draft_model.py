@@ -5,17 +5,23 @@ On disk a draft model is an ordinary Hugging Face model directory, which every e
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from .added_tokens import OPTION, added_ids, effect_of, said_of
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
+from .fingerprint import tokenizer_hash
 from .layout import DrafterModule
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
+
+log = logging.getLogger(__name__)
 
 # Texts that tokenizers of one vocabulary may still split in different ways.
 PROBES = (
@@ -34,11 +40,22 @@ class DraftModel(DrafterModule, nn.Module):
     bound_to = ()
     """Empty, because every target with this tokenizer will do, of whatever size."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, vocab_size: int) -> None:
-        """Make a drafter of a model and its tokenizer; `vocab_size` is the target's."""
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, vocab_size: int, added: Sequence[int] = ()
+    ) -> None:
+        """Make a drafter of a model and its tokenizer; `vocab_size` is the target's.
+
+        `added` are the ids of the target's last tokens, which the tokenizer lacks.
+        """
         super().__init__()
         self.model: Any = model.eval()
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.tokenizer, self.vocab_size, self.added = tokenizer, vocab_size, added
+
+    @property
+    def stand_in(self) -> int:
+        """Id of the token as which an added one is read."""
+        known = (self.tokenizer.unk_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in known if token is not None), 0)
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         """Write the model, cast to `dtype`, and the tokenizer as Hugging Face files."""
@@ -82,12 +99,24 @@ class DraftModel(DrafterModule, nn.Module):
                 f"draft model {directory} does not fit its config: {min(wrong)} is missing or "
                 "surplus"
             )
-        if difference := tokenizer_difference(embedding_and_head.tokenizer, tokenizer):
+        theirs = embedding_and_head.tokenizer
+        difference, added = tokenizer_difference(theirs, tokenizer), []
+        if difference and tokenizer is not None:
+            added = added_ids(theirs, tokenizer_hash(tokenizer)) or []
+        sizes = model.config.get_text_config().vocab_size, embedding_and_head.vocab_size
+        if added and not embedding_and_head.allow_added_tokens:
+            raise UserError(
+                f"draft model {directory} has another tokenizer than the target: "
+                f"{said_of(added, *sizes)}; give {OPTION} to draft without them"
+            )
+        if added:
+            log.warning("%s", effect_of(added, *sizes))
+        elif difference:
             raise UserError(
                 f"draft model {directory} has another tokenizer than the target: {difference}; "
                 "its token ids mean other text, use a model of the same family"
             )
-        return cls(model, tokenizer, embedding_and_head.vocab_size)
+        return cls(model, tokenizer, embedding_and_head.vocab_size, added)
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:

@@ -211,7 +211,13 @@ class Eagle1Drafter(EagleDrafter):
         return state, self.decoder_layers[0].qkv(state)
 
     def logits(self, output: Tensor) -> Tensor:
-        return self.embedding_and_head.head(output)
+        return self.borrowed_head(output)
+
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
+        config, shape = super().serving_config(target_name, dtype), self.shape
+        if shape.draft_vocab_size < shape.vocab_size:  # for a target with added tokens
+            config["draft_vocab_size"] = shape.draft_vocab_size
+        return config
 
 
 class Eagle3Drafter(EagleDrafter):

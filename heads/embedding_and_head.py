@@ -33,6 +33,9 @@ class EmbeddingAndHead:
     """Function from token ids `[Vd]` to a head that computes their logits alone; None: the whole
     head is computed, and the rest left out."""
 
+    allow_added_tokens: bool = False
+    """True if drafters may lack tokens at the end of the vocabulary (`added_tokens`)."""
+
     def head_of(self, ids: Tensor) -> Head:
         """Return a function from states `[..., Ht]` to the logits `[..., Vd]` of `ids` `[Vd]`."""
         if self.part is not None:

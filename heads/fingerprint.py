@@ -213,6 +213,23 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _digest(json.dumps(pairs))
 
 
+def tokens_with_hash(tokenizer: Any, digest: str) -> int | None:
+    """Return how many of a tokenizer's tokens, by ascending id, have the `tokenizer_hash` `digest`.
+
+    Returns None if no number of them has it.
+    """
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    # The hash of each beginning is found on the way to that of the whole list.
+    begun = hashlib.sha256(b"[")
+    for count, pair in enumerate(pairs, 1):
+        begun.update((", " if count > 1 else "").encode() + json.dumps(pair).encode())
+        ended = begun.copy()
+        ended.update(b"]")
+        if ended.hexdigest()[:16] == digest:
+            return count
+    return None
+
+
 def weights_hash(model: nn.Module) -> str:
     """Return the hash of some elements of every parameter of a model.
 

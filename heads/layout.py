@@ -59,6 +59,10 @@ class DrafterModule(ABC):
     """Names of layers of which rows or columns of the matrix are read: it must stay as it is."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
     """Fields of the fingerprint in which a target has to equal the one of the training."""
+    resizable = True
+    """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
+    other_remedy = ""
+    """What to do for such a target if it cannot."""
 
     @abstractmethod
     def facts(self) -> JsonObject:

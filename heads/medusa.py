@@ -24,6 +24,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
+from .vocabulary import to_target
 
 
 class ResidualBlock(nn.Module):
@@ -56,8 +57,11 @@ class MedusaHeads(EngineLayout, nn.Module):
         hidden_size: int,
         vocab_size: int,
         target_head: Callable[[Tensor], Tensor] | None = None,
+        drafted: int | None = None,
     ) -> None:
         super().__init__()
+        self.drafted = vocab_size if drafted is None else drafted
+        """Number of the first tokens of the vocabulary, which it drafts; none after them."""
         self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
         self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
         self.blocks = nn.ModuleList(
@@ -65,7 +69,7 @@ class MedusaHeads(EngineLayout, nn.Module):
             for _ in range(config.num_heads)
         )
         self.outputs = nn.ModuleList(
-            nn.Linear(hidden_size, vocab_size, bias=False)
+            nn.Linear(hidden_size, self.drafted, bias=False)
             for _ in range(0 if config.shared_head else config.num_heads)
         )
         self.target_head = target_head
@@ -88,8 +92,13 @@ class MedusaHeads(EngineLayout, nn.Module):
         states = blocks(hidden.to(dtype))
         if self.config.shared_head:
             assert self.target_head is not None
-            return self.target_head(states)
-        return self.outputs[head](states)
+            logits = self.target_head(states)
+        else:
+            logits = self.outputs[head](states)
+        if self.drafted == self.vocab_size:
+            return logits
+        ids = torch.arange(self.drafted, device=logits.device)
+        return to_target(logits[..., : self.drafted], ids, self.vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits `[D, ..., V]` of all heads for last hidden states `[..., H]`."""
@@ -100,7 +109,12 @@ class MedusaHeads(EngineLayout, nn.Module):
             **asdict(self.config),
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
+            **self._drafted(),
         }
+
+    def _drafted(self) -> JsonObject:
+        """Return the number of drafted tokens under its key, if it is not all of them."""
+        return {"draft_vocab_size": self.drafted} if self.drafted < self.vocab_size else {}
 
     # The layout on disk has the names of the original project, which TGI and vLLM <= 0.32 read
     # (docs/checkpoint-formats.md#medusa).
@@ -128,6 +142,7 @@ class MedusaHeads(EngineLayout, nn.Module):
             "base_model_name_or_path": target_name,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
+            **self._drafted(),
         }
 
     @classmethod
@@ -138,7 +153,8 @@ class MedusaHeads(EngineLayout, nn.Module):
             config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]
         )
         target_head = embedding_and_head.head if embedding_and_head is not None else None
-        return cls(shape, config["hidden_size"], config["vocab_size"], target_head)
+        vocab_size, drafted = config["vocab_size"], config.get("draft_vocab_size")
+        return cls(shape, config["hidden_size"], vocab_size, target_head, drafted)
 
 
 Drafter = MedusaHeads

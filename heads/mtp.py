@@ -61,6 +61,8 @@ class MtpDrafter(RecyclingDrafter):
     method = kind = "mtp"
     borrows_head = reads_last = True
     document = MtpFile
+    resizable = False
+    other_remedy = "put the layer into the new target with draftsmith mtp graft"
     read_in_parts = ("fc",)
     shape: MtpShape
 

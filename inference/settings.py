@@ -129,6 +129,9 @@ class TargetConfig:
     with a plan in transformers); devices: layers laid over the GPUs of one process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Give it only for sources that you trust."""
+    allow_added_tokens: bool = False
+    """Take drafters of the model that this one was tuned from, though tokens were added at the end
+    of its vocabulary since: these are never drafted."""
 
     def __post_init__(self) -> None:
         # From Python a type of torch may be given.

@@ -134,6 +134,7 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     assert options.server is not None, "the run reads features from a server"
     device = resolve_device(str(accelerator.device))
     target = embedding_and_head_in(run.target.path, device, run.target.dtype, ServedTarget)
+    target.allow_added_tokens = run.target.allow_added_tokens
     if target.final_norm() is None:
         raise UserError(
             f"the final norm of {run.target.path} was not found, through which a server's states "
@@ -164,6 +165,7 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
                 "or extract again"
             )
     target = load_stored(store, str(accelerator.device))
+    target.allow_added_tokens = run.target.allow_added_tokens
     on_first(lambda: check_named_target(run.target, target, store))
     identity = {**identity_of(manifest.target), "data": manifest.tables}
     check(identity)

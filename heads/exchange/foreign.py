@@ -5,8 +5,8 @@ The checks against the target that several layouts share are here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..added_tokens import OPTION, effect_of, resized
 from ..documents import DocumentError, convert
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
@@ -42,6 +43,12 @@ class TargetParts:
     head: Tensor | None = None
     """Output matrix `[V, Ht]`; None if it is not known."""
 
+    def of_size(self, vocab_size: int) -> TargetParts:
+        """Return the parts of the first `vocab_size` tokens, for a drafter that knows no more."""
+        matrices = (self.embedding, self.head)
+        embedding, head = (None if matrix is None else matrix[:vocab_size] for matrix in matrices)
+        return replace(self, vocab_size=vocab_size, embedding=embedding, head=head)
+
 
 @dataclass
 class Answers:
@@ -53,6 +60,8 @@ class Answers:
     norm_before_residual: bool | None = None
     target_embedding: bool = False
     """Use the target's embedding though the checkpoint's differs."""
+    allow_added_tokens: bool = False
+    """The target may have other tokens at the end of its vocabulary than the checkpoint's."""
     ours: bool = False
     """The files are an export of draftsmith, in which no key is ambiguous."""
 
@@ -81,6 +90,32 @@ class Checkpoint:
     target: TargetParts
     answers: Answers
     notes: list[str] = field(default_factory=list)
+    original: JsonObject = field(init=False)
+    """The config as it was read."""
+
+    def __post_init__(self) -> None:
+        self.original, self._whole = self.config, self.target
+
+    def check_vocabulary(self, size: Any) -> None:
+        """Raise `UserError` unless `size` is the target's, or the user allows added tokens.
+
+        With these the checkpoint is read as one for the first `size` tokens.
+        """
+        whole = self._whole
+        if type(size) is not int or size == whole.vocab_size:
+            same_size(self, "vocab_size", size, whole.vocab_size)
+        elif not self.answers.allow_added_tokens or self.answers.ours:
+            raise UserError(
+                f"{self.folder} is for another target: vocab_size is {size}, the target's "
+                f"{whole.vocab_size}; if the target was tuned from that one with tokens added at "
+                f"the end, give {OPTION}"
+            )
+        else:
+            tokenizer = whole.embedding_and_head.tokenizer
+            ids = sorted(set(tokenizer.get_vocab().values())) if tokenizer is not None else []
+            added = [token for token in ids if token >= size]
+            self.notes.append(effect_of(added, size, whole.vocab_size))
+            self.target = whole.of_size(size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,6 +150,8 @@ class Checkpoint:
         cast = {name: tensor.to(stored_as(tensor, dtype)) for name, tensor in self.tensors.items()}
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
+        if self.target.vocab_size != self._whole.vocab_size:
+            drafter = resized(drafter, self._whole.vocab_size)
         drafter.eval().requires_grad_(False)
         return ImportedDrafter(drafter, layout, dtype, self.notes)
 
@@ -196,31 +233,67 @@ class Checkpoint:
         return None
 
 
+BASES = ("rope_theta", "rope_base", "rotary_emb_base")
+BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
+"""Rotary parameters that some configs have at the top."""
+
+
 def rope_of(found: Checkpoint) -> JsonObject:
-    """Return the rotary parameters of a config that holds them in one spelling or in both.
+    """Return the rotary parameters of a config that holds them in one spelling or in several.
 
     The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
-    for two different bases.
+    for a parameter with two different values, and for a scaling without a type.
+    """
+    rope: JsonObject = {}
+    keys: dict[str, str] = {}
+    for key, name, value in rope_parameters(found):
+        if rope.setdefault(name, value) != value:
+            raise UserError(
+                f"{found.path} says {name} {rope[name]} ({keys[name]}) and {value} ({key}); "
+                "engines read either, so take the wrong one out"
+            )
+        keys.setdefault(name, key)
+    rope.setdefault("rope_type", "default")
+    if rope["rope_type"] == "default":
+        # Only scaled positions depend on it.
+        rope.pop("original_max_position_embeddings", None)
+        if rope.pop("factor", None) not in (None, 1):
+            raise UserError(
+                f"{found.path} says factor ({keys['factor']}) for positions that are not scaled "
+                "(rope_type is default or not given); add the rope_type of the training"
+            )
+    if "rope_theta" not in rope:
+        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
+    return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
+
+
+def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
+    """Yield the key, the name and the value of each rotary parameter that a config gives.
+
+    Raises `UserError` for one that is not a table.
     """
     config = found.config
-    parameters = config.get("rope_parameters") or {}
-    scaling = dict(config.get("rope_scaling") or {})
-    # The oldest configs call the type `type`.
-    if (kind := scaling.pop("type", None)) is not None:
-        scaling.setdefault("rope_type", kind)
-    base = config.get("rope_theta")
-    if base is None and "rope_theta" not in parameters:
-        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
-    if base is not None and parameters.get("rope_theta", base) != base:
-        raise UserError(
-            f"{found.path} says rope_theta {base} and, in rope_parameters, "
-            f"{parameters['rope_theta']}; engines read either"
-        )
-    rope: JsonObject = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
-    if (factor := config.get("partial_rotary_factor")) is not None:
-        rope["partial_rotary_factor"] = factor
-    # `rope_parameters`, the newer spelling, has precedence.
-    return rope | scaling | parameters
+    for name in (*BASES, *BESIDE):
+        if config.get(name) is not None:
+            yield name, "rope_theta" if name in BASES else name, config[name]
+    for key in ("rope_parameters", "rope_scaling"):
+        table = config.get(key) or {}
+        if not isinstance(table, dict):
+            raise UserError(f"{found.path} garbles a field: {key} is {table!r}, not a table")
+        # Where the kinds of layers differ, there is a table for each kind.
+        table = table.get("full_attention") or table
+        for name, value in table.items():
+            # The oldest configs call the type `type`.
+            name = "rope_type" if name == "type" else "rope_theta" if name in BASES else name
+            # The axes of a position in an image; of one in a text all have the same number.
+            value = "default" if (name, value) == ("rope_type", "mrope") else value
+            if value is not None and not isinstance(value, dict):
+                yield f"{key}.{name}", name, value
+
+
+def has_rope_base(found: Checkpoint) -> bool:
+    """Return true if a config names the base of the rotary positions, in any spelling."""
+    return any(name == "rope_theta" for _, name, _ in rope_parameters(found))
 
 
 def drop_embedding(found: Checkpoint) -> None:
@@ -248,6 +321,9 @@ def same_matrix(
 
     Differences up to `SAME` are allowed. `otherwise` is added to the message's advice.
     """
+    if theirs is not None and found.answers.allow_added_tokens:
+        rows = min(len(own), len(theirs))
+        own, theirs = own[:rows], theirs[:rows]
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
         raise UserError(

@@ -21,6 +21,7 @@ from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
+from .config_keys import check_keys, merged
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
     NEEDED_KEYS,
@@ -32,7 +33,7 @@ from .foreign import (
     same_matrix,
     same_size,
 )
-from .public_blocks import block_drafter, is_block, speculators_block
+from .public_blocks import LIBRARY, block_drafter, is_block, speculators_block
 
 MIDDLE = re.compile(r"^midlayer\.")
 LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -44,6 +45,8 @@ WRAPPERS = ("draft_model.", "model.")  # names of modules in which trainers keep
 TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "fc_norm.1.weight"}
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INNER = "eagle_config"  # in which SpecForge and SGLang keep some keys
+LAYER_IDS = "target_layer_ids"
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
 
 
@@ -139,6 +142,8 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     (`medusa_head.0.0.linear.weight`).
     """
     inside = any(name.startswith("medusa_head.") for name in found.tensors)
+    if not inside:  # else the config is that of the target itself
+        check_keys(found, "medusa", True)
     found.tensors = tensors = {
         re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
     }
@@ -149,6 +154,9 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
+    size = found.config.get("vocab_size") if shared else len(tensors[f"0.{layers}.weight"])
+    if not inside:
+        found.check_vocabulary(found.target.vocab_size if size is None else size)
     _medusa_biases(found, heads, layers, hidden)
     if inside:
         found.notes.append(
@@ -217,8 +225,8 @@ def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> N
 
 def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
+    check_keys(found, "eagle1", False)
     config, tensors = found.config, found.tensors
-    drop_embedding(found)
     bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
     if bias and not tensors["fc.bias"].any():
@@ -229,21 +237,24 @@ def eagle1(found: Checkpoint) -> ImportedDrafter:
             "config.json says that fc has a bias, of which there is none: none is taken"
         )
     native = _llama_layers(found, version=1) | {"bias": bias}
+    drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
 
 
 def eagle3(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 of SafeAILab or SpecForge, and exports in the native layout."""
-    inner = found.config.get("eagle_config") or {}
-    if inner.get("use_aux_hidden_state") is False:
+    check_keys(found, "eagle3", True, INNER)
+    # Where both places name taps, their units may differ.
+    config = merged(found, (INNER,), apart=(EAGLE_TAPS,))
+    if config.get("use_aux_hidden_state") is False:
         raise UserError(
             f"{found.path} says use_aux_hidden_state false: the head is fed by the last state, "
             "which is not supported"
         )
-    taps = _plain_taps(found, inner)
+    taps = _plain_taps(found, found.config.get(INNER) or {})
 
     def flag(name, default=False):
-        return bool(inner.get(name, found.config.get(name, default)))
+        return bool(config.get(name, default))
 
     before_residual = flag("norm_before_residual")
     flags = {
@@ -252,7 +263,7 @@ def eagle3(found: Checkpoint) -> ImportedDrafter:
         "fc_norm": flag("fc_norm", flag("use_aux_norm")),
         "norm_output": _norm_output(found, flag("norm_output")),
     }
-    return _eagle3(found, found.config, taps, flags, "eagle3")
+    return _eagle3(found, config, taps, flags, "eagle3")
 
 
 def _norm_output(found: Checkpoint, declared: bool) -> bool:
@@ -284,7 +295,8 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
 
 def speculators(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 in the speculators library's layout."""
-    layer, config = found.config["transformer_layer_config"], found.config
+    check_keys(found, "eagle3", True, LIBRARY)
+    config = found.config
     taps = found.answers.taps or config.get(EAGLE_TAPS)
     if not taps:
         taps = default_taps(found.target.num_layers)
@@ -305,10 +317,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
         "norm_before_residual": before_residual,
         "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
     }
-    # The library writes null for a width that is not set.
-    names = ("draft_vocab_size", "target_hidden_size")
-    sizes = {key: config[key] for key in names if config.get(key) is not None}
-    return _eagle3(found, {**layer, **sizes}, list(taps), flags, "speculators")
+    return _eagle3(found, merged(found, (LIBRARY,)), list(taps), flags, "speculators")
 
 
 def _open(answer: Any, otherwise: Any) -> Any:
@@ -328,8 +337,8 @@ def _eagle3(
         raise UserError(
             f"{found.path} says fc_norm and norm_before_fc, of which a head can have one"
         )
-    drop_embedding(found)
     native = _llama_layers(found, version=3)
+    drop_embedding(found)
     tensors, vocab = found.tensors, native["vocab_size"]
     drafted = config.get("draft_vocab_size") or vocab
     _vocabulary(found, drafted, vocab)
@@ -354,14 +363,17 @@ def _eagle3(
 def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
 
-    The key at the top holds such indices. The one inside `eagle_config` holds layers counted from 0
-    for SpecForge and SGLang, and indices of hidden states for vLLM. Where it is alone, it is
-    read only if one of both readings gives the default taps. Raises `UserError` where it does not,
-    or where the two keys contradict each other.
+    `target_layer_ids` holds layers counted from 0. vLLM's key at the top holds indices of hidden
+    states; inside `eagle_config` it holds layers counted from 0 for SpecForge and SGLang, and such
+    indices for vLLM. Where it is alone there, it is read only if one of both readings gives the
+    default taps. Raises `UserError` where it does not, and where keys contradict each other.
     """
     if found.answers.taps is not None:
         return found.answers.taps
     top, nested = found.config.get(EAGLE_TAPS) or None, inner.get(EAGLE_TAPS) or None
+    layers = inner.get(LAYER_IDS) or found.config.get(LAYER_IDS)
+    if layers:
+        return _counted_from_0(found, layers, top, nested)
     # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     if top is not None:
@@ -388,6 +400,22 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     )
 
 
+def _counted_from_0(
+    found: Checkpoint, layers: list[int], top: list[int] | None, nested: list[int] | None
+) -> list[int]:
+    """Return the taps for `target_layer_ids`, as DeepSpec names them: layers counted from 0.
+
+    Raises `UserError` where the other keys, see `_plain_taps`, contradict them.
+    """
+    taps = [layer + 1 for layer in layers]
+    if top not in (None, taps) or nested not in (None, taps, layers):
+        raise UserError(
+            f"{found.path} says {LAYER_IDS} {layers}, which are hidden states {taps}, and "
+            f"{EAGLE_TAPS} {top if top not in (None, taps) else nested}; say which with --taps"
+        )
+    return taps
+
+
 def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """Return the part of the native config that describes the layers; rename tensors as in it.
 
@@ -395,7 +423,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """
     config, tensors = found.config, found.tensors
     found.demand_keys(NEEDED_KEYS)
-    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
+    found.check_vocabulary(config["vocab_size"])
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.

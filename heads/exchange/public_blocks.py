@@ -1,32 +1,33 @@
 """Import of public block drafters: DFlash and DSpark in the layouts of their projects and engines.
 
-DFlash is read as z-lab, SpecForge and DeepSpec write it, DSpark as DeepSpec and SpecForge do, and
-both in the speculators library's layout. A key that changes the drafts in a way that draftsmith's
-drafters do not compute is refused by name: ignoring it would cost acceptance silently.
+DFlash is read as z-lab and SpecForge write it, DSpark as DeepSpec and SpecForge do, and both in the
+speculators library's layout. A key that changes the drafts in a way that draftsmith's drafters do
+not compute is refused by name (`config_keys`): ignoring it would cost acceptance silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
 from ..files import JsonObject
+from .config_keys import check_keys, merged
 from .foreign import (
     NEEDED_KEYS,
     Checkpoint,
     ImportedDrafter,
     drop_embedding,
+    has_rope_base,
     same_matrix,
     same_size,
 )
 
+LIBRARY = "transformer_layer_config"  # in which the speculators library keeps the layers' keys
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
 OTHER_KINDS = ("DFlash2DraftModel", "DominoDraftModel", "DFlashLinearDraftModel")
-ONE = ("input_embedding_scale", "output_multiplier", "logit_scale", "attention_value_scale")
-"""Factors that draftsmith's drafters do not have, so they must be 1."""
+TABLES = (INNER, "dspark_config")
 BLOCK_KEYS = (*NEEDED_KEYS, "num_hidden_layers", "num_key_value_heads", "mask_token_id")
 
 
@@ -48,18 +49,15 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
             f"{found.folder} is {_architecture(found.config)}, which is not supported; DFlash and "
             "DSpark are read"
         )
-    inner = found.config.get(INNER) or {}
-    inner = {**inner, **(found.config.get("dspark_config") or {})}
-    # One table of all keys, wherever a project keeps them.
-    keys = {name: _one(found, inner, name) for name in {*inner, *found.config}}
+    keys = merged(found, TABLES)
     # DSpark is recognised by its transition bias, whatever its architecture is called.
     has_transition = any(name.startswith("markov_head.") for name in found.tensors)
     spark = has_transition or bool(keys.get("markov_rank"))
     named_spark = "DSpark" in _architecture(found.config)
     if named_spark and not spark and keys.get("sample_from_anchor") is not False:
         raise UserError(
-            f"{found.folder} is a DFlash whose anchor drafts too (DSpark without markov_rank), "
-            "which no engine serves as dflash; not supported"
+            f"{found.folder} is a DFlash whose anchor drafts too (markov_rank 0 of "
+            f"{_architecture(found.config)}), which draftsmith's DFlash does not; not supported"
         )
     # Three keys are in use for one fact: the anchor's own slot drafts too. Where none is given, it
     # drafts in DSpark and does not in DFlash.
@@ -69,7 +67,7 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
     if anchored is None:
         anchored = spark
     taps = _plain_taps(found, keys)
-    return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash")
+    return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash", *TABLES)
 
 
 def speculators_block(found: Checkpoint) -> ImportedDrafter:
@@ -79,7 +77,7 @@ def speculators_block(found: Checkpoint) -> ImportedDrafter:
     true.
     """
     config, kind = found.config, found.config["speculators_model_type"]
-    layer = config["transformer_layer_config"]
+    layer = config[LIBRARY]
     full = set(layer.get("layer_types") or ["full_attention"]) == {"full_attention"}
     if config.get("sliding_window_non_causal") is False and full and not found.answers.ours:
         found.notes.append(
@@ -88,10 +86,8 @@ def speculators_block(found: Checkpoint) -> ImportedDrafter:
         )
     taps = found.answers.taps or [*config["aux_hidden_state_layer_ids"]]
     anchored = bool(config.get("sample_from_anchor"))
-    # Where both have a key, the outer one is meant: that of the drafter. The library writes null
-    # for what is not set; that must not hide the layer's own value.
-    keys = layer | {key: value for key, value in config.items() if value is not None}
-    return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}")
+    keys = merged(found, (LIBRARY,))
+    return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}", LIBRARY)
 
 
 def _read(
@@ -101,20 +97,23 @@ def _read(
     spark: bool,
     anchored: bool,
     layout: str,
+    *tables: str,
 ) -> ImportedDrafter:
     """Build the drafter that the keys of any layout describe, and fill it.
 
     `keys` are the config's, whatever part of it they were in. `spark` is true for DSpark,
-    `anchored` if the anchor's slot drafts, and `layout` is the name for messages. Raises
-    `UserError`.
+    `anchored` if the anchor's slot drafts, `layout` is the name for messages, and `tables` are the
+    tables of the config whose keys are among them. Raises `UserError`.
     """
     found.config = keys
+    # The target's own head makes the logits of DFlash, capped as the target caps them. Where the
+    # transition bias is added, the cap may apply before or after that.
+    check_keys(found, "block", spark, *tables)
     if (reason := _unsupported(found, spark, anchored)) is not None:
         raise UserError(f"{found.folder} is not supported: {reason}")
     found.demand_keys((*BLOCK_KEYS, "markov_rank") if spark else BLOCK_KEYS)
     target, tensors = found.target, found.tensors
     sizes = {
-        "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
         "num_target_layers": target.num_layers,
@@ -123,6 +122,8 @@ def _read(
         # Only some layouts have the last two.
         if keys.get(name) is not None:
             same_size(found, name, keys[name], size)
+    found.check_vocabulary(keys["vocab_size"])
+    target = found.target
     _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
@@ -139,7 +140,7 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     """Return the native config. Raises `UserError` for a key that is missing or garbled."""
     keys = found.config
     # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.
-    if keys.get("rope_theta") is None and "rope_theta" not in (keys.get("rope_parameters") or {}):
+    if not has_rope_base(found):
         raise UserError(
             f"{found.path} lacks rope_theta, for which engines take different ones; add that of "
             "the training"
@@ -171,33 +172,18 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
 
 
 def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
-    """Return the first reason why the drafts would not be those of the checkpoint; None if none."""
+    """Return the first reason why a method of another kind drafts as it does; None if none.
+
+    It concerns the anchor, and DSpark's transition bias and confidence head.
+    """
     keys = found.config
     if anchored and not spark:
-        return "its anchor drafts too (sample_from_anchor), which no engine serves as dflash"
+        key = "shift_label" if keys.get("shift_label") else "sample_from_anchor"
+        return f"its anchor drafts too ({key}), which draftsmith's DFlash does not"
     if spark and not anchored:
         return "its anchor does not draft (sample_from_anchor is false), as that of DSpark does"
-    layer_types = keys.get("layer_types") or ["full_attention"]
-    if keys.get("use_swa") or set(layer_types) != {"full_attention"}:
-        return "it has layers with sliding attention"
-    if keys.get("is_causal") or keys.get("causal"):
-        return "its blocks are causal: a slot does not see those after it"
-    if spark and (reason := _unsupported_dspark(found)) is not None:
-        return reason
-    if keys.get("is_neox_style") is False or keys.get("rope_is_neox_style") is False:
-        return "its rotary positions turn neighbours (is_neox_style is false)"
-    if keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
-        return "its attention has sinks"
-    for name in ONE:
-        # 1.0 and True equal 1, and mean no factor as well.
-        if keys.get(name) not in (None, 1):
-            return f"it says {name} {keys[name]}, and draftsmith's drafters have none but 1"
-    return None
-
-
-def _unsupported_dspark(found: Checkpoint) -> str | None:
-    """Return the first reason that concerns DSpark's transition bias or its confidence head."""
-    keys = found.config
+    if not spark:
+        return None
     if (head := keys.get("markov_head_type", "vanilla")) != "vanilla":
         return f"its transition bias is of type {head!r}; engines and draftsmith have vanilla"
     has_tensors = any("confidence_head." in name for name in found.tensors)
@@ -207,12 +193,6 @@ def _unsupported_dspark(found: Checkpoint) -> str | None:
         return (
             "its confidence is computed without the token before (confidence_head_with_markov is "
             "false)"
-        )
-    # The config leaves open if the cap applies before or after the transition bias is added.
-    if keys.get("final_logit_softcapping") is not None:
-        return (
-            "its logits are capped (final_logit_softcapping), together with its transition bias or "
-            "without"
         )
     return None
 
@@ -252,16 +232,6 @@ def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:
             "not one more"
         )
     return [*(taps if taps is not None else states or [])]
-
-
-def _one(found: Checkpoint, inner: JsonObject, name: str) -> Any:
-    """Return the value of a key that may be in two places. Raises `UserError` if they differ."""
-    within, above = inner.get(name), found.config.get(name)
-    if within is not None and above is not None and within != above:
-        raise UserError(
-            f"{found.path} says {name} {above} and, in {INNER}, {within}; engines read either"
-        )
-    return above if within is None else within
 
 
 def _architecture(config: JsonObject) -> str:

@@ -45,6 +45,7 @@ def run(options: EvaluateOptions) -> None:
             )
     assert options.features is not None
     target = load_stored(options.features, options.target.device)
+    target.allow_added_tokens = options.target.allow_added_tokens
     manifest = manifest_of(options.features)
     proposers = [load_proposer(spec, target, warn) for spec in options.drafter]
     drafters = {}

@@ -43,14 +43,21 @@ class DraftModelProposer(CachedProposer):
     """Proposer of a draft model; it drafts a chain if not set otherwise."""
 
     def __init__(
-        self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
+        self,
+        model: CausalModel,
+        vocab_size: int,
+        settings: TreeSettings = DEFAULT_TREE,
+        known: int | None = None,
+        stand_in: int = 0,
     ) -> None:
         """Put `model` to work. Raises `UserError` for settings that do not go together.
 
-        `vocab_size` is the target's; the draft model's may differ.
+        `vocab_size` is the target's; the draft model's may differ. Of tokens that were added to the
+        target, from the id `known` on, none is drafted, and each is read as `stand_in`.
         """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
+        self._known, self._stand_in = known, stand_in
         super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
         self._kept = KeptCache(model.layers_with_keys)
         # [B]: the token before the root
@@ -76,7 +83,7 @@ class DraftModelProposer(CachedProposer):
         self._open_cache(prompts, beyond, self.model.max_positions)
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
         # becomes its last one: the drafts after it are worse, and the text is still the target's.
-        clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
+        clamped = self._read(prompts.ids).clamp(max=self.model.vocab_size - 1)
         # `tokens` has one token more than the prompt: the first root.
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
         self.model.prefill(clamped, lengths, self._cache)
@@ -91,14 +98,22 @@ class DraftModelProposer(CachedProposer):
         self.model.pack()
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        first = fit_vocabulary(self.model.head(self._catch_up(root)), self._vocab_size)
+        first = self._fitted(self.model.head(self._catch_up(self._read(root))))
         run = TreeRunner(self.model, self._cache, root_undecided=False)
 
         def go_on(level: Level) -> Tensor:
-            return fit_vocabulary(run(level), self._vocab_size)
+            return self._fitted(run(level))
 
         tree, self._slots = self.plan.draft(first, root, draws, go_on)
         return tree
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Return token ids with the stand-in for those that were added to the target."""
+        return ids if self._known is None else ids.masked_fill(ids >= self._known, self._stand_in)
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """Return the draft model's logits over the target's vocabulary, see `fit_vocabulary`."""
+        return fit_vocabulary(logits[..., : self._known], self._vocab_size)
 
     def _catch_up(self, root: Tensor) -> Tensor:
         """Run the root, and the token before it where a row lacks that; return the root's state.
@@ -112,7 +127,7 @@ class DraftModelProposer(CachedProposer):
         tokens, causal = root[:, None], None
         alike = bool(self._next.here) and min(self._next.here) == count
         if count > 1:
-            first = self._before
+            first = self._read(self._before)
             if not alike:
                 first = torch.where(self._next.there > 1, self._before, root)
             tokens = torch.stack([first, root], dim=1)
@@ -211,7 +226,9 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     """Return the proposer of a loaded draft model. Raises `UserError` if it cannot run trees."""
     runner = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
-    return DraftModelProposer(runner, drafter.vocab_size, settings)
+    known = min(drafter.added) if drafter.added else None
+    stand_in = drafter.stand_in if drafter.added else 0
+    return DraftModelProposer(runner, drafter.vocab_size, settings, known, stand_in)
 
 
 def best_adaptive(calibration: JsonObject, cost: float) -> tuple[float, int]:

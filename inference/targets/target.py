@@ -37,6 +37,9 @@ class TargetSource(ModelHead, ABC):
     """Target as training knows it: one that can be run (`Target`), or one of which only embedding,
     final norm and head are loaded, because its features are stored or served (`StoredTarget`)."""
 
+    allow_added_tokens = False
+    """True if drafters may lack its last tokens, see `TargetConfig`."""
+
     @property
     def embedding_and_head(self) -> EmbeddingAndHead:
         """Embedding and head that drafters borrow."""
@@ -45,8 +48,9 @@ class TargetSource(ModelHead, ABC):
         scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0), device="cpu")
         factor = float(scale.to(embedding.weight.dtype))
         return EmbeddingAndHead(
-            self.embed, self.head, self.vocab_size, self.tokenizer, factor, self.head_of
-        )
+            self.embed, self.head, self.vocab_size, self.tokenizer, factor, self.head_of,
+            self.allow_added_tokens,
+        )  # fmt: skip
 
     def embedding_and_head_in(self, dtype: torch.dtype) -> EmbeddingAndHead:
         """Return `embedding_and_head` for a drafter in `dtype`, as are parts of the head."""
@@ -152,6 +156,7 @@ def load_target(config: TargetConfig) -> Target:
         )
     target.spread, target.digest = config.spread, digest
     target.reference = not config.fused
+    target.allow_added_tokens = config.allow_added_tokens
     return checked(target, fused=config.fused and config.attention is None, move=True)
 
 

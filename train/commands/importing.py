@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ...heads.added_tokens import resized
 from ...heads.artifact import (
     OWN_FILE,
     Artifact,
@@ -43,6 +44,7 @@ def run(options: Options) -> None:
         options.norm_output,
         options.norm_before_residual,
         options.target_embedding,
+        options.allow_added_tokens,
     )
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
@@ -54,6 +56,7 @@ def run(options: Options) -> None:
         if drafter_class(own_file.method).whole_model:
             raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
+    target.allow_added_tokens = options.allow_added_tokens
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
@@ -98,18 +101,19 @@ def exported(
     target other than the drafter's.
     """
     assert own.export is not None
-    if answers != Answers():
+    if answers != Answers(allow_added_tokens=answers.allow_added_tokens):
         raise UserError(
             f"{folder} is an export of draftsmith and leaves nothing open; leave out --taps and "
             "its like"
         )
     drafter_type = drafter_class(own.method)
-    check_target(
+    added = check_target(
         own.target,
         target.fingerprint(),
-        drafter_type.bound_to,
+        drafter_type,
         folder,
         lambda message: print(f"warning: {message}"),
+        target.embedding_and_head,
     )
     # Every file of weights in the folder would be read, so each has to be one that was written.
     if surplus := sorted(
@@ -119,7 +123,10 @@ def exported(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
     check_files(folder, own)
-    public = read_public(folder, target_parts(target), Answers(ours=True))
+    parts = target_parts(target)
+    if other_size := own.target.vocab_size != target.vocab_size:
+        parts = parts.of_size(own.target.vocab_size)
+    public = read_public(folder, parts, Answers(ours=True))
     if public.drafter.method != own.method:
         raise UserError(
             f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
@@ -136,6 +143,9 @@ def exported(
         raise UserError(
             f"{folder} holds {public.dtype}, {OWN_FILE} says {noted_dtype}; one of them was changed"
         )
+    if other_size:
+        drafter = resized(public.drafter, target.vocab_size, added)
+        return public, Artifact(drafter, target.fingerprint(), own.calibration, own.provenance)
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 

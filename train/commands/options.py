@@ -268,7 +268,7 @@ class ExportOptions(SourceOptions):
 class ImportOptions:
     """Make a drafter of a public checkpoint, or of an export of draftsmith.
 
-    The target is the one that the drafter was trained for.
+    The target is the one that the drafter was trained for, or one that was tuned from it.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -299,6 +299,9 @@ class ImportOptions:
     """Add the layer's output to the normed state or not, where the checkpoint leaves it open."""
     target_embedding: bool = False
     """Use the target's embedding although the checkpoint's differs."""
+    allow_added_tokens: bool = False
+    """Take a checkpoint of the model that the target was tuned from, though tokens were added at
+    the end of its vocabulary since: these are never drafted."""
 
     def __post_init__(self) -> None:
         if self.taps == []:

@@ -32,6 +32,7 @@ from ...distill.divergences import (
 )
 from ...distill.settings import LABELS_ONLY
 from ...heads.artifact import Artifact
+from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.proposers.shapes import grow
@@ -207,6 +208,11 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         if before is not None:
             shape: MedusaConfig = before.drafter.config
             check_same(run.heads, str(run.init_from), asdict(shape))
+            if before.drafter.drafted < target.vocab_size:
+                raise UserError(
+                    f"init_from {run.init_from} has no rows for the target's added tokens, and "
+                    "Medusa heads are trained on all tokens; train new heads for this target"
+                )
             return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
         drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
         copy_head(drafter, target.head_weight.float() * SURENESS)

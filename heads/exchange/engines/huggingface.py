@@ -5,6 +5,7 @@ This file is not called after the package, which it would hide from a script in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,10 @@ ENGINE = ServingEngine(
     add_files=_add_code,
     recipes={
         "eagle3": EAGLE,
-        "eagle1": EAGLE,
+        "eagle1": replace(EAGLE, limits=(limits.ADDED_TOKENS,)),
         "dflash": BLOCK,
         "dspark": BLOCK,
-        "medusa": Recipe(_serve, (TRUST, limits.shared_head), layout=OWN),
+        "medusa": Recipe(_serve, (TRUST, limits.shared_head), (limits.added_tokens,), OWN),
         "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST)),
     },
 )

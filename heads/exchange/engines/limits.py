@@ -84,7 +84,24 @@ TRANSITION = remark(
     "a {family} target scales or caps its logits, and with them the transition bias there; train "
     "dflash",
 )
-EAGLE1 = (EAGLE1_NORMS, EAGLE1_EMBEDDINGS)
+ADDED_TOKENS = remark(
+    lambda facts: (facts.shape.draft_vocab_size or facts.shape.vocab_size) < facts.shape.vocab_size,
+    "it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, and EAGLE-1 "
+    "has no draft vocabulary there; export it for the target that it was trained for",
+)
+
+
+def added_tokens(facts: DrafterFacts) -> str | None:
+    heads = facts.drafter
+    if heads.drafted == heads.vocab_size:
+        return None
+    return (
+        f"its heads draft {heads.drafted:,} of the target's {heads.vocab_size:,} tokens; export "
+        "them for the target that they were trained for"
+    )
+
+
+EAGLE1 = (EAGLE1_NORMS, EAGLE1_EMBEDDINGS, ADDED_TOKENS)
 EAGLE3 = (ACTIVATION, ODD_WIDTH, FC_BIAS)
 TEXT_AND_DEPTH = (DYNAMIC_ROPE, SECOND_LAYER)
 BLOCK = (
@@ -93,7 +110,7 @@ BLOCK = (
         lambda facts: facts.shape.draft_vocab_size is not None,
         "it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, and "
         "engines run the target's whole head for block drafters; train without "
-        "heads.draft_vocab_size",
+        "heads.draft_vocab_size, or export the base model's drafter if tokens were added since",
     ),
 )
 """Limits of all engines for block drafters."""

@@ -30,7 +30,7 @@ ENGINE = ServingEngine(
         "medusa": Recipe(
             _serve,
             (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
-            (_shared_head_of_one_layer,),
+            (_shared_head_of_one_layer, limits.added_tokens),
         )
     },
 )

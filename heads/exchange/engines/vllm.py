@@ -202,6 +202,7 @@ ENGINE = ServingEngine(
         "medusa": Recipe(
             partial(_serve, "medusa"),
             (limits.CHAIN, NO_MEDUSA, limits.shared_head),
+            (limits.added_tokens,),
             other_layout=lambda facts: (
                 MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
             ),

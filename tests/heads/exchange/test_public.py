@@ -286,7 +286,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (lambda c, t: c.update(vocab_size=7), "vocab_size is 7, the target's"),
     (
         lambda c, t: c.update(rope_parameters={"rope_theta": 5.0}),
-        "rope_theta 10000.0 and, in rope_parameters, 5.0",
+        "rope_theta 10000.0 .rope_theta. and 5.0 .rope_parameters.rope_theta.",
     ),
     (lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc"),
     (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),

@@ -176,7 +176,7 @@ TAMPERED: list[tuple[str, Change, str]] = [
     (
         "eagle3_plain vllm",
         set_in("config", "rope_theta", 5e5),
-        "rope_theta 500000.0 and, in rope_parameters, 10000.0",
+        "rope_theta 500000.0 .rope_theta. and 10000.0 .rope_parameters.rope_theta.",
     ),
     ("eagle3_plain vllm", set_in("config", "rms_norm_eps", 1e-3), "norm_eps 0.001.*says 1e-06"),
     (

@@ -25,7 +25,7 @@ from draftsmith.train.methods.first_weights import start_uncertain
 from draftsmith.train.methods.mask_token import warn_of_mask_token
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
-from tests.train.test_loop import make_config, train
+from tests.train.test_loop import launch, make_config, train
 
 
 def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
@@ -68,6 +68,32 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has() -> None:
     run.heads = MedusaConfig(num_heads=3)
     with pytest.raises(UserError, match="x has num_heads 2, heads.num_heads says 3; leave it out"):
         medusa.METHOD.make_drafter(run, target, batches, before)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "dflash", "medusa"])
+def test_a_run_for_a_target_with_added_tokens(tmp_path: Path, method: str) -> None:
+    """It goes on from a drafter of the base model, which keeps drafting that model's tokens."""
+    target = tiny_target(num_hidden_layers=4)
+    base, known = tmp_path / "base", target.vocab_size
+    target.model.save_pretrained(base)
+    target.tokenizer.save_pretrained(base)
+    train(make_config(tmp_path, base, method, max_steps=1), method=method)
+    target.tokenizer.add_tokens(["<tool>", "</tool>"])
+    target.model.resize_token_embeddings(known + 2, mean_resizing=False)
+    target.model.save_pretrained(tmp_path / "tuned")
+    target.tokenizer.save_pretrained(tmp_path / "tuned")
+    begun = {"init_from": str(tmp_path / "run" / "best"), "out": str(tmp_path / "next")}
+    config = make_config(tmp_path, tmp_path / "tuned", method, max_steps=1, retarget=True, **begun)
+    command = ("-m", "draftsmith.train", method.rstrip("1"), "--config", config)
+    done = launch(*command)
+    assert done.returncode and "give --allow-added-tokens" in done.stderr
+    done = launch(*command, "--allow-added-tokens")
+    if method == "medusa":
+        assert done.returncode and "no rows for the target's added tokens" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "next" / "best" / "config.json").read_text())
+    assert (written["vocab_size"], written["draft_vocab_size"]) == (known + 2, known)
 
 
 def test_features_are_those_of_the_drafter_that_a_run_begins_with(tmp_path: Path) -> None:

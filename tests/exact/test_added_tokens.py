@@ -1,0 +1,228 @@
+"""Drafters of a base model on a target that was tuned from it with tokens added at the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.heads.added_tokens import resized
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.fingerprint import Fingerprint
+from draftsmith.inference.decode import generate
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.target import Target, load_for_decoding
+from draftsmith.train.commands import exporting, importing
+from draftsmith.train.commands.options import ExportOptions, ImportOptions
+from tests.conftest import QUICKSTART, ROOT
+
+DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
+KINDS = ("eagle3", "eagle3_plain", "eagle1", "medusa", "dflash", "dspark", "distill")
+BASE = 2048
+ADDED = [BASE, BASE + 1]
+SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.8, rule="rejection", seed=3)]
+
+
+def tuned(folder: Path, rows: int, tokens: tuple[str, ...] = ("<tool>", "</tool>")) -> Path:
+    """The quickstart's target with tokens added at its end, in so many random rows."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(QUICKSTART)
+    tokenizer.add_tokens(list(tokens))
+    model: Any = AutoModelForCausalLM.from_pretrained(QUICKSTART, dtype=torch.float32)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        # As large as its other rows, so that sampled texts hold these tokens too.
+        weight[BASE:].normal_(std=float(weight[:BASE].std()))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned(tmp_path_factory.mktemp("tuned"), BASE + 2)
+
+
+def target_in(path: Path, allow: bool = True) -> Target:
+    return load_for_decoding(
+        TargetConfig(str(path), dtype="float32", device="cpu", allow_added_tokens=allow)
+    )
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Iterator[Target]:
+    yield target_in(folder)
+
+
+def prompts_of(target: Target) -> list[list[int]]:
+    """Prompts with and without the added tokens, in the middle and as the last token."""
+    texts = ["def add(a, b):", "def <tool>mul</tool>(a, b):", "return <tool>"]
+    prompts = [target.tokenizer(text).input_ids for text in texts]
+    assert not set(prompts[0]) & set(ADDED) and set(ADDED) <= set(prompts[1])
+    assert prompts[2][-1] == BASE
+    return prompts
+
+
+def drafts_of(proposer: Any, seen: list[torch.Tensor]) -> Any:
+    """The proposer, noting what it drafts."""
+    propose = proposer.propose
+
+    def noted(root: torch.Tensor, draws: Any) -> Any:
+        tree = propose(root, draws)
+        seen.append(tree.tokens[:, 1:].clone())
+        return tree
+
+    proposer.propose = noted
+    return proposer
+
+
+def check_same_text(target: Target, spec: str, samplings: list[Sampling] = SAMPLINGS) -> float:
+    """Compare with plain decoding; return tau of greedy decoding."""
+    prompts, taus = prompts_of(target), []
+    for sampling in samplings:
+        plain = generate(target, load_proposer("none", target, print), prompts, 40, sampling)
+        said: list[str] = []
+        seen: list[torch.Tensor] = []
+        proposer = drafts_of(load_proposer(spec, target, said.append), seen)
+        drafted = generate(target, proposer, prompts, 40, sampling)
+        tokens = torch.cat([each.flatten() for each in seen])
+        assert len(tokens) and int(tokens.max()) < BASE, "an added token was drafted"
+        if sampling.rule == "auto":  # else the texts agree in distribution
+            assert [r.token_ids for r in drafted] == [r.token_ids for r in plain], spec
+        written = sum(len(reply.token_ids) for reply in drafted)
+        taus.append(written / len(seen))
+    return taus[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_the_targets(target: Target, kind: str) -> None:
+    # Trees, and chains of several rows.
+    assert check_same_text(target, str(DRAFTERS / kind)) > 1.5
+    check_same_text(target, f"{DRAFTERS / kind}:width=1", SAMPLINGS[:1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said(target: Target, folder: Path, kind: str) -> None:
+    said: list[str] = []
+    load_proposer(str(DRAFTERS / kind), target, said.append)
+    if kind != "distill":  # it logs its line
+        assert "2 tokens that the drafter does not know (ids 2048, 2049): they are never" in said[0]
+    target.allow_added_tokens = False
+    try:
+        with pytest.raises(UserError, match="ids 2048, 2049.; give --allow-added-tokens") as error:
+            load_proposer(str(DRAFTERS / kind), target, said.append)
+        assert "\n" not in str(error.value)
+    finally:
+        target.allow_added_tokens = True
+
+
+def test_padded_rows(tmp_path: Path) -> None:
+    target = target_in(tuned(tmp_path, BASE + 64))
+    for kind in ("eagle3", "medusa", "dspark", "distill"):
+        check_same_text(target, str(DRAFTERS / kind), SAMPLINGS[:2])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa", "dflash", "dspark"])
+def test_a_base_with_more_rows_than_tokens(target: Target, kind: str, tmp_path: Path) -> None:
+    """Its drafters have room for the added tokens, and for more than the target has."""
+    target_before, warn = target.fingerprint(), lambda line: None
+    artifact = Artifact.load(DRAFTERS / kind, target_before, target.embedding_and_head, warn)
+    own = json.loads((DRAFTERS / kind / "draftsmith.json").read_text())["target"]
+    padded = Fingerprint(**own | {"vocab_size": BASE + 64})
+    drafter = resized(artifact.drafter, BASE + 64)
+    Artifact(drafter, padded, artifact.calibration).save(tmp_path / "padded")
+    check_same_text(target, str(tmp_path / "padded"), SAMPLINGS[:2])
+
+
+def test_rows_of_tokens_that_a_target_lacks_are_cut_off() -> None:
+    target = target_in(QUICKSTART)
+    states = torch.randn(3, target.hidden_size)
+    for kind in ("eagle3", "eagle3_plain", "eagle1", "medusa"):
+        lender = target.embedding_and_head
+        before = Artifact.load(DRAFTERS / kind, target.fingerprint(), lender).drafter
+        after: Any = resized(before, 1500, [1400, 1401])
+        logits = [
+            each.logits(states, 0) if kind == "medusa" else each.logits(states)
+            for each in (before, after)
+        ]
+        if kind == "medusa":
+            assert logits[1].shape[-1] == 1500 and bool(logits[1][:, 1400:].isinf().all())
+            assert torch.equal(logits[0][:, :1400], logits[1][:, :1400])
+            continue
+        ids = before.draft_vocab_ids
+        ids = torch.arange(BASE) if ids is None else ids
+        assert torch.equal(after.draft_vocab_ids, ids[ids < 1400])
+        torch.testing.assert_close(logits[0][:, ids < 1400], logits[1])
+        assert after.shape.vocab_size == 1500
+
+
+def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Target) -> None:
+    """A token in another place, and a target with fewer tokens than the drafter's."""
+    path = tuned(tmp_path / "t", BASE + 2)
+    file = path / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    one, two = list(vocab)[700], list(vocab)[900]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    file.write_text(json.dumps(data))
+    other = target_in(path)
+    for kind in KINDS:
+        with pytest.raises(UserError, match="another target|another tokenizer") as error:
+            load_proposer(str(DRAFTERS / kind), other, print)
+        assert "allow-added" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["eagle3_plain", "eagle1", "dspark", "medusa"])
+def test_an_import_for_the_tuned_target(
+    target: Target, folder: Path, kind: str, tmp_path: Path
+) -> None:
+    """It is a drafter of that target afterwards, and needs no option."""
+    source = tmp_path / "public"
+    shutil.copytree(DRAFTERS / kind, source)
+    (source / "draftsmith.json").unlink()
+    if kind == "eagle3_plain":
+        weights = source / "model.safetensors"
+        embedding = load_file(QUICKSTART / "model.safetensors")["model.embed_tokens.weight"]
+        save_file(load_file(weights) | {"embed_tokens.weight": embedding.clone()}, weights)
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="vocab_size is 2048, .* give --allow-added-tokens"):
+        importing.run(ImportOptions(str(source), str(folder), str(out)))
+    assert not out.exists()
+    importing.run(ImportOptions(str(source), str(folder), str(out), allow_added_tokens=True))
+    target.allow_added_tokens = False
+    try:
+        assert check_same_text(target, str(out), SAMPLINGS[:2]) > 1.2
+    finally:
+        target.allow_added_tokens = True
+    artifact = Artifact.load(out, target.fingerprint(), target.embedding_and_head)
+    assert artifact.fingerprint.vocab_size == BASE + 2
+    if kind in ("eagle1", "medusa"):
+        with pytest.raises(UserError, match=r"2,048 of the target's 2,050 tokens.* export"):
+            exporting.run(ExportOptions(str(out), "hf", str(tmp_path / "hf")))
+
+
+def test_an_export_of_ours_for_the_tuned_target(
+    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting.run(ExportOptions(str(DRAFTERS / "eagle3"), "speculators", str(tmp_path / "e")))
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="give --allow-added-tokens"):
+        importing.run(ImportOptions(str(tmp_path / "e"), str(folder), str(out)))
+    importing.run(
+        ImportOptions(str(tmp_path / "e"), str(folder), str(out), allow_added_tokens=True)
+    )
+    assert "ids 2048, 2049" in capsys.readouterr().out
+    check_same_text(target, str(out), SAMPLINGS[:1])
+    # A draft vocabulary, which engines know.
+    exporting.run(ExportOptions(str(out), "vllm", str(tmp_path / "v")))
+    assert json.loads((tmp_path / "v" / "config.json").read_text())["draft_vocab_size"] == BASE

@@ -33,7 +33,7 @@ REWRITTEN = "the chat template leaves out the reasoning of earlier turns, as in 
 
 
 @dataclass
-class Turn:
+class AssistantTurn:
     """A reply in the rendering of the conversation that ends with it."""
 
     index: int
@@ -86,7 +86,7 @@ class Rendering:
                 pass
         return text
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[AssistantTurn]:
         """Yield the turns of the assistant that answer something; errors as of `prompt`.
 
         Messages after the last of them are checked too.
@@ -170,7 +170,7 @@ class Rendering:
             passage.start = 0
             self._check_tools(passage)
 
-    def _turn(self, index: int, prompt: str) -> Turn:
+    def _turn(self, index: int, prompt: str) -> AssistantTurn:
         """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
         message = self._messages[index]
         last = index == len(self._messages) - 1
@@ -212,7 +212,7 @@ class Rendering:
             )
         self._note_unread(index, full)
         end = passage.end
-        return Turn(index, full, full[:end] if cut else full, passage.start, end, cut)
+        return AssistantTurn(index, full, full[:end] if cut else full, passage.start, end, cut)
 
     def _marked_start(self, index: int, prompt: str, full: str) -> int | None:
         """Return where in `full` a turn begins by the template's marks; None if they do not tell.

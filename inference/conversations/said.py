@@ -39,7 +39,7 @@ class Said:
 
 
 @dataclass
-class Group:
+class Texts:
     """Texts that are looked for in order; those of one list inside it in any order."""
 
     texts: list[Said | list[Said]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Passage:
     start: int
     taken: list[Span] = field(default_factory=list)
 
-    def place(self, group: Group, anywhere: bool = False) -> Said | None:
+    def place(self, group: Texts, anywhere: bool = False) -> Said | None:
         """Find the texts of a group after what was found before, or where nothing else is.
 
         Returns the first one that is missing, in which case none is placed; None if none is.
@@ -106,7 +106,7 @@ class Passage:
         return max((end for _, end in self.taken), default=self.start)
 
 
-def said_by(message: JsonObject, name: str, content_name: str) -> list[Group]:
+def said_by(message: JsonObject, name: str, content_name: str) -> list[Texts]:
     """Return the texts of a message in its normal form: reasoning, content and calls.
 
     `name` and `content_name` are the names of the message and of its content in the row.
@@ -115,16 +115,16 @@ def said_by(message: JsonObject, name: str, content_name: str) -> list[Group]:
     key, reasoning = reasoning_of(message)
     content = message.get("content") or ""
     if reasoning:
-        groups.append(Group([Said(f"{name}.{key}", reasoning)], reasoning=True))
+        groups.append(Texts([Said(f"{name}.{key}", reasoning)], reasoning=True))
     elif message["role"] == "assistant" and isinstance(content, str):
         thought, content = split_reasoning(content)
         if thought.strip():
-            groups.append(Group([Said(content_name, thought)], reasoning=True))
+            groups.append(Texts([Said(content_name, thought)], reasoning=True))
     if isinstance(content, str):
         texts = [Said(content_name, content)]
     else:
         texts = [Said(f"{content_name}[{i}]", part["text"]) for i, part in enumerate(content)]
-    groups.append(Group([said for said in texts if said.text.strip()]))
+    groups.append(Texts([said for said in texts if said.text.strip()]))
     calls: list[Said | list[Said]] = []
     for number, call in enumerate(message.get("tool_calls") or ()):
         function, path = call["function"], f"{name}.tool_calls[{number}].function"
@@ -132,11 +132,11 @@ def said_by(message: JsonObject, name: str, content_name: str) -> list[Group]:
         arguments, path = function["arguments"], f"{path}.arguments"
         kept = isinstance(arguments, str)
         calls.append([Said(path, arguments, exact=True)] if kept else [*_leaves(arguments, path)])
-    groups.append(Group(calls))
+    groups.append(Texts(calls))
     return [group for group in groups if group.texts]
 
 
-def said_by_tools(tools: list[JsonObject] | None) -> Group:
+def said_by_tools(tools: list[JsonObject] | None) -> Texts:
     """Return the names and descriptions of tools."""
     texts: list[Said | list[Said]] = []
     for number, tool in enumerate(tools or ()):
@@ -148,7 +148,7 @@ def said_by_tools(tools: list[JsonObject] | None) -> Group:
                 if isinstance(function.get(key), str) and function[key].strip()
             ]
         )
-    return Group(texts)
+    return Texts(texts)
 
 
 def split_reasoning(content: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.plain import beginning, plain_ids, reply_starts
-from ...inference.conversations.rendering import Rendering, Turn
+from ...inference.conversations.rendering import AssistantTurn, Rendering
 from ...inference.conversations.templates import ChatTemplate
 
 RENDERED = "the text is already rendered by a chat template: of it the replies are learned"
@@ -36,11 +36,11 @@ class Encoded:
 
 
 @dataclass
-class Sequence:
+class RenderedSequence:
     """A rendered text with the turns in it that are learned."""
 
     text: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[AssistantTurn] = field(default_factory=list)
 
 
 def encode(
@@ -72,7 +72,7 @@ def encode(
     rendering = Rendering(given, tokenizer, target_name, notes)
     if why := rendering.template.endless(eos_ids):
         notes.remark(why)
-    sequences: list[Sequence] = []
+    sequences: list[RenderedSequence] = []
     for turn in rendering.turns():
         if turn.index in conversation.not_learned:
             continue
@@ -81,7 +81,7 @@ def encode(
         if last is None or turn.start < len(last.text) or not turn.text.startswith(last.text):
             if last is not None:
                 rendering.note_rewritten()
-            sequences.append(last := Sequence(""))
+            sequences.append(last := RenderedSequence(""))
         last.text = turn.text
         last.turns.append(turn)
     special = rendering.template.special_ids
@@ -137,7 +137,7 @@ def _in_replies(
 
 
 def _masked(
-    sequence: Sequence, tokenizer: Any, eos_ids: frozenset[int], special: frozenset[int]
+    sequence: RenderedSequence, tokenizer: Any, eos_ids: frozenset[int], special: frozenset[int]
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true where the target wrote.
 
@@ -189,7 +189,7 @@ def _end_with(token: int, encoded: Encoded, eos_ids: frozenset[int]) -> Encoded:
     return Encoded([*ids, token], [*mask, True])
 
 
-def _tokens(sequence: Sequence, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
+def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the tokens of a rendered text, with the characters that each has.
 
     Of a tokenizer without offsets, the pieces between the borders of turns are tokenised, and each

@@ -39,14 +39,17 @@ class AssistantTurn:
     index: int
     """Index of its message."""
     full: str
-    """The conversation up to the end of the turn."""
+    """The conversation up to the end of the turn, as the template writes it."""
     text: str
-    """The same; of a reply that was cut, up to where it was."""
+    """The same without what the target did not write: the empty block that the template puts before
+    a reply without reasoning, and what comes after a cut."""
     start: int
     """Beginning of what the target wrote, in characters."""
     said: int
     """End of the last text of the message."""
     cut: bool
+    following: str = ""
+    """What the template writes after the turn where the conversation goes on."""
 
 
 class Rendering:
@@ -91,18 +94,20 @@ class Rendering:
 
         Messages after the last of them are checked too.
         """
-        before, asked = "", 0
+        turn, asked = None, 0
         for index, message in enumerate(self._messages):
             # A greeting that is before everything answers no prompt.
             if message["role"] != "assistant" or index == 0:
                 continue
             prompt = self._text(index, True)
-            self._check_asked(asked, index, before, prompt)
-            turn = self._turn(index, prompt)
-            yield turn
-            before, asked = turn.full, index + 1
+            self._check_asked(asked, index, turn, prompt)
+            if turn is not None:
+                yield turn
+            turn, asked = self._turn(index, prompt), index + 1
         if asked < len(self._messages):
-            self._check_asked(asked, len(self._messages), before, self._text(None, True))
+            self._check_asked(asked, len(self._messages), turn, self._text(None, True))
+        if turn is not None:
+            yield turn
 
     def _text(self, count: int | None, for_reply: bool) -> str:
         """Return the first `count` messages as text. Raises `RowError`."""
@@ -155,12 +160,15 @@ class Rendering:
             raise missing(said)
         self._notes.remark("tools: the chat template leaves them out; calls name them")
 
-    def _check_asked(self, first: int, past: int, before: str, prompt: str) -> None:
+    def _check_asked(self, first: int, past: int, turn: AssistantTurn | None, prompt: str) -> None:
         """Raise `RowError` unless `prompt` holds the messages from `first` to `past`.
 
-        `before` is the rendering of the messages before them.
+        `turn` is the reply before them, which learns what follows it.
         """
+        before = "" if turn is None else turn.full
         passage = Passage(prompt, common(before, prompt))
+        if turn is not None and passage.start == len(before):
+            turn.following = prompt[len(before) :]
         for index in range(first, past):
             for group in self._said(index):
                 if (said := passage.place(group)) is not None:
@@ -188,11 +196,15 @@ class Rendering:
             start = len(prompt) if full.startswith(prompt) else None
             if start is None and self.template.marked:
                 start = self._marked_start(index, prompt, full)
-        passage = Passage(full, common(prompt, full) if start is None else start)
+        written, begin = full, common(prompt, full) if start is None else start
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
             blocks = (self.template.empty_reasoning, REASONING_BEGINS + REASONING_ENDS)
-            passage.start = max(after_block(full, passage.start, block) for block in blocks)
+            after = max(after_block(full, begin, block) for block in blocks)
+            # The template's own, which the target did not write. If the prompt opens the reasoning,
+            # the reply comes after its end all the same, as context.
+            written, begin = (full, after) if opened else (full[:begin] + full[after:], begin)
+        passage = Passage(written, begin)
         for group in groups:
             # Some templates write the calls of a reply before its content.
             if passage.place(group) is None or (said := passage.place(group, True)) is None:
@@ -212,7 +224,7 @@ class Rendering:
             )
         self._note_unread(index, full)
         end = passage.end
-        return AssistantTurn(index, full, full[:end] if cut else full, passage.start, end, cut)
+        return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
 
     def _marked_start(self, index: int, prompt: str, full: str) -> int | None:
         """Return where in `full` a turn begins by the template's marks; None if they do not tell.

@@ -154,12 +154,18 @@ def _masked(
             rest = [sequence.text[slice(*offsets[i])] for i in range(said, past)]
             closing = max((i + 1 for i, text in enumerate(rest) if text.strip()), default=0)
         # Where a template writes no end, the next turn's first token may be the one that ended it.
-        if not ended and not turn.cut and said + closing == past < len(ids):
-            closing += ids[past] in eos_ids
+        if not ended and not turn.cut and said + closing == past:
+            if past == len(ids) and turn.following:
+                ids += tokenizer(turn.following, add_special_tokens=False)["input_ids"][:1]
+                offsets.append((len(sequence.text), len(sequence.text) + 1))
+                mask.append(False)
+            closing += past < len(ids) and ids[past] in eos_ids
         for i in range(first, said + closing):
             # A token without characters belongs to no turn.
             mask[i] = offsets[i][0] < offsets[i][1]
-    return Encoded(ids, mask)
+    # What the template writes after the last end is not in what a server saw and wrote.
+    past = max((i + 1 for i, on in enumerate(mask) if on), default=len(mask))
+    return Encoded(ids[:past], mask[:past])
 
 
 def _closing(

@@ -25,6 +25,7 @@ from draftsmith.train.commands.regenerate import Share, run
 from draftsmith.train.commands.tasks import questions, repair
 from draftsmith.train.data.templates import encode
 from tests.conftest import tiny_target
+from tests.published_templates import tokenizer_of
 from tests.train.data.test_tables import write
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
@@ -338,12 +339,11 @@ class Engine:
 
 
 @pytest.fixture
-def serve(saved_tiny: Path) -> Iterator[Any]:
+def answering() -> Iterator[Any]:
+    """A function that starts a server around an engine, and returns its address."""
     servers = []
 
-    def start(token_ids: bool = True) -> tuple[Engine, str]:
-        engine = Engine(saved_tiny, token_ids)
-
+    def start(engine: Any) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -359,11 +359,20 @@ def serve(saved_tiny: Path) -> Iterator[Any]:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
-        return engine, f"http://127.0.0.1:{server.server_port}/v1"
+        return f"http://127.0.0.1:{server.server_port}/v1"
 
     yield start
     for server in servers:
         server.shutdown()
+
+
+@pytest.fixture
+def serve(saved_tiny: Path, answering: Any) -> Any:
+    def start(token_ids: bool = True) -> tuple[Engine, str]:
+        engine = Engine(saved_tiny, token_ids)
+        return engine, answering(engine)
+
+    return start
 
 
 def test_a_server_gives_the_same_rows_as_this_process(
@@ -415,3 +424,125 @@ def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny:
                 tmp_path, saved_tiny, ROWS, server=ServerOptions("http://127.0.0.1:9/v1", retries=0)
             )
         )
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "rain", "description": "tells of rain"}},
+]
+CALL = {"function": {"name": "rain", "arguments": '{"town": "Bern"}'}, "type": "function"}
+SCRIPTED: dict[str, tuple[dict[str, Any], str, str]] = {
+    # The message, why it ends, and the text that the target wrote, with its end token.
+    "hello": ({"content": "I am fine", "tool_calls": []}, "stop", "I am fine<|im_end|>"),
+    "think": (
+        {"content": "fine", "reasoning": "the then"}, "stop",
+        "<think>\nthe then\n</think>\n\nfine<|im_end|>",
+    ),
+    "cut": ({"content": None, "reasoning": "the then"}, "length", "<think>\nthe then"),
+    "call": (
+        {"content": None, "tool_calls": [{"id": "c1", **CALL}]}, "tool_calls",
+        '<tool_call>\n{"name": "rain", "arguments": {"town": "Bern"}}\n</tool_call><|im_end|>',
+    ),
+}  # fmt: skip
+
+
+class ScriptedEngine:
+    """A server that answers each question with a message of `SCRIPTED`, and its token ids."""
+
+    def __init__(self, tokenizer: Any, token_ids: bool) -> None:
+        self.tokenizer, self.token_ids, self.requests = tokenizer, token_ids, list[Any]()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append(request)
+        message, reason, written = SCRIPTED[request["messages"][-1]["content"]]
+        choice = {"message": {"role": "assistant", **message}, "finish_reason": reason}
+        if not self.token_ids:
+            return {"choices": [choice]}
+        prompt = self.tokenizer.apply_chat_template(
+            request["messages"],
+            tools=request.get("tools"),
+            add_generation_prompt=True,
+            return_dict=True,
+            **request.get("chat_template_kwargs", {}),
+        )["input_ids"]
+        ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
+        return {"choices": [{**choice, "token_ids": ids}], "prompt_token_ids": prompt}
+
+
+def test_rows_of_text_are_learned_like_exact_ones(
+    tmp_path: Path, saved_tiny: Path, answering: Any
+) -> None:
+    """With their tools and template arguments; what the target wrote and nothing else."""
+    shutil.copytree(saved_tiny, tmp_path / "target")
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.save_pretrained(tmp_path / "target")
+    ask = {name: [{"role": "user", "content": name}] for name in SCRIPTED}
+    rows = [
+        {"id": "a", "messages": ask["hello"], "chat_template_kwargs": {"enable_thinking": False}},
+        {"id": "b", "messages": ask["think"], "tools": TOOLS},
+        {"id": "c", "messages": ask["cut"]},
+        {"id": "d", "messages": ask["call"], "tools": TOOLS},
+    ]
+    found: list[dict[str, Any]] = []
+    for token_ids in (True, False):
+        engine = ScriptedEngine(tokenizer, token_ids)
+        folder = tmp_path / str(token_ids)
+        folder.mkdir()
+        run(options(folder, tmp_path / "target", rows, server=ServerOptions(answering(engine))))
+        found.append({row["id"]: row for row in rows_of(folder)})
+    ends = frozenset({tokenizer.eos_token_id})
+    for name, text in zip("abcd", SCRIPTED, strict=True):
+        exact, as_text = (
+            encode(conversation_of(rows[name]), tokenizer, ends, "x", {}) for rows in found
+        )
+        assert exact == as_text, text
+        assert "token_ids" in found[0][name] and "token_ids" not in found[1][name]
+    assert found[1]["b"]["tools"] == TOOLS
+    assert found[1]["a"]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_call_ends_by_itself_and_ends_its_conversation(
+    tmp_path: Path, saved_tiny: Path, answering: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(saved_tiny, tmp_path / "target")
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.save_pretrained(tmp_path / "target")
+    asked = [{"role": "user", "content": "call"}, {"role": "assistant", "content": "no"}]
+    rows = [{"messages": [*asked, {"role": "user", "content": "hello"}]}]
+    engine = ScriptedEngine(tokenizer, False)
+    with caplog.at_level("INFO"):
+        run(options(tmp_path, tmp_path / "target", rows, server=ServerOptions(answering(engine))))
+    (row,) = rows_of(tmp_path)
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+    assert len(engine.requests) == 1 and "0 without an end" in caplog.text
+
+
+def test_rows_are_compared_with_their_rendering_before_they_are_asked(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    """As training and doctor refuse them, by the name of the field."""
+    rows = [{"messages": [{"role": "critic", "content": "harsh words"}, *ROWS[0]["messages"]]}]
+    with pytest.raises(UserError) as refused:
+        run(options(tmp_path, tokens_only(tmp_path, saved_tiny), rows))
+    assert "messages[0].content: the chat template leaves out or changes 'harsh words'" in str(
+        refused.value
+    )
+    assert not (tmp_path / "out.jsonl").read_text()
+
+
+def tokens_only(folder: Path, saved_tiny: Path) -> Path:
+    """A target whose template leaves out what neither user nor assistant says."""
+    shutil.copytree(saved_tiny, folder / "strict")
+    path = next((folder / "strict").glob("*.jinja"))
+    text = path.read_text()
+    assert "{%- else -%}" in text
+    path.write_text(text.replace("{%- else -%}", "{%- elif m['role'] == 'user' -%}"))
+    return folder / "strict"
+
+
+def test_replies_that_would_run_on_are_not_written(tmp_path: Path, saved_tiny: Path) -> None:
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    target.model.generation_config.eos_token_id = [2]
+    target.model.save_pretrained(tmp_path / "t")
+    target.tokenizer.save_pretrained(tmp_path / "t")
+    with pytest.raises(UserError, match="which does not end generation .* generation_config.json"):
+        run(options(tmp_path, tmp_path / "t", ROWS))

@@ -214,7 +214,8 @@ def check_target(
     for name, row in rows:
         yield check_row(name, row, target, template_kwargs, notes)
     for line in notes.lines():
-        yield Finding("chat rows", "warning", line)
+        if not (why and line.startswith(why)):
+            yield Finding("chat rows", "warning", line)
 
 
 def check_memory(config: TargetConfig) -> Finding | None:

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.conversations.notes import Notes
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import doctor
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
+from draftsmith.train.config import Data, Source
+from draftsmith.train.data.tables import build
+from tests.published_templates import COLUMNS, Words, row_of
+from tests.train.data.test_row_formats import REFUSED
+from tests.train.data.test_row_formats import ROWS as ROWS_OF_OTHERS
 from tests.train.data.test_tables import write
 from tests.train.test_bad_input import expect, quick
 
@@ -93,3 +102,38 @@ def test_the_processor_is_asked_which_type_is_the_faster(
 def test_the_product_itself_is_timed() -> None:
     # 1.07 billion operations take a processor of 10 Tflop/s a tenth of a millisecond.
     assert doctor.product_seconds(torch.float32) > 1e-4
+
+
+def test_doctor_and_the_run_refuse_the_same(tmp_path: Path, quickstart: Target) -> None:
+    """By the same words: the rows of other formats, and those that the template does not carry."""
+    rows = [row for row, _ in [*REFUSED, *ROWS_OF_OTHERS.values()]]
+    rows += [row_of(kind, Words()) for kind in COLUMNS]
+    refused = 0
+    for row in rows:
+        path = write(tmp_path / "rows.jsonl", [row])
+        found = doctor.check_row("rows.jsonl:1", row, quickstart, {}, Notes())
+        with pytest.raises(UserError) as error:
+            # One row leaves nothing to hold out, which is another error.
+            build(Data([Source(path)], max_lost_share=1), quickstart, 0)
+        if found.status == "error":
+            refused += 1
+            assert f"row rows.jsonl:1: {found.found}; fix or remove it" in str(error.value)
+        else:
+            assert "row rows.jsonl:1" not in str(error.value), row
+    assert refused > len(REFUSED)
+
+
+def test_what_nothing_reads_and_ends_that_do_not_end_are_said(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    target.model.generation_config.eos_token_id = [2]
+    target.model.save_pretrained(tmp_path / "t")
+    target.tokenizer.save_pretrained(tmp_path / "t")
+    row = {"messages": [ASKED, {"role": "assistant", "content": "fine", "mood": 3}], "lang": "en"}
+    rows = write(tmp_path / "rows.jsonl", [row])
+    main(["doctor", "--target", str(tmp_path / "t"), "--json", "-", "--chat", rows])
+    found = {(one["check"], one["status"]): one["found"] for one in json.loads(
+        capsys.readouterr().out)}  # fmt: skip
+    assert "<e>, which does not end generation" in found["end of a turn", "warning"]
+    assert found["chat rows", "warning"] == "not read: lang, mood of messages of the assistant"

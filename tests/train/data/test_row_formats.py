@@ -248,9 +248,7 @@ def test_tools_are_read_in_every_form() -> None:
     assert shown({"messages": [USER, REPLY], "tools": "[]"}) == ANSWERED
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
+REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          r"messages\[0\].content\[0\] is of type image_url"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
@@ -272,8 +270,10 @@ def test_tools_are_read_in_every_form() -> None:
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
          r"messages\[1\].tool_calls\[0\].function.name is missing"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, r"tools\[0\].name is missing"),
-    ],
-)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "says"), REFUSED)
 def test_what_is_not_read_is_refused_by_the_fields_name(row: dict[str, Any], says: str) -> None:
     with pytest.raises(RowError, match=f"^{says}|{says}"):
         conversation_of(row)

@@ -82,15 +82,20 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
         headers_with_key(options.server.api_key_file, "--server.api-key-file")
-    with (
-        out.open("a", encoding="utf-8") as file,
-        Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,
-    ):
-        sink = Sink(file, progress, facts, written)
-        if options.server.url is not None:
-            regenerate_on_server(tasks, options, sink)
-        else:
-            regenerate_here(tasks, options, sink)
+    try:
+        with (
+            out.open("a", encoding="utf-8") as file,
+            Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,
+        ):
+            sink = Sink(file, progress, facts, written)
+            if options.server.url is not None:
+                regenerate_on_server(tasks, options, sink)
+            else:
+                regenerate_here(tasks, options, sink)
+    except UserError:
+        if out.stat().st_size == 0:
+            out.unlink()  # nothing is left of a command that wrote nothing
+        raise
     notes.report(options.data)
     done = "%s: %d conversations, %d tokens written by the target, %d without an end"
     log.info(done, out, sink.rows, sink.tokens, sink.cut)

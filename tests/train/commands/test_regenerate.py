@@ -526,7 +526,7 @@ def test_rows_are_compared_with_their_rendering_before_they_are_asked(
     assert "messages[0].content: the chat template leaves out or changes 'harsh words'" in str(
         refused.value
     )
-    assert not (tmp_path / "out.jsonl").read_text()
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def tokens_only(folder: Path, saved_tiny: Path) -> Path:

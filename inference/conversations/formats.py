@@ -389,7 +389,8 @@ def _unknown(row: JsonObject) -> str:
             "there is a response without its request; join the two by their custom_id into one "
             "row of request and response"
         )
-    return f"none of {', '.join(FORMATS)} is there; rename the key that holds the text"
+    tokens, others = [*FORMATS][:2], [*FORMATS][2:]
+    return f"none of {', '.join(others + tokens)} is there; rename the key that holds the text"
 
 
 def _chat(

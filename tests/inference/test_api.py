@@ -137,7 +137,7 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
         (lambda: decoder.generate(b"def"), "not bytes"),
         (lambda: decoder.generate(None), "not NoneType"),  # type: ignore[arg-type]
         (lambda: decoder.generate(torch.tensor([0.5])), "not float"),
-        (lambda: decoder.generate([{"content": "x"}]), "messages\[0\].role is missing"),
+        (lambda: decoder.generate([{"content": "x"}]), r"messages\[0\].role is missing"),
         (lambda: load(quickstart, None), "must be named"),  # type: ignore[arg-type]
         (lambda: load(str(QUICKSTART), dtyp="float32"), "did you mean dtype"),
         (lambda: load(quickstart, device="cuda"), "takes no options"),

@@ -23,7 +23,7 @@ from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
 from ..heads.files import JsonObject
 from .conversations.formats import Conversation, conversation_of
-from .conversations.messages import RowError
+from .conversations.messages import RowError, check_text
 from .conversations.rendering import prompt_ids
 from .conversations.templates import check_template_kwargs
 from .decode import Generation, Request, Round, Step, decode, generate
@@ -365,6 +365,7 @@ class Decoder:
                 "of something else"
             )
         try:
+            check_text(given)
             check_template_kwargs(template_kwargs or {})
             conversation = conversation.with_arguments(template_kwargs or {})
             return prompt_ids(conversation, self.target.tokenizer, self.target.name)

@@ -34,8 +34,8 @@ CUT_SHORT = (
     "stop_sequence", "error",
 )  # fmt: skip
 """Reasons of servers for which a reply ends without an end token."""
-ENDED = ("end_turn", "tool_use", "pause_turn", "refusal")
-"""Anthropic's `stop_reason` of a reply that ended by itself; its others are in `CUT_SHORT`."""
+ENDED = ("", "stop", "eos", "end_turn", "tool_use", "tool_calls", "pause_turn", "refusal")
+"""Words for a reply that ended by itself, where others write a stop string, such as Anthropic's."""
 SYSTEM_KEYS = ("system", "system_prompt")
 QUESTION_KEYS = ("question", "instruction", "query")
 ANSWER_KEYS = ("answer", "response", "output")
@@ -406,6 +406,8 @@ def _chat(
     not the row itself. Raises `RowError`.
     """
     holder, prefix = holder or row, f"{within}." if within else ""
+    # Before a system prompt of a field of its own comes first: a list counts the messages given.
+    read.not_learned |= _not_learned(row, len(read.messages))
     for key in SYSTEM_KEYS:
         if holder.get(key) is not None:
             read.put_system(holder[key], f"{prefix}{key}")
@@ -425,7 +427,7 @@ def _chat(
         cut=cut,
         end_token=end,
         paths=read.paths,
-        not_learned=frozenset(read.not_learned | _not_learned(row, len(read.messages))),
+        not_learned=frozenset(read.not_learned),
     )
 
 

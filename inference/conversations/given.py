@@ -13,6 +13,7 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import checksum, whole_file
+from .messages import RowError, check_text
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class GivenRows:
                 row = (
                     {"messages": [{"role": "user", "content": row}]} if self.chat else {"text": row}
                 )
+            try:
+                check_text(row)
+            except RowError as error:
+                row = error
             yield f"{self.name}[{number}]", row
 
 
@@ -72,6 +77,8 @@ def write_rows(given: GivenRows, path: Path) -> None:
     before = (checksum(path), path.stat()) if path.is_file() else None
     with whole_file(path) as aside, aside.open("w", encoding="utf-8") as file:
         for name, row in given:
+            if isinstance(row, RowError):
+                raise UserError(f"{name}: {row}; fix or remove it")
             try:
                 file.write(json.dumps(_plain(row)) + "\n")
             except (TypeError, ValueError) as error:

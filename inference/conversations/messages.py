@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...heads.files import JsonObject
+from ...heads.files import JsonObject, no_constant
 
 
 class RowError(ValueError):
@@ -115,8 +115,8 @@ def plain_message(message: JsonObject, path: str) -> JsonObject:
     message = {
         key: value
         for key, value in message.items()
-        # Clients write empty lists for what a message does not have.
-        if (value != [] and value != {}) or key == "content"
+        # Clients write empty ones for what a message does not have.
+        if key == "content" or not _empty(key, value)
     }
     if "role" in message and message["role"] == "function":
         message["role"] = "tool"
@@ -139,6 +139,12 @@ def plain_message(message: JsonObject, path: str) -> JsonObject:
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning, by the names that servers and templates use."""
+
+
+def _empty(key: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return key in (*REASONING_KEYS, "tool_calls", "function_call") and not value.strip()
+    return value in ([], {})
 
 
 def reasoning_of(message: JsonObject) -> tuple[str, str]:
@@ -178,13 +184,46 @@ def expect(value: Any, kind: type, path: str) -> Any:
     return value
 
 
+HALF = "not text: it holds one half of a surrogate pair"
+
+
+def check_text(value: Any) -> None:
+    """Raise `RowError` for a value of JSON with a text that cannot be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise RowError(HALF) from error
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises `RowError`.
+
+    Numbers have to be finite, and texts such that they can be written as UTF-8 again.
+    """
+    try:
+        value = json.loads(text, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise RowError(
+            f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from error
+    except RecursionError as error:
+        raise RowError("nested too deeply to be read") from error
+    except ValueError as error:  # such as an integer of more digits than Python converts
+        raise RowError(f"not to be read: {str(error).partition(';')[0]}") from error
+    # Only an escape such as \ud83d can bring half of a surrogate pair into a text, so other rows
+    # need not be encoded to find out.
+    if "\\u" in text:
+        check_text(value)
+    return value
+
+
 def from_json(value: Any, path: str) -> Any:
     """Return a value that may be given as its JSON text. Raises `RowError` for another text."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return parsed(value)
+    except RowError as error:
         raise RowError(f"{path} is a text that is not JSON; write it as JSON") from error
 
 

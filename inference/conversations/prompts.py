@@ -154,7 +154,12 @@ def next_turn(
     messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": text}]
     messages.append({"role": "user", "content": prompt.later[0]})
     conversation = replace(prompt.conversation, messages=messages, paths=[])
-    ids = prompt_ids(conversation, tokenizer, name)
+    try:
+        ids = prompt_ids(conversation, tokenizer, name)
+    except RowError as error:
+        # It is about the reply, which the template cannot carry.
+        log.warning("%s: the next turn is left out: %s", prompt.id, error)
+        return None
     if len(ids) > room:
         return None
     return replace(prompt, token_ids=ids, conversation=conversation, later=prompt.later[1:])

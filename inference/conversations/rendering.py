@@ -20,10 +20,13 @@ from .said import (
     REASONING_BEGINS,
     REASONING_ENDS,
     Passage,
+    Said,
+    Texts,
     missing,
     said_by,
     said_by_tools,
     split_reasoning,
+    times,
 )
 from .templates import ChatTemplate
 
@@ -171,7 +174,8 @@ class Rendering:
             turn.following = prompt[len(before) :]
         for index in range(first, past):
             for group in self._said(index):
-                if (said := passage.place(group)) is not None:
+                # That of a greeting is dropped as that of earlier turns is.
+                if not group.reasoning and (said := passage.place(group)) is not None:
                     raise missing(said)
             self._note_unread(index, prompt)
         if first == 0:
@@ -196,6 +200,8 @@ class Rendering:
             start = len(prompt) if full.startswith(prompt) else None
             if start is None and self.template.marked:
                 start = self._marked_start(index, prompt, full)
+            if start is None and (tail := self._tail(index, prompt, full)):
+                full, start = prompt + tail, len(prompt)
         written, begin = full, common(prompt, full) if start is None else start
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
@@ -217,14 +223,46 @@ class Rendering:
                 )
             raise missing(said)
         if start is None:
+            remedy = "rows of draftsmith data regenerate are exact"
+            if opened and not any(group.reasoning for group in groups):
+                remedy = (
+                    "it opens the reasoning: give the reply's in reasoning_content, or turn it off "
+                    "with chat_template_kwargs"
+                )
             raise RowError(
                 f"{self._names[index][0]}: the chat template does not continue its own generation "
-                "prompt; if that opens the reasoning, give the reply's in reasoning_content, or "
-                "turn it off with chat_template_kwargs"
+                f"prompt; {remedy}"
             )
         self._note_unread(index, full)
         end = passage.end
+        if cut and groups:
+            end += len(_trailing_space(groups[-1], written[end:]))
         return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
+
+    def _tail(self, index: int, prompt: str, full: str) -> str:
+        """Return a reply whose rendering rewrites what is before it; empty if it is not found.
+
+        Harmony drops the reasoning before a call once a last reply is there, so that `full` does
+        not begin with `prompt`, which is what the server saw. The reply begins after the last
+        generation prompt before the place where another reply would differ.
+        """
+        before = self._text(index, False)
+        header = prompt[len(before) :] if prompt.startswith(before) else ""
+        other = {"role": "assistant", "content": "qzreply"}
+        try:
+            tools = self._conversation.tools
+            full_of_other = self.template.text([*self._messages[:index], other], tools, False)
+        except Exception:  # noqa: BLE001
+            return ""
+        past = common(full, full_of_other)
+        start = full.rfind(header, 0, past) if header.strip() else -1
+        # The header of an earlier reply would not have the message before it that is answered.
+        asked = [said for group in self._said(index - 1) for said in group.texts]
+        last = asked[-1] if asked else None
+        if start < 0 or not isinstance(last, Said):
+            return ""
+        found = 0 < times(last, prompt) <= times(last, full[:start])
+        return full[start + len(header) :] if found else ""
 
     def _marked_start(self, index: int, prompt: str, full: str) -> int | None:
         """Return where in `full` a turn begins by the template's marks; None if they do not tell.
@@ -338,6 +376,14 @@ def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
     if opened and not reasoning:
         return bool(content.strip())
     return not rest.strip() and bool(thought.strip() or reasoning)
+
+
+def _trailing_space(group: Texts, rest: str) -> str:
+    """Return the white space at the end of the last text of a group, if `rest` begins with it."""
+    last = group.texts[-1]
+    text = last.text if isinstance(last, Said) else ""
+    space = text[len(text.rstrip()) :]
+    return space if rest.startswith(space) else ""
 
 
 def _split(message: JsonObject) -> bool:

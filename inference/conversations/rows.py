@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
-from ...heads.files import no_constant
 from ..settings import BadRows
-from .messages import RowError
+from .messages import RowError, parsed
 
 log = logging.getLogger(__name__)
 
@@ -112,28 +110,3 @@ def _rows_of_text(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         if isinstance(value, list) and key != "messages":
             remedy = f"write the list under {key!r} to a file of its own"
     raise UserError(f"{path} must hold a list of rows; {remedy}")
-
-
-def parsed(text: str) -> Any:
-    """Return the value of a JSON text. Raises `RowError`.
-
-    Numbers have to be finite, and texts such that they can be written as UTF-8 again.
-    """
-    try:
-        value = json.loads(text, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise RowError(
-            f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-        ) from error
-    except RecursionError as error:
-        raise RowError("nested too deeply to be read") from error
-    except ValueError as error:  # such as an integer of more digits than Python converts
-        raise RowError(f"not to be read: {str(error).partition(';')[0]}") from error
-    # Only an escape such as \ud83d can bring half of a surrogate pair into a text, so other rows
-    # need not be encoded to find out.
-    if "\\u" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RowError("not text: it holds one half of a surrogate pair") from error
-    return value

@@ -8,10 +8,9 @@ the name of its field.
 
 from __future__ import annotations
 
-import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ SWITCHES = re.compile(r"/(?:no_?think|think|system_override)\b")
 """Switches in a text that templates obey and remove (SmolLM3, Qwen3)."""
 REASONING_BEGINS, REASONING_ENDS = "<think>", "</think>"  # in the content of a message
 Span = tuple[int, int]
+Occurrences = Callable[[str, str, int], Iterator[Span]]
 
 
 @dataclass(frozen=True)
@@ -57,48 +57,50 @@ class Passage:
     def place(self, group: Texts, anywhere: bool = False) -> Said | None:
         """Find the texts of a group after what was found before, or where nothing else is.
 
-        Returns the first one that is missing, in which case none is placed; None if none is.
+        Whole words come before parts of words, unless a later text is then missing. Returns the
+        first one that is missing, in which case none is placed; None if none is.
         """
-        after = self.start if anywhere else self.end
-        before = len(self.taken)
+        missed = self._place(group, anywhere, True)
+        return None if missed is None else self._place(group, anywhere, False)
+
+    def _place(self, group: Texts, anywhere: bool, whole: bool) -> Said | None:
+        before, after = len(self.taken), self.start if anywhere else self.end
         for texts in group.texts:
-            ends = []
-            for said in texts if isinstance(texts, list) else [texts]:
-                span = self._find(said, after)
+            unordered = texts if isinstance(texts, list) else [texts]
+            # Most templates keep the order of arguments too: from the last one on nothing is taken.
+            first, last, here = after, after, len(self.taken)
+            for said in unordered:
+                taken = self.taken if anywhere else self.taken[here:]
+                span = None
+                for occurrences in (_occurrences, _loose_occurrences):
+                    for begin in dict.fromkeys((last, first)):
+                        over = taken if anywhere or begin < last else []
+                        span = span or self._find(said, occurrences, begin, over, whole)
                 if span is None:
                     del self.taken[before:]
                     return said
                 self.taken.append(span)
-                ends.append(span[1])
-            after = max(ends, default=after)
+                last = max(last, span[1])
+            after = last
         return None
 
-    def _find(self, said: Said, after: int) -> Span | None:
-        """Return the first free place of a text from `after` on.
-
-        Places of the very characters come before those with other white space, and whole words
-        before parts of words.
-        """
-        for occurrences in (_occurrences, _loose_occurrences):
-            for spelling in _spellings(said):
-                span = self._free(occurrences(self.text, spelling, after), said.scalar)
-                if span is not None:
+    def _find(
+        self, said: Said, occurrences: Occurrences, after: int, taken: list[Span], whole: bool
+    ) -> Span | None:
+        """Return the first place of a text from `after` on that overlaps none that are `taken`."""
+        if occurrences is _loose_occurrences and (said.exact or said.scalar):
+            return None
+        for spelling in _spellings(said):
+            other = None
+            for span in occurrences(self.text, spelling, after):
+                if any(span[0] < end and start < span[1] for start, end in taken):
+                    continue
+                if not (whole or said.scalar) or _stands_alone(self.text, *span):
                     return span
+                other = other or span
+            if other is not None and not said.scalar:
+                return other
         return None
-
-    def _free(self, spans: Iterator[Span], whole: bool) -> Span | None:
-        """Return the first free one of `spans` that is of whole words, else the first free one.
-
-        With `whole` there is no other choice.
-        """
-        other = None
-        for span in spans:
-            if any(span[0] < end and start < span[1] for start, end in self.taken):
-                continue
-            if _stands_alone(self.text, *span):
-                return span
-            other = other or span
-        return None if whole else other
 
     @property
     def end(self) -> int:
@@ -166,6 +168,12 @@ def split_reasoning(content: str) -> tuple[str, str]:
     return head.split(REASONING_BEGINS)[-1], rest
 
 
+def times(said: Said, text: str) -> int:
+    """Return how often a text has a place in a rendered text, in the spelling that is there."""
+    escaped = json.dumps(said.text.strip(), ensure_ascii=False)[1:-1]
+    return next(filter(None, map(text.count, (*_spellings(said), escaped))), 0)
+
+
 def missing(said: Said) -> RowError:
     """Return the refusal of a row of which the template leaves out a text."""
     text = " ".join(said.text.split())
@@ -191,24 +199,16 @@ def _leaves(value: Any, path: str) -> Iterator[Said]:
 
 
 def _spellings(said: Said) -> Iterator[str]:
-    """Yield the ways in which templates write a text: as it is, or escaped for JSON or XML."""
+    """Yield the ways in which templates write a text: as it is, or as JSON in ASCII."""
     text = said.text.strip()
     yield text
     if said.scalar:
         yield {"true": "True", "false": "False"}.get(text, text)
     if said.scalar or said.exact:
         return
-    for escaped in (
-        json.dumps(text, ensure_ascii=False)[1:-1],
-        json.dumps(said.text, ensure_ascii=False)[1:-1],
-        json.dumps(text)[1:-1],
-        html.escape(text),
-        html.escape(text, quote=False),
-        repr(text)[1:-1],
-        SWITCHES.sub("", text).strip(),
-    ):
-        if escaped != text:
-            yield escaped
+    for other in (json.dumps(text)[1:-1], SWITCHES.sub("", text).strip()):
+        if other and other != text:
+            yield other
 
 
 def _occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
@@ -219,11 +219,19 @@ def _occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
         found = text.find(spelling, found + 1)
 
 
+SPACE = r"(?:\s|\\[nrtf])+"  # itself, or escaped
+ESCAPES = {
+    "'": r"(?:\\?'|&#39;|&#x27;|&apos;)", '"': r'(?:\\?"|&quot;|&#34;)', "\\": r"\\{1,2}",
+    "&": "&(?:amp;)?", "<": "(?:<|&lt;|\\\\u003c)", ">": "(?:>|&gt;|\\\\u003e)",
+}  # fmt: skip
+"""Ways in which JSON, Python, XML and templates of their own write a character."""
+
+
 def _loose_occurrences(text: str, spelling: str, after: int) -> Iterator[Span]:
-    """Yield the places of a spelling of several words with any white space between them."""
-    if len(words := spelling.split()) > 1:
-        pattern = re.compile(r"\s+".join(map(re.escape, words)))
-        yield from (match.span() for match in pattern.finditer(text, after))
+    """Yield the places of a spelling with any white space, and characters that are escaped."""
+    words = ("".join(ESCAPES.get(c) or re.escape(c) for c in word) for word in spelling.split())
+    for match in re.compile(SPACE.join(words)).finditer(text, after):
+        yield match.span()
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:

@@ -20,16 +20,17 @@ from transformers import PreTrainedTokenizerBase
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from .messages import REASONING_KEYS, RowError, joined, reasoning_of
+from .messages import REASONING_KEYS, RowError, joined, parsed, reasoning_of
 
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 TEMPLATE_ARGUMENTS |= {"messages"}
 """Arguments of `apply_chat_template` itself, which are not variables of a template."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz""")
+NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz|\{'qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
 WORD = re.compile(r"\w+")
+MOST_KNOWN = 256  # arguments of which a template is kept, of each tokenizer
 Names = list[tuple[str, str]]
 """Names of messages and of their contents in a row."""
 
@@ -95,6 +96,8 @@ class ChatTemplate:
         text = source if isinstance(source, str) else json.dumps(source)
         key = (text, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else "")
         if key not in known:
+            if len(known) == MOST_KNOWN:  # rows may have a date of their own
+                del known[next(iter(known))]
             known[key] = cls(tokenizer, kwargs)
         return known[key]
 
@@ -262,6 +265,14 @@ class ChatTemplate:
         ids = self._tokenizer(turn.partition("qzreply")[2], add_special_tokens=False)["input_ids"]
         return [token for token in ids if token in self.special_ids]
 
+    @cached_property
+    def ends_before_more(self) -> frozenset[int]:
+        """Special token that the template writes first after a reply that is not the last."""
+        more = self._tried([ASKED, {"role": "assistant", "content": "qzreply"}, ASKED])
+        after = more.partition("qzreply")[2]
+        ids = self._tokenizer(after, add_special_tokens=False)["input_ids"]
+        return frozenset([token for token in ids if token in self.special_ids][:1])
+
     def endless(self, eos_ids: frozenset[int]) -> str:
         """Return why replies would not end where the template ends them; empty if they do.
 
@@ -339,8 +350,8 @@ def _trial_call(arguments: Any = None) -> JsonObject:
 def _as_object(arguments: str) -> JsonObject | str:
     """Return the object of a JSON text; the text itself where it is not that of an object."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = parsed(arguments)
+    except RowError:
         return arguments
     return value if isinstance(value, dict) else arguments
 

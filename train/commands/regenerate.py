@@ -238,4 +238,11 @@ def answer(
     text = target.tokenizer.decode(reply[:-1] if ended else reply)
     message = {"role": "assistant", "content": text}
     task.add_reply(prompt, reply, message, "stop" if ended else "length")
-    return task.prompt(target) if task.go_on() else None
+    said = len(task.said)
+    try:
+        return task.prompt(target) if task.go_on() else None
+    except RowError as error:
+        # It is about the reply, which the template cannot carry: the conversation ends with it.
+        log.warning("%s: the next turn is left out: %s", task.id, error)
+        del task.said[said:]
+        return None

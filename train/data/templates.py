@@ -23,6 +23,10 @@ from ...inference.conversations.plain import beginning, plain_ids, reply_starts
 from ...inference.conversations.rendering import AssistantTurn, Rendering
 from ...inference.conversations.templates import ChatTemplate
 
+MARKED = (
+    "the plain text holds special tokens, as a rendered text does, and all of it is learned; write "
+    "conversations as messages"
+)
 RENDERED = "the text is already rendered by a chat template: of it the replies are learned"
 
 
@@ -107,13 +111,20 @@ def _plain_text(
     if starts:
         notes.remark(RENDERED)
         return Encoded(ids, [on and learned for on in _in_replies(ids, starts, tokenizer, eos_ids)])
+    marks = {*tokenizer.all_special_ids} & {*ids[len(beginning(tokenizer)) : -1]}
+    if marks and conversation.completion is None and getattr(tokenizer, "chat_template", None):
+        notes.remark(MARKED)
     # Without special tokens: a beginning token comes before the prompt, if there is one.
     tail = []
     if conversation.completion is not None:
         tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"]]
-    ended = tokenizer.eos_token_id is not None and not conversation.cut
-    if ended and (ids + tail)[-1:] != [tokenizer.eos_token_id]:
-        tail.append(tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    if eos_ids and end not in eos_ids:
+        end = min(eos_ids)  # what ends the target's generation
+    written = ids + tail
+    ended = bool(written) and (written[-1] in eos_ids or written[-1] == end)
+    if end is not None and not (conversation.cut or ended):
+        tail.append(end)
     begin = len(beginning(tokenizer))
     whole = conversation.completion is None and learned
     mask = [whole and place >= begin for place in range(len(ids))]
@@ -124,7 +135,8 @@ def _in_replies(
     ids: list[int], starts: list[int], tokenizer: Any, eos_ids: frozenset[int]
 ) -> list[bool]:
     """Return a mask that is true from each of `starts` to the end token of its reply."""
-    ends = eos_ids | {*ChatTemplate.of(tokenizer, "", {}).end_ids}
+    template = ChatTemplate.of(tokenizer, "", {})
+    ends = eos_ids | {*template.end_ids} | template.ends_before_more
     mask = [False] * len(ids)
     for start in starts:
         place = start
@@ -160,9 +172,11 @@ def _masked(
                 offsets.append((len(sequence.text), len(sequence.text) + 1))
                 mask.append(False)
             closing += past < len(ids) and ids[past] in eos_ids
-        for i in range(first, said + closing):
-            # A token without characters belongs to no turn.
-            mask[i] = offsets[i][0] < offsets[i][1]
+        # A token without characters at the beginning belongs to no turn; within a turn it is white
+        # space, of a tokenizer that trims its offsets.
+        while first < said + closing and offsets[first][0] == offsets[first][1]:
+            first += 1
+        mask[first : said + closing] = [True] * (said + closing - first)
     # What the template writes after the last end is not in what a server saw and wrote.
     past = max((i + 1 for i, on in enumerate(mask) if on), default=len(mask))
     return Encoded(ids[:past], mask[:past])
@@ -188,8 +202,9 @@ def _closing(
 
 def _end_with(token: int, encoded: Encoded, eos_ids: frozenset[int]) -> Encoded:
     """Return a sequence whose last reply ends with the end token that a server named."""
-    written = max(i for i, on in enumerate(encoded.mask) if on)
-    if encoded.token_ids[written] in eos_ids:
+    last = len(encoded.mask) - 1
+    written = max((i for i, on in enumerate(encoded.mask) if on), default=last)
+    if encoded.mask[written] and encoded.token_ids[written] in eos_ids:
         written -= 1
     ids, mask = encoded.token_ids[: written + 1], encoded.mask[: written + 1]
     return Encoded([*ids, token], [*mask, True])

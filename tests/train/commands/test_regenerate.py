@@ -546,3 +546,22 @@ def test_replies_that_would_run_on_are_not_written(tmp_path: Path, saved_tiny: P
     target.tokenizer.save_pretrained(tmp_path / "t")
     with pytest.raises(UserError, match="which does not end generation .* generation_config.json"):
         run(options(tmp_path, tmp_path / "t", ROWS))
+
+
+def test_a_reply_that_the_template_cannot_carry_ends_its_conversation(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here one that it leaves out when the next turn is rendered; what was written stays."""
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    target.model.generation_config.eos_token_id = [1, *range(100, 250)]  # replies of a few tokens
+    target.model.save_pretrained(tmp_path / "t")
+    target.tokenizer.save_pretrained(tmp_path / "t")
+    path = next((tmp_path / "t").glob("*.jinja"))
+    assert "m['content'] + '<e>' }}{% endg" in path.read_text()
+    path.write_text(path.read_text().replace("m['content'] + '<e>' }}{% endg", "'<e>' }}{% endg"))
+    sampling = ReplySampling(temperature=1.0, max_new_tokens=200)
+    run(options(tmp_path, tmp_path / "t", [TURNS], sampling))
+    (row,) = rows_of(tmp_path)
+    assert "the next turn is left out: messages[1].content" in caplog.text
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+    assert row["finish_reasons"] == ["stop"]

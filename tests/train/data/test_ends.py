@@ -66,6 +66,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["fine<|im_end|>"],
     ),
     "limit": ("qwen3", log({"content": "fine"}, finish_reason="length"), ["fine"]),
+    "limit, after a line break": (
+        "qwen3", log({"content": "fine:\n\n"}, finish_reason="length"), ["fine:\n\n"],
+    ),
+    "an empty stop reason": (
+        "qwen3", log({"content": "fine"}, finish_reason="stop", stop_reason=""), ["fine<|im_end|>"],
+    ),
     "aborted": ("qwen3", log({"content": "fine"}, finish_reason="abort"), ["fine"]),
     "filter": ("qwen3", log({"content": "fine"}, finish_reason="content_filter"), ["fine"]),
     "stop string, vLLM": (

@@ -18,7 +18,7 @@ from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.templates import Encoded, encode
 from tests.conftest import make_tokenizer
-from tests.published_templates import files
+from tests.published_templates import files, read
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -354,3 +354,118 @@ def test_plain_text_has_one_beginning_and_one_end(quickstart: Target) -> None:
         "[[d<|end|>]]"
     )
     assert "already rendered" in notes.lines()[0]
+
+
+def asked_and(*replies: dict[str, Any], **row: Any) -> dict[str, Any]:
+    return {"messages": [USER, *({"role": "assistant", **reply} for reply in replies)], **row}
+
+
+def learned(name: str, row: dict[str, Any]) -> str:
+    """What is learned of a row with a published template."""
+    return read(name, row)[1]
+
+
+def test_a_text_that_is_rendered_already_is_learned_up_to_the_ends_of_its_replies() -> None:
+    """Harmony ends a reply that is not the last with another token."""
+    turns = "<|start|>user<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>{}"
+    text = turns.format("b<|end|>") + turns.format("c<|return|>")
+    assert learned("gptoss", {"text": text}) == (
+        "<|channel|>final<|message|>b<|end|><|channel|>final<|message|>c<|return|>"
+    )
+
+
+def test_special_tokens_in_plain_text_that_is_not_recognised_are_said() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}"
+    tokenizer = tokenizer_with(template, ["<p>", "<e>"], "<e>")
+    notes = Notes()
+    encoded({"text": "user: a<e>assistant: b<e>"}, tokenizer, notes)
+    assert "holds special tokens" in notes.lines()[0]
+
+
+def test_the_end_of_a_completion_is_one_that_ends_generation() -> None:
+    tokenizer = tokenizer_with("", ["<p>", "<text>", "<turn>"], "<text>")
+    for row in ({"prompt": "x", "completion": "a"}, {"prompt": "x", "completion": "a<turn>"}):
+        (part,) = encode(conversation_of(row), tokenizer, frozenset({2}), "x", {})
+        assert tokenizer.decode(part.token_ids) == "xa<turn>" and part.mask == [False, True, True]
+
+
+def test_empty_reasoning_is_none() -> None:
+    row = asked_and({"content": "<think>x</think>y", "reasoning_content": ""})
+    assert learned("qwen3", row) == "<think>\nx\n</think>\n\ny<|im_end|>"
+    assert learned("qwen3", asked_and({"content": "y", "tool_calls": ""})) == "y<|im_end|>"
+
+
+def test_calls_of_harmony_with_reasoning_are_learned_as_they_were_seen() -> None:
+    """The template drops the reasoning before a call once the last reply is there."""
+    call = {"content": None, "tool_calls": [{**CALL, "id": "c"}], "reasoning": "why"}
+    row = asked_and(call)
+    row["messages"].append({"role": "tool", "tool_call_id": "c", "content": 'it "rains"'})
+    row["messages"].append({"role": "assistant", "content": "fine", "reasoning": "so"})
+    text = learned("gptoss", row)
+    assert text.startswith("<|channel|>analysis<|message|>why<|end|>") and "rains" not in text
+    assert text.endswith("analysis<|message|>so<|end|><|start|>assistant<|channel|>final"
+                         "<|message|>fine<|return|>")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lfm2_v2", "lfm2_2_5_vl", "qwen2_5", "qwen3_6", "glm4moe"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "what's new",
+        'if x:\n\tprint("a")',
+        "a\\b",
+        "<b>&</b>",
+        "\U0001f600 \u4f60",
+        [1] * 400,
+        1e-05,
+    ],
+)
+def test_arguments_of_any_kind_are_found(name: str, value: Any) -> None:
+    function = {"name": "rain", "arguments": {"q": value}}
+    assert learned(name, asked_and({"tool_calls": [{"function": function, "id": "c"}]}))
+
+
+def test_contents_that_a_template_escapes_are_found() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content|e }}<e>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = tokenizer_with(template, ["<p>", "<e>"], "<e>")
+    assert shown(asked_and({"content": "x < y && 'z'"}), tokenizer).endswith(
+        "[[x &lt; y &amp;&amp; &#39;z&#39;<e>]]"
+    )
+
+
+def test_arguments_are_a_text_where_an_object_is_written_as_python() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+    template += "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    template += "{{ c.function.arguments }}{% endfor %}<e>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = tokenizer_with(template, ["<p>", "<e>"], "<e>")
+    for call in (CALL, AS_TEXT):
+        assert shown(asked_and({"tool_calls": [call]}), tokenizer).endswith(
+            '[[rain{"town": "Bern", "days": 2}<e>]]'
+        )
+
+
+def test_parts_that_repeat_each_other_are_found() -> None:
+    parts = [{"type": "text", "text": text} for text in ("The cat", "s. The cat")]
+    assert (
+        learned("qwen3_5_nothink", asked_and({"content": parts})) == "The cats. The cat<|im_end|>"
+    )
+
+
+def test_a_mask_counts_the_messages_that_are_given() -> None:
+    row = {**asked_and({"content": "two"}, {"content": "four"}), "system": "be brief"}
+    row["messages"].insert(2, USER)
+    assert "[[four" in shown({**row, "loss_mask": [0, 0, 0, 1]})
+    with pytest.raises(RowError, match="loss_mask must have a 0 or a 1 for each"):
+        shown({**row, "loss_mask": [0, 0, 0, 0, 1]})
+
+
+def test_white_space_of_a_tokenizer_that_trims_its_offsets_is_learned() -> None:
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = copy.deepcopy(QWEN25)
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    row = asked_and({"content": "a\n\nb  c\n    d"})
+    whole = shown(row, QWEN25).partition("[[")[2]
+    assert shown(row, tokenizer).partition("[[")[2] == whole

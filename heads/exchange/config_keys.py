@@ -261,7 +261,10 @@ def keys_of(config: JsonObject, tables: tuple[str, ...]) -> Iterator[Key]:
         if name not in tables:
             yield Key(shown(name), name, value)
     for table in tables:
-        for name, value in (config.get(table) or {}).items():
+        inner = config.get(table) or {}
+        if not isinstance(inner, dict):
+            raise UserError(f"config.json: {table} must be a table of keys; correct it")
+        for name, value in inner.items():
             yield Key(f"{table}.{shown(name)}", name, value)
 
 

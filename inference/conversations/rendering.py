@@ -195,13 +195,7 @@ class Rendering:
             content = content.lstrip().removeprefix(REASONING_BEGINS) if opened else content
             full, start = prompt + content.lstrip("\n" if opened else ""), len(prompt)
         else:
-            full = self._text(index + 1, False)
-            # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
-            start = len(prompt) if full.startswith(prompt) else None
-            if start is None and self.template.marked:
-                start = self._marked_start(index, prompt, full)
-            if start is None and (tail := self._tail(index, prompt, full)):
-                full, start = prompt + tail, len(prompt)
+            full, start = self._full(index, prompt)
         written, begin = full, common(prompt, full) if start is None else start
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
@@ -211,33 +205,44 @@ class Rendering:
             # the reply comes after its end all the same, as context.
             written, begin = (full, after) if opened else (full[:begin] + full[after:], begin)
         passage = Passage(written, begin)
-        for group in groups:
-            # Some templates write the calls of a reply before its content.
-            if passage.place(group) is None or (said := passage.place(group, True)) is None:
-                continue
-            if group.reasoning:
-                raise RowError(
-                    f"{said.field}: the chat template leaves out the reasoning of a reply, which "
-                    "would be learned as if the target wrote it without; rows of draftsmith data "
-                    "regenerate are exact"
-                )
-            raise missing(said)
+        _place_all(passage, groups)
         if start is None:
-            remedy = "rows of draftsmith data regenerate are exact"
-            if opened and not any(group.reasoning for group in groups):
-                remedy = (
-                    "it opens the reasoning: give the reply's in reasoning_content, or turn it off "
-                    "with chat_template_kwargs"
-                )
-            raise RowError(
-                f"{self._names[index][0]}: the chat template does not continue its own generation "
-                f"prompt; {remedy}"
-            )
+            raise self._not_continued(index, opened and not any(g.reasoning for g in groups))
         self._note_unread(index, full)
         end = passage.end
         if cut and groups:
             end += len(_trailing_space(groups[-1], written[end:]))
         return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
+
+    def _full(self, index: int, prompt: str) -> tuple[str, int | None]:
+        """Return the conversation through the reply that answers `prompt`, and where that begins.
+
+        None if neither prefixes nor marks tell where.
+        """
+        full = self._text(index + 1, False)
+        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
+        start = len(prompt) if full.startswith(prompt) else None
+        if start is None and self.template.marked:
+            start = self._marked_start(index, prompt, full)
+        if start is None and (tail := self._tail(index, prompt, full)):
+            return prompt + tail, len(prompt)
+        return full, start
+
+    def _not_continued(self, index: int, opened: bool) -> RowError:
+        """Return the refusal of a reply that does not continue its prompt.
+
+        `opened`: the prompt opens the reasoning, and the reply has none.
+        """
+        remedy = "rows of draftsmith data regenerate are exact"
+        if opened:
+            remedy = (
+                "it opens the reasoning: give the reply's in reasoning_content, or turn it off "
+                "with chat_template_kwargs"
+            )
+        return RowError(
+            f"{self._names[index][0]}: the chat template does not continue its own generation "
+            f"prompt; {remedy}"
+        )
 
     def _tail(self, index: int, prompt: str, full: str) -> str:
         """Return a reply whose rendering rewrites what is before it; empty if it is not found.
@@ -376,6 +381,21 @@ def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:
     if opened and not reasoning:
         return bool(content.strip())
     return not rest.strip() and bool(thought.strip() or reasoning)
+
+
+def _place_all(passage: Passage, groups: list[Texts]) -> None:
+    """Find all texts of a reply. Raises `RowError` for the first one that is missing."""
+    for group in groups:
+        # Some templates write the calls of a reply before its content.
+        if passage.place(group) is None or (said := passage.place(group, True)) is None:
+            continue
+        if group.reasoning:
+            raise RowError(
+                f"{said.field}: the chat template leaves out the reasoning of a reply, which would "
+                "be learned as if the target wrote it without; rows of draftsmith data regenerate "
+                "are exact"
+            )
+        raise missing(said)
 
 
 def _trailing_space(group: Texts, rest: str) -> str:

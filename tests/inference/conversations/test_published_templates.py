@@ -95,9 +95,9 @@ def conversations(draw: st.DrawFn) -> tuple[dict[str, Any], Words]:
     return row | {"messages": messages}, words
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])
 @given(made=conversations())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_text_of_a_random_row_is_lost(name: str, made: tuple[dict[str, Any], Words]) -> None:
     check(name, *made)
 

@@ -62,7 +62,7 @@ class DrafterModule(ABC):
     resizable = True
     """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
     other_remedy = ""
-    """What to do for such a target if it cannot."""
+    """Remedy for such a target, if the drafter cannot be widened."""
 
     @abstractmethod
     def facts(self) -> JsonObject:

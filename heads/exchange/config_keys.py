@@ -89,7 +89,7 @@ class Key(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides if a value changes anything."""
+    """Facts that decide if a value changes anything."""
 
     kind: str
     """Name in `USED`."""

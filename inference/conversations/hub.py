@@ -27,7 +27,7 @@ REFUSALS = {
     ("RuntimeError",): "is made by a script of its own, which is not run; the hub may have its "
     "rows as parquet: --revision refs/convert/parquet",
 }
-"""What is said of an error, by the names of classes, or of their packages, in its causes."""
+"""Messages about errors, by the names of classes, or of their packages, in their causes."""
 
 
 def option(name: str) -> str:

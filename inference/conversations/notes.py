@@ -1,4 +1,4 @@
-"""What is said once about a source of rows, however many of its rows it is about."""
+"""Notes about a source of rows, each reported once, however many of its rows it is about."""
 
 from __future__ import annotations
 

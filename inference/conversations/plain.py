@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .templates import ChatTemplate
 
 log = logging.getLogger(__name__)
+
+_BEGINNINGS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -25,7 +28,16 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer adds before every text; none if it adds none."""
+    """Return the tokens that a tokenizer adds before every text; none if it adds none.
+
+    It is tried once for each tokenizer.
+    """
+    if (known := _BEGINNINGS.get(tokenizer)) is None:
+        known = _BEGINNINGS[tokenizer] = _tried_beginning(tokenizer)
+    return known
+
+
+def _tried_beginning(tokenizer: Any) -> list[int]:
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
     for start in range(len(whole) - len(bare) + 1):
@@ -51,7 +63,7 @@ def reply_starts(tokenizer: Any, ids: list[int]) -> list[int]:
     line = list(tokenizer(template.header[len(header) :], add_special_tokens=False)["input_ids"])
     starts = []
     for place in range(len(ids) - len(mark) + 1):
-        if ids[place : place + len(mark)] == mark:
+        if ids[place] == mark[0] and ids[place : place + len(mark)] == mark:
             start = place + len(mark)
             # the line break after the role is not the target's
             starts.append(start + len(line) if line and ids[start:][: len(line)] == line else start)

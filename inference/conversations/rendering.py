@@ -52,7 +52,7 @@ class AssistantTurn:
     """End of the last text of the message."""
     cut: bool
     following: str = ""
-    """What the template writes after the turn where the conversation goes on."""
+    """Text that the template writes after the turn where the conversation goes on."""
 
 
 class Rendering:

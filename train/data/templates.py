@@ -111,9 +111,11 @@ def _plain_text(
     if starts:
         notes.remark(RENDERED)
         return Encoded(ids, [on and learned for on in _in_replies(ids, starts, tokenizer, eos_ids)])
-    marks = {*tokenizer.all_special_ids} & {*ids[len(beginning(tokenizer)) : -1]}
-    if marks and conversation.completion is None and getattr(tokenizer, "chat_template", None):
-        notes.remark(MARKED)
+    begin = len(beginning(tokenizer))
+    if conversation.completion is None and getattr(tokenizer, "chat_template", None):
+        special = ChatTemplate.of(tokenizer, "", {}).special_ids
+        if not special.isdisjoint(ids[begin:-1]):
+            notes.remark(MARKED)
     # Without special tokens: a beginning token comes before the prompt, if there is one.
     tail = []
     if conversation.completion is not None:
@@ -125,7 +127,6 @@ def _plain_text(
     ended = bool(written) and (written[-1] in eos_ids or written[-1] == end)
     if end is not None and not (conversation.cut or ended):
         tail.append(end)
-    begin = len(beginning(tokenizer))
     whole = conversation.completion is None and learned
     mask = [whole and place >= begin for place in range(len(ids))]
     return Encoded(ids + tail, mask + [learned] * len(tail))

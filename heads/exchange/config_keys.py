@@ -230,7 +230,7 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
     target's head alone. `tables` are the names of tables within the configuration whose keys count
     too. Raises `UserError`, which names the key.
     """
-    keys = list(keys_of(found.original, tables))
+    keys = list(keys_of(found, tables))
     config = {key.name: key.value for key in reversed(keys)}
     names = " ".join(found.tensors)
     facts = Facts(kind, head, config, "q_norm" in names, "experts." in names)
@@ -255,15 +255,16 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
         )
 
 
-def keys_of(config: JsonObject, tables: tuple[str, ...]) -> Iterator[Key]:
-    """Yield the keys of a configuration, then those of its tables `tables`."""
+def keys_of(found: Checkpoint, tables: tuple[str, ...]) -> Iterator[Key]:
+    """Yield the keys of a configuration as stored, then those of its tables `tables`."""
+    config = found.original
     for name, value in config.items():
         if name not in tables:
             yield Key(shown(name), name, value)
     for table in tables:
         inner = config.get(table) or {}
         if not isinstance(inner, dict):
-            raise UserError(f"config.json: {table} must be a table of keys; correct it")
+            raise UserError(f"{found.path} garbles a field: {table} is {shown(inner)}, not a table")
         for name, value in inner.items():
             yield Key(f"{table}.{shown(name)}", name, value)
 

@@ -61,12 +61,14 @@ class Artifact:
 
     def own_facts(self, dtype: torch.dtype) -> JsonObject:
         """Return the content of `draftsmith.json` without the checksums of the other files."""
+        lender: EmbeddingAndHead | None = getattr(self.drafter, "embedding_and_head", None)
         return {
             "schema": SCHEMA,
             "method": self.method,
             "dtype": dtype_name(dtype),
             "taps": list(self.drafter.taps),
             "shape": self.drafter.facts(),
+            "embedding_scale": None if lender is None else lender.scale,
             "target": self.fingerprint.as_dict(),
             "calibration": self.calibration,
             "provenance": self.provenance,

@@ -163,6 +163,8 @@ class OwnFile(Document):
     target: Fingerprint
     schema: Annotated[int, Meta(ge=1)] = 1
     shape: JsonObject = {}
+    embedding_scale: float | None = None
+    """Factor of the target's embedding, see `EmbeddingAndHead.scale`; None in older files."""
     calibration: JsonObject = {}
     provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}

@@ -53,3 +53,12 @@ class EmbeddingAndHead:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same object: a copy of a drafter borrows from the same target."""
         return self
+
+
+def usual_scale(model_type: str, hidden_size: int) -> float:
+    """Return the factor of a target's embedding by its family, where it cannot be measured.
+
+    That is for targets that are not loaded. Of transformers' causal language models, those of
+    Gemma's families have an embedding that multiplies; others multiply afterwards or not at all.
+    """
+    return float(hidden_size) ** 0.5 if model_type.startswith("gemma") else 1.0

@@ -238,7 +238,8 @@ def former_config(path: Path) -> JsonObject | None:
 # Keys that a resume may change: none of them changes what a step learns. They decide what is
 # reported and kept, when the run stops, and how the same features reach the trainer.
 FREE_TO_CHANGE = {
-    "batch_rows", "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep",
+    "batch_rows", "for_", "log_every", "tracker", "project", "checkpoints.resume",
+    "checkpoints.keep",
     "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.server_layers", "features.concurrency",

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from ..heads.errors import UserError
+from ..heads.exchange.engines import ENGINES
 from ..heads.files import JsonObject
 from ..inference.settings import BadRows, RowSource, Rule, Sampling, TargetConfig, check_url
 
@@ -375,6 +376,9 @@ class RunConfig:
     retarget: bool = False
     """Allow `init_from` to name a drafter of another target of the same shape, such as the base
     model of a fine-tuned one."""
+    for_: list[str] = field(default_factory=list)
+    """Name of a serving engine that has to take the drafter, such as vllm; may be given several
+    times. A run whose drafter it would not take is refused at once."""
     seed: int = 0
     """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10
@@ -391,6 +395,8 @@ class RunConfig:
             )
         if self.seed < 0 or not self.data.sources:
             raise UserError("seed must be at least 0, and data.sources name at least one source")
+        if unknown := [name for name in self.for_ if name not in ENGINES]:
+            raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
         # A feature store has data of its own.

@@ -54,6 +54,7 @@ from .parallel import (
 )
 from .profiling import profiler
 from .schedule import rate_at
+from .serving import say_engines
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided(run, ranks)
     check_affordable(run, method, ranks)
+    say_engines(run, method)
     accelerator = make_accelerator(run)
     log_engine(accelerator)
     load_models_whole(accelerator)

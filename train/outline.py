@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.embedding_and_head import EmbeddingAndHead
+from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
 from ..inference.targets.target_files import check_there
 
@@ -67,8 +67,9 @@ class ConfigOnly:
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
         # Never called: a drafter is only built with it.
+        scale = usual_scale(self.config.model_type, self.config.hidden_size)
         self.embedding_and_head = EmbeddingAndHead(
-            lambda ids: ids, lambda last: last, self.vocab_size
+            lambda ids: ids, lambda last: last, self.vocab_size, scale=scale
         )
 
 

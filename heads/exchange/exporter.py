@@ -6,6 +6,7 @@ The export also needs to load an artifact without its target, and to cut its dra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
+from ..embedding_and_head import usual_scale
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
@@ -59,7 +61,8 @@ def export(
     recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
     check_name(request.out, facts.kind)
     replaced = check_free(request.out)
-    check_vocabulary(artifact)
+    if facts.kind == "draft_model":
+        artifact = with_vocabulary_of_target(artifact)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout_for(facts)
     if facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head:
@@ -137,21 +140,34 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             raise UserError(f"{name} does not fit into {dtype_name(dtype)}; use --dtype bfloat16")
 
 
-def check_vocabulary(artifact: Artifact) -> None:
-    """Raise `UserError` if a draft model has more or fewer logits than the target.
+@torch.no_grad()
+def with_vocabulary_of_target(artifact: Artifact) -> Artifact:
+    """Return a draft model whose embedding and head have as many rows as the target has tokens.
 
-    Engines compare these two sizes, and not the tokenizers.
+    Engines compare these two numbers, not the tokenizers: of one family, some models have a padded
+    embedding and some have not. Rows that no token has are cut off; missing ones become the mean of
+    the others, whose logit is never above the best one's. Raises `UserError` where the tokenizer
+    has ids that are cut off.
     """
-    if not isinstance(artifact.drafter, DraftModel):
-        return
-    draft_size = artifact.drafter.model.config.get_text_config().vocab_size
-    target_size = artifact.fingerprint.vocab_size
-    if draft_size != target_size:
+    drafter: DraftModel = artifact.drafter
+    size, model = artifact.fingerprint.vocab_size, drafter.model
+    known = model.config.get_text_config().vocab_size
+    if known == size:
+        return artifact
+    last = max(drafter.tokenizer.get_vocab().values())
+    if last >= size:
         raise UserError(
-            f"the draft model has a vocabulary of {draft_size}, the target of {target_size}, and "
-            "engines want them equal; cut the draft model from the target, or pad its embedding "
-            "with model.resize_token_embeddings and distil once more"
+            f"the tokenizer of the draft model has ids up to {last}, and the target has rows for "
+            f"{size} tokens; distil a draft model of the target's own tokenizer"
         )
+    model = deepcopy(model)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for tensor in (embedding.weight, head.weight, getattr(head, "bias", None)):
+        if tensor is not None and size > known:
+            tensor[known:] = tensor[:known].float().mean(0).to(tensor.dtype)
+    same = DraftModel(model, drafter.tokenizer, drafter.vocab_size)
+    return replace(artifact, drafter=same.eval().requires_grad_(False))
 
 
 def load_alone(directory: str | Path) -> Artifact:
@@ -167,7 +183,11 @@ def load_alone(directory: str | Path) -> Artifact:
         )
     document = read_own_file(directory)
     trained_for = document.target
-    embedding_and_head = stand_in_for(trained_for).embedding_and_head
+    # An export says which engines scale embeddings as the target does; older files do not say it.
+    scale = document.embedding_scale
+    if scale is None:
+        scale = usual_scale(trained_for.model_type, trained_for.hidden_size)
+    embedding_and_head = replace(stand_in_for(trained_for).embedding_and_head, scale=scale)
     if drafter_class(document.method) is DraftModel:
         # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.

@@ -18,6 +18,10 @@ TITLES = {
     "medusa": "Medusa heads", "mtp": "an MTP layer",
     "draft_model": "a draft model",
 }  # fmt: skip
+INSIDE = (
+    "engines read an MTP layer inside of its target's checkpoint; write it there with draftsmith "
+    "mtp stitch"
+)
 PAPERS = {
     "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
     "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
@@ -27,8 +31,8 @@ PAPERS = {
 
 def facts_of(artifact: Artifact) -> DrafterFacts:
     """Return the artifact's drafter as engines see it."""
-    drafter = artifact.drafter
-    return DrafterFacts(drafter.kind, drafter, artifact.fingerprint.model_type)
+    drafter, target = artifact.drafter, artifact.fingerprint
+    return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size)
 
 
 def titles(kinds: Iterable[str], word: str = "or") -> str:
@@ -39,19 +43,48 @@ def titles(kinds: Iterable[str], word: str = "or") -> str:
 
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:
     """Return the recipe of this drafter for `engine`. Raises `UserError` with the reason."""
-    facts, recipes = facts_of(artifact), ENGINES[engine].recipes
+    facts = facts_of(artifact)
+    if reason := refusal(engine, facts):
+        raise UserError(reason)
+    return ENGINES[engine].recipes[facts.kind]
+
+
+def refusal(engine: str, facts: DrafterFacts) -> str | None:
+    """Return why a drafter is not exported to `engine`; None if it is."""
+    recipes = ENGINES[engine].recipes
     if facts.kind == "mtp":
-        raise UserError(
-            "engines read an MTP layer inside of its target's checkpoint; write it there with "
-            "draftsmith mtp stitch"
-        )
+        return INSIDE
     if facts.kind not in recipes:
         found = ", ".join(takers(facts))
         where = f"this one can be exported to {found}" if found else "no engine takes this one"
-        raise UserError(f"{engine} takes {titles(recipes)}, not {TITLES[facts.kind]}; {where}")
-    if reason := ENGINES[engine].obstacle(facts):
-        raise UserError(f"{engine} cannot serve this drafter: {reason}")
-    return recipes[facts.kind]
+        return f"{engine} takes {titles(recipes)}, not {TITLES[facts.kind]}; {where}"
+    reason = ENGINES[engine].obstacle(facts)
+    return None if reason is None else f"{engine} cannot serve this drafter: {reason}"
+
+
+def sentences(facts: DrafterFacts) -> list[str]:
+    """Return what is said of the engines for a drafter: who takes it, who does not, remarks.
+
+    Engines of which the same is said share a line. The reasons and remarks are those of an export
+    and of its card.
+    """
+    if facts.kind == "mtp":
+        return [INSIDE]
+    said: dict[str, list[str]] = {}
+    able = takers(facts)
+    for name, engine in ENGINES.items():
+        if facts.kind not in engine.recipes:
+            continue
+        if (reason := engine.obstacle(facts)) is not None:
+            said.setdefault(f"not taken: {reason}", []).append(name)
+            continue
+        # Those that are the same for every drafter are for the export and its card.
+        for remark in engine.recipes[facts.kind].remarks_for(facts):
+            said.setdefault(remark, []).append(name)
+    return [
+        f"exports of {TITLES[facts.kind]}: {', '.join(able) or 'no engine takes this one'}",
+        *(f"{', '.join(names)}: {text}" for text, names in said.items()),
+    ]
 
 
 def takers(facts: DrafterFacts) -> list[str]:

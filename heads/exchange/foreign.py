@@ -178,6 +178,12 @@ class Checkpoint:
         `width` is the number of columns of `fc` for each of them.
         """
         most = self.target.num_layers - 1
+        if most + 1 in taps:
+            raise UserError(
+                f"{self.path}: taps {taps} include {most + 1}, the state after the last layer: "
+                "engines take it before the target's final norm, which is not done here, so the "
+                "drafter cannot be imported"
+            )
         # The type is compared because a config may hold 2.0 or true, which equal a number.
         fit = all(type(tap) is int and least <= tap <= most for tap in taps)
         if not fit or sorted(set(taps)) != taps:

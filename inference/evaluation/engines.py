@@ -71,7 +71,8 @@ class ImitatedEngine:
                 "imitated here"
             )
         if isinstance(proposer, EagleProposer | DFlashProposer):
-            facts = DrafterFacts(kind, proposer.drafter, family)
+            drafter = proposer.drafter
+            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size)
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
         return self._like.shapes[kind](proposer, self.settings)

@@ -46,11 +46,23 @@ class DrafterFacts:
     drafter: Any
     family: str
     """The target's model type."""
+    vocab_size: int
+    """Number of tokens in the target's vocabulary."""
 
     @property
     def shape(self) -> Any:
         """The drafter's sizes and flags."""
         return self.drafter.shape
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor by which the target's embedding multiplies the rows of its matrix."""
+        return self.drafter.embedding_and_head.scale
+
+    @property
+    def draft_model_vocab_size(self) -> int:
+        """Number of rows of a draft model's embedding."""
+        return self.drafter.model.config.get_text_config().vocab_size
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,11 @@ class Recipe:
     def notes_for(self, facts: DrafterFacts) -> list[str]:
         """Return the remarks that hold for a drafter."""
         said = (note if isinstance(note, str) else note(facts) for note in self.notes)
+        return [note for note in said if note is not None]
+
+    def remarks_for(self, facts: DrafterFacts) -> list[str]:
+        """Return the remarks that hold for this drafter and not for every one of its kind."""
+        said = (note(facts) for note in self.notes if not isinstance(note, str))
         return [note for note in said if note is not None]
 
 

@@ -61,7 +61,9 @@ def _script(request: ExportRequest, lines: str, how: str) -> str:
         f"target = AutoModelForCausalLM.from_pretrained({request.target!r})\n"
         f"{lines}"
         'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
-        f"print(tokenizer.decode(target.generate(**prompt, {how})[0]))\n"
+        # A model's own generation_config may sample, and ends after 20 tokens.
+        f"how = dict({how}, do_sample=False, max_new_tokens=64)\n"
+        "print(tokenizer.decode(target.generate(**prompt, **how)[0]))\n"
         "END"
     )
 
@@ -107,6 +109,6 @@ ENGINE = ServingEngine(
         "dflash": BLOCK,
         "dspark": BLOCK,
         "medusa": Recipe(_serve, (TRUST, limits.shared_head), (limits.added_tokens,), OWN),
-        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST)),
+        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST, limits.other_vocabulary)),
     },
 )

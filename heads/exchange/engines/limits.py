@@ -10,11 +10,13 @@ from .engine import DrafterFacts, Remark
 def remark(holds: Callable[[DrafterFacts], object], text: str) -> Remark:
     """Return the function that says `text` of drafters of which `holds` is true.
 
-    In braces the text may name values of the drafter's `shape`, and the target's `family`.
+    In braces the text may name values of the drafter's `shape` and of the `facts`.
     """
 
     def said(facts: DrafterFacts) -> str | None:
-        return text.format(shape=facts.shape, family=facts.family) if holds(facts) else None
+        if not holds(facts):
+            return None
+        return text.format(facts=facts, shape=getattr(facts.drafter, "shape", None))
 
     return said
 
@@ -26,8 +28,6 @@ FEWER = (
 )
 READ_ONLY = "Written after the engine's source; it has not been run."
 
-# Families that scale their embeddings after the lookup, while engines share the matrix alone.
-SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
 # Families that scale or cap their logits: engines do so to DSpark's transition bias too, while
 # draftsmith adds it afterwards.
 CHANGED_LOGITS = ("gemma2", "gemma3n", "gemma4", "cohere", "granite", "minicpm")
@@ -52,7 +52,7 @@ ATTENTION_BIAS = remark(
     "not load",
 )
 PARTIAL_ROTARY = remark(
-    lambda facts: "partial_rotary_factor" in facts.shape.rope,
+    lambda facts: facts.shape.rope.get("partial_rotary_factor", 1.0) != 1.0,
     "rotary positions turn a part of each head only, which the engine does not do, or was never "
     "seen to read",
 )
@@ -68,8 +68,9 @@ EAGLE1_NORMS = remark(
     lambda facts: facts.shape.qk_norm, "EAGLE-1 with norms on queries and keys has no class there"
 )
 EAGLE1_EMBEDDINGS = remark(
-    lambda facts: facts.family.startswith(SCALED_EMBEDDINGS),
-    "a {family} target scales embeddings, and EAGLE-1 is given unscaled ones there; use version 3",
+    lambda facts: facts.embedding_scale != 1,
+    "its target's embedding multiplies rows by {facts.embedding_scale:.4g}, and EAGLE-1 is given "
+    "the rows alone there; use version 3",
 )
 EAGLE3_NORMS = remark(
     lambda facts: facts.shape.qk_norm,
@@ -81,8 +82,8 @@ NORM_BEFORE_RESIDUAL = remark(
 )
 TRANSITION = remark(
     lambda facts: facts.family.startswith(CHANGED_LOGITS),
-    "a {family} target scales or caps its logits, and with them the transition bias there; train "
-    "dflash",
+    "a {facts.family} target scales or caps its logits, and with them the transition bias there; "
+    "train dflash",
 )
 ADDED_TOKENS = remark(
     lambda facts: (facts.shape.draft_vocab_size or facts.shape.vocab_size) < facts.shape.vocab_size,
@@ -120,6 +121,18 @@ def drafted_share(facts: DrafterFacts) -> str | None:
     drafted, every = facts.shape.draft_vocab_size, facts.shape.vocab_size
     share = f"Drafts {drafted:,} of the target's {every:,} tokens ({drafted / every:.0%})."
     return share if drafted < every else None
+
+
+def other_vocabulary(facts: DrafterFacts) -> str | None:
+    """Return a remark on a draft model with another number of rows than the target has."""
+    own, target = facts.draft_model_vocab_size, facts.vocab_size
+    if own == target:
+        return None
+    change = "cut to" if own > target else "padded to"
+    return (
+        f"The draft model has an embedding of {own:,} rows, the target one of {target:,}: an "
+        f"export is {change} the target's, since engines compare the two."
+    )
 
 
 def shared_head(facts: DrafterFacts) -> str | None:

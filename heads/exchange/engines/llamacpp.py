@@ -157,7 +157,9 @@ ENGINE = ServingEngine(
             (limits.CHAIN, limits.FEWER, CUT, CONVERTER, TARGET_TYPE),
             (*BLOCK, limits.TRANSITION),
         ),
-        "draft_model": Recipe(partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE)),
+        "draft_model": Recipe(
+            partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE, limits.other_vocabulary)
+        ),
     },
     like=Like(
         {"drafts": 3},  # draft n-max

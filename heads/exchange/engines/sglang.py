@@ -234,7 +234,7 @@ ENGINE = ServingEngine(
                 limits.NORM_BEFORE_RESIDUAL,
                 limits.remark(
                     lambda facts: facts.family in SHIFTS and facts.shape.taps[0] == 1,
-                    "for {family} targets it reads a first tap of 1 as 2",
+                    "for {facts.family} targets it reads a first tap of 1 as 2",
                 ),
             ),
             other_layout=_eagle3_layout,
@@ -242,7 +242,9 @@ ENGINE = ServingEngine(
         "eagle1": Recipe(partial(_serve, "EAGLE"), NOTES, (*EAGLE, *limits.EAGLE1), EAGLE1_LAYOUT),
         "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK),
         "dspark": Recipe(partial(_serve_block, "dspark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
-        "draft_model": Recipe(partial(_serve, "STANDALONE"), (limits.READ_ONLY,)),
+        "draft_model": Recipe(
+            partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.other_vocabulary)
+        ),
     },
     like=Like(
         # speculative-num-steps, -eagle-topk and -num-draft-tokens; None is SGLang's own default,

@@ -64,6 +64,8 @@ ENGINE = ServingEngine(
         ),
         "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK),
         "dspark": Recipe(partial(_serve, "DSpark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
-        "draft_model": Recipe(partial(_serve, "Draft_Target"), (limits.READ_ONLY,)),
+        "draft_model": Recipe(
+            partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.other_vocabulary)
+        ),
     },
 )

@@ -198,7 +198,7 @@ ENGINE = ServingEngine(
             (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
             (*limits.BLOCK, limits.TRANSITION),
         ),
-        "draft_model": Recipe(partial(_serve, "draft_model")),
+        "draft_model": Recipe(partial(_serve, "draft_model"), (limits.other_vocabulary,)),
         "medusa": Recipe(
             partial(_serve, "medusa"),
             (limits.CHAIN, NO_MEDUSA, limits.shared_head),

@@ -232,7 +232,7 @@ HARMLESS: list[dict[str, Any]] = [
      "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
      "mlp_only_layers": [], "routed_scaling_factor": 2.5, "kv_lora_rank": 512},
     {"ttt_length": 7, "num_anchors": 512, "loss_type": "kl", "learning_rate": 1e-4, "seed": 1},
-    {"modelopt_version": "0.40", "quantization_config": {"quant_method": "modelopt"}, "tags": []},
+    {"modelopt_version": "0.40", "quantization_config": None, "attention_bias": False, "tags": []},
     {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
      "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
      "parallel_draft_heads_num_layers": 1, "head_dim": 8},
@@ -251,6 +251,27 @@ def test_harmless_keys_are_not_named(keys: dict[str, Any], tmp_path: Path) -> No
     keys = keys | ({"layer_types": ["full_attention"] * 2} if "layer_types" in keys else {})
     found = read(store(tmp_path / "b", blocks.z_lab(**keys), tensors, "model.safetensors"))
     assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("quantization_config", {"quant_method": "modelopt"}, "the tensors are not quantised"),
+        ("attention_bias", True, "attention_bias, of which the file has none: none is taken"),
+        ("mlp_bias", True, "mlp_bias, of which the file has none: none is taken"),
+        ("model_type", "deepseek_v3", "model_type deepseek_v3: the tensors are those of a Llama's"),
+    ],
+)
+def test_keys_that_the_tensors_do_not_bear_out_are_named(
+    key: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    """The tensors decide, so the drafter is read, and the user is told that its config differs."""
+    _, tensors = plain.eagle3()
+    (note,) = read(store(tmp_path / "e", plain.specforge(**{key: value}), tensors)).notes
+    assert says in note
+    _, tensors = plain.eagle1(fc_bias=True)
+    (note,) = read(store(tmp_path / "one", plain.LLAMA | {key: value}, tensors)).notes
+    assert says in note
 
 
 def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ refused with the reason."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,15 +17,16 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.embedding_and_head import usual_scale
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
-from draftsmith.heads.exchange.engines import EngineName
+from draftsmith.heads.exchange.engines import ENGINES, EngineName
+from draftsmith.heads.exchange.engines.engine import DrafterFacts
 from draftsmith.heads.exchange.exporter import export, files_for, load_alone, with_vocabulary
 from draftsmith.heads.exchange.exports import also_read_by, recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.exchange.selfcheck import LENGTH, _seeded, outputs
-from draftsmith.heads.fingerprint import Fingerprint
 from tests.architectures import architecture
 from tests.conftest import QUICKSTART, ROOT, tiny_target
 from tests.eagles import random_eagle
@@ -161,15 +163,44 @@ def test_what_an_engine_cannot_express_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scaled_embeddings_are_not_for_eagle1() -> None:
-    """A Gemma's embedding is scaled outside of the matrix that vLLM hands over."""
-    drafter = eagle("eagle1")
-    drafter.fingerprint = replace(drafter.fingerprint, model_type="gemma3_text")
-    with pytest.raises(UserError, match="scales embeddings"):
-        recipe_for("vllm", drafter)
-    assert "vllm" in also_read_by(
-        "trtllm", replace(eagle("eagle3"), fingerprint=drafter.fingerprint)
-    )
+@pytest.mark.parametrize(("family", "refused"), [("gemma2", True), ("falcon-h1", False)])
+def test_an_embedding_that_scales_is_not_for_eagle1(
+    family: str, refused: bool, tmp_path: Path
+) -> None:
+    """A Gemma's embedding multiplies the rows that engines hand over; Falcon-H1 does so later.
+
+    The factor is the target's own, whatever the name of the family, and an artifact keeps it.
+    """
+    target = architecture(family, dtype=torch.float32)
+    drafter = Artifact(random_eagle(target, "eagle1"), target.fingerprint())
+    drafter.save(tmp_path / "drafter")
+    alone = load_alone(tmp_path / "drafter")
+    assert alone.drafter.embedding_and_head.scale == target.embedding_and_head.scale
+    for artifact in (drafter, alone):
+        if refused:
+            with pytest.raises(UserError, match="embedding multiplies rows by 5.657"):
+                recipe_for("vllm", artifact)
+        else:
+            assert recipe_for("vllm", artifact)
+    own = json.loads((tmp_path / "drafter/draftsmith.json").read_text())
+    del own["embedding_scale"]  # as older versions wrote it
+    (tmp_path / "drafter/draftsmith.json").write_text(json.dumps(own))
+    scale = load_alone(tmp_path / "drafter").drafter.embedding_and_head.scale
+    assert scale == pytest.approx(target.embedding_and_head.scale)
+    eagle3 = replace(eagle("eagle3"), fingerprint=drafter.fingerprint)
+    assert "vllm" in also_read_by("trtllm", eagle3)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "granite-hybrid", "falcon-h1", "llama", "cohere"]
+)
+def test_the_usual_scale_is_the_one_that_is_measured(family: str) -> None:
+    target = architecture(family)
+    usual = usual_scale(target.config.model_type, target.hidden_size)
+    ids = torch.arange(5)
+    rows = target.model.get_input_embeddings().weight[ids]
+    torch.testing.assert_close(target.embed(ids), usual * rows, rtol=1e-5, atol=1e-6)
+    assert usual == pytest.approx(target.embedding_and_head.scale)
 
 
 def test_both_spellings_of_the_taps_by_eye(tmp_path: Path) -> None:
@@ -358,9 +389,49 @@ def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
         torch.equal(a.float(), b)
         for a, b in zip(artifact.drafter.parameters(), again.drafter.parameters(), strict=True)
     )
-    artifact.fingerprint = Fingerprint(**{**artifact.fingerprint.as_dict(), "vocab_size": 2050})
-    with pytest.raises(UserError, match="vocabulary of 2048, the target of 2050"):
-        export(artifact, order("vllm", tmp_path / "other"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [2112, 2048 + 3, 2048 - 5])
+def test_a_draft_model_of_another_vocabulary_gets_the_targets(
+    size: int, tied: bool, tmp_path: Path
+) -> None:
+    """Rows that are no tokens are cut off; missing ones are never the most probable."""
+    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    # A target of `size` rows whose tokenizer has fewer tokens than either.
+    own = artifact.drafter
+    tokens = {token: i for token, i in own.tokenizer.get_vocab().items() if i < 2000}
+    tokenizer = type("Tokens", (), {"get_vocab": lambda _: tokens})()
+    config = copy.deepcopy(own.model.config)
+    config.tie_word_embeddings = tied
+    model = type(own.model)(config)
+    draft = DraftModel(model, tokenizer, size)
+    fingerprint = replace(artifact.fingerprint, vocab_size=size)
+    other = exporter.with_vocabulary_of_target(
+        replace(artifact, drafter=draft, fingerprint=fingerprint)
+    )
+    changed = other.drafter.model
+    assert changed.config.vocab_size == size and model.config.vocab_size == 2048
+    ids = torch.randint(0, 2000, (2, 9), generator=_seeded())
+    with torch.no_grad():
+        before, after = model(ids).logits, changed(ids).logits
+    kept = min(size, 2048)
+    torch.testing.assert_close(after[..., :kept], before[..., :kept])
+    assert after.shape[-1] == size and (after.argmax(-1) < kept).all()
+    (note,) = [n for n in notes_of("vllm", draft, size) if "engines compare the two" in n]
+    assert f"2,048 rows, the target one of {size:,}" in note
+
+
+def notes_of(engine: str, drafter: Any, size: int) -> list[str]:
+    facts = DrafterFacts("draft_model", drafter, "llama", size)
+    return ENGINES[engine].recipes["draft_model"].notes_for(facts)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused() -> None:
+    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    artifact.fingerprint = replace(artifact.fingerprint, vocab_size=1000)
+    with pytest.raises(UserError, match="ids up to 2047, and the target has rows for 1000"):
+        exporter.with_vocabulary_of_target(artifact)
 
 
 def test_a_cut_of_recurrent_layers_alone_is_compared_without_a_cache() -> None:

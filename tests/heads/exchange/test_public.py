@@ -304,7 +304,11 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
         lambda c, t: c.update({TAPS_KEY: [2, 5]}, eagle_config={}),
         "fuses 3 taps of width 32, the config names 2",
     ),
-    (lambda c, t: c.update({TAPS_KEY: [2, 4, 8]}, eagle_config={}), "between 0 and 7"),
+    (lambda c, t: c.update({TAPS_KEY: [2, 4, 9]}, eagle_config={}), "between 0 and 7"),
+    (
+        lambda c, t: c.update({TAPS_KEY: [2, 4, 8]}, eagle_config={}),
+        r"taps \[2, 4, 8\] include 8, the state after the last layer.* cannot be imported",
+    ),
     (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--target-embedding"),
     (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),

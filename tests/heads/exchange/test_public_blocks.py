@@ -218,8 +218,8 @@ REFUSED: list[
     (
         z_lab,
         "dflash",
-        inside(target_layer_ids=[1, 3, 7]),
-        r"taps \[2, 4, 8\] must be ascending, distinct and between 1 and 7",
+        inside(target_layer_ids=[1, 3, 8]),
+        r"taps \[2, 4, 9\] must be ascending, distinct and between 1 and 7",
     ),
     (
         z_lab,

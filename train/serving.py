@@ -1,0 +1,47 @@
+"""What serving engines will take of a run's drafter, said before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..heads.errors import UserError
+from ..heads.exchange.engines.engine import DrafterFacts
+from ..heads.exchange.exporter import load_alone
+from ..heads.exchange.exports import facts_of, refusal, sentences
+from .config import RunConfig
+from .method import AnyMethod
+from .outline import ConfigOnly, config_at, outlined
+
+log = logging.getLogger(__name__)
+
+
+def say_engines(run: RunConfig, method: AnyMethod) -> None:
+    """Log which engines will take the drafter of a run, and why the others will not.
+
+    The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
+    will not take it.
+    """
+    facts = facts_before(run, method)
+    for name in run.for_:
+        if (reason := refusal(name, facts)) is not None:
+            raise UserError(f"{reason} (--for {name})")
+    for line in sentences(facts):
+        log.info("%s", line)
+
+
+def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it, from configs alone.
+
+    Raises `UserError` where the target has no config that can be read, and for heads that do not
+    fit it.
+    """
+    if run.init_from is not None:
+        return facts_of(load_alone(run.init_from))
+    path, store = run.target.path, run.features.store
+    config = config_at(
+        path if store is None else str(Path(store, "target")), run.target.trust_remote_code
+    )
+    target = ConfigOnly(config)
+    drafter = outlined(method, run, target).drafter
+    return DrafterFacts(drafter.kind, drafter, target.config.model_type, target.vocab_size)

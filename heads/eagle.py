@@ -320,6 +320,8 @@ class Eagle3Drafter(EagleDrafter):
                 "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
             },
         }
+        if shape.norm_fused_taps:  # TensorRT-LLM looks for it there
+            config["eagle_config"]["norm_before_fc"] = True
         if shape.shared_head:  # a key of draftsmith's own; engines are given the rows
             config["shared_head"] = True
         if shape.target_hidden_size != shape.hidden_size:

@@ -211,10 +211,13 @@ class LayeredDrafter(VocabularyMaps, EngineLayout):
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the keys of `config.json` that all these drafters have."""
-        shape, rope = self.shape, self.shape.rope
+        shape, rope = self.shape, dict(self.shape.rope)
+        if "factor" in rope:  # vLLM and SGLang take an integer for a list of factors
+            rope["factor"] = float(rope["factor"])
         config: JsonObject = {
             "dtype": dtype,
             **{key: getattr(shape, name) for name, key in CONFIG_KEYS.items()},
+            "rope_parameters": rope,
             "rope_theta": rope["rope_theta"],
             "tie_word_embeddings": False,
             "base_model_name_or_path": target_name,

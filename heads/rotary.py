@@ -18,7 +18,8 @@ class Rotary:
     """Cosines and sines of positions, for every rotary scaling that transformers knows.
 
     `parameters` are transformers' `rope_parameters`; with a `partial_rotary_factor` only the first
-    part of each attention head, `size` numbers, is rotated. The frequencies do not depend on the
+    part of each attention head, `size` numbers, is rotated, or the first part of its frequencies
+    if they are of type proportional. The frequencies do not depend on the
     length of the text, as those of dynamic and long rope do in transformers: cached keys and the
     documents of a packed row would disagree.
 
@@ -30,7 +31,11 @@ class Rotary:
         # already contains it.
         scaling = dict(parameters)
         scaling.pop("partial_rotary_factor", None)
-        self.size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        share = parameters.get("partial_rotary_factor", 1.0)
+        # Proportional positions turn all of a head, in which the last frequencies are 0.
+        if proportional := parameters["rope_type"] == "proportional":
+            scaling["partial_rotary_factor"] = share
+        self.size = head_dim if proportional else int(head_dim * share)
         config = LlamaConfig(
             head_dim=self.size, max_position_embeddings=max_positions, rope_parameters=scaling
         )

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 
 from ..heads.errors import UserError
+from ..heads.exchange.engines import ENGINES
 from ..heads.exchange.engines.engine import DrafterFacts
 from ..heads.exchange.exporter import load_alone
 from ..heads.exchange.exports import facts_of, refusal, sentences
+from ..heads.fingerprint import numbers_of
 from .config import RunConfig
 from .method import AnyMethod
 from .outline import ConfigOnly, config_at, outlined
@@ -24,7 +26,10 @@ def say_engines(run: RunConfig, method: AnyMethod) -> None:
     """
     facts = facts_before(run, method)
     for name in run.for_:
-        if (reason := refusal(name, facts)) is not None:
+        recipe = ENGINES[name].recipes.get(facts.kind)
+        listed = None if recipe is None else recipe.targets
+        reason = refusal(name, facts) or (listed.refused(facts) if listed is not None else None)
+        if reason is not None:
             raise UserError(f"{reason} (--for {name})")
     for line in sentences(facts):
         log.info("%s", line)
@@ -44,4 +49,7 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     )
     target = ConfigOnly(config)
     drafter = outlined(method, run, target).drafter
-    return DrafterFacts(drafter.kind, drafter, target.config.model_type, target.vocab_size)
+    return DrafterFacts(
+        drafter.kind, drafter, target.config.model_type, target.vocab_size,
+        numbers_of(target.config),
+    )  # fmt: skip

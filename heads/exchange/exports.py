@@ -32,7 +32,7 @@ PAPERS = {
 def facts_of(artifact: Artifact) -> DrafterFacts:
     """Return the artifact's drafter as engines see it."""
     drafter, target = artifact.drafter, artifact.fingerprint
-    return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size)
+    return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size, target.numbers)
 
 
 def titles(kinds: Iterable[str], word: str = "or") -> str:

@@ -72,7 +72,7 @@ class ImitatedEngine:
             )
         if isinstance(proposer, EagleProposer | DFlashProposer):
             drafter = proposer.drafter
-            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size)
+            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size, {})
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
         return self._like.shapes[kind](proposer, self.settings)

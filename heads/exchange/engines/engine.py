@@ -48,6 +48,8 @@ class DrafterFacts:
     """The target's model type."""
     vocab_size: int
     """Number of tokens in the target's vocabulary."""
+    numbers: JsonObject
+    """Values of the target's configuration, see `Fingerprint.numbers`; empty if not known."""
 
     @property
     def shape(self) -> Any:
@@ -129,6 +131,45 @@ Remark = Callable[[DrafterFacts], str | None]
 
 
 @dataclass(frozen=True)
+class TargetList:
+    """Families of targets for which an engine has a kind of drafters, by transformers' model type.
+
+    An engine that lacks one says so when it starts, and a later version may have it: an export is
+    not refused.
+    """
+
+    version: str
+    """Version of the engine whose source was read."""
+    taken: frozenset[str]
+    missing: frozenset[str]
+
+    def refused(self, facts: DrafterFacts) -> str | None:
+        """Return a sentence if that version has no such drafters for this target."""
+        if facts.family not in self.missing:
+            return None
+        return (
+            f"{self.version} takes no such drafter for a {facts.family} target, which it says when "
+            "it starts; see if your version does."
+        )
+
+    def __call__(self, facts: DrafterFacts) -> str | None:
+        """Return the remark on the target's family; None where the engine takes it."""
+        if facts.family in self.taken:
+            return None
+        unknown = (
+            f"It was not checked whether {self.version} takes such a drafter for a {facts.family} "
+            "target."
+        )
+        return self.refused(facts) or unknown
+
+
+def families(*names: str) -> frozenset[str]:
+    """Return the families in texts of names, and their text models, which have a name too."""
+    listed = {name for text in names for name in text.split()}
+    return frozenset(listed | {f"{name}_text" for name in listed})
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Export of one kind of drafter to one engine, and its serve command."""
 
@@ -136,6 +177,8 @@ class Recipe:
     """Function of a request and the drafter that returns the serve command."""
     notes: tuple[str | Remark, ...] = ()
     """Remarks for the user."""
+    targets: TargetList | None = None
+    """Families that it takes; None: any, or an engine that has no list."""
     limits: tuple[Remark, ...] = ()
     """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
     otherwise, counts as one that it cannot serve."""
@@ -149,12 +192,13 @@ class Recipe:
 
     def notes_for(self, facts: DrafterFacts) -> list[str]:
         """Return the remarks that hold for a drafter."""
-        said = (note if isinstance(note, str) else note(facts) for note in self.notes)
-        return [note for note in said if note is not None]
+        always = [note for note in self.notes if isinstance(note, str)]
+        return always + self.remarks_for(facts)
 
     def remarks_for(self, facts: DrafterFacts) -> list[str]:
         """Return the remarks that hold for this drafter and not for every one of its kind."""
-        said = (note(facts) for note in self.notes if not isinstance(note, str))
+        notes = [note for note in self.notes if not isinstance(note, str)]
+        said = (note(facts) for note in [*notes, *([self.targets] if self.targets else [])])
         return [note for note in said if note is not None]
 
 

@@ -28,9 +28,10 @@ FEWER = (
 )
 READ_ONLY = "Written after the engine's source; it has not been run."
 
-# Families that scale or cap their logits: engines do so to DSpark's transition bias too, while
-# draftsmith adds it afterwards.
-CHANGED_LOGITS = ("gemma2", "gemma3n", "gemma4", "cohere", "granite", "minicpm")
+LOGIT_NUMBERS = (
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier",
+)  # fmt: skip
+"""Numbers of a target's configuration that scale or cap its logits, unless they are 1."""
 
 ACTIVATION = remark(
     lambda facts: facts.shape.activation != "silu",
@@ -51,14 +52,26 @@ ATTENTION_BIAS = remark(
     "it has a bias on queries and keys, which the engine leaves out, wants elsewhere too, or does "
     "not load",
 )
+
+
+def turns_a_part(facts: DrafterFacts) -> bool:
+    """Return whether rotary positions turn a part of each head, or of its frequencies."""
+    return facts.shape.rope.get("partial_rotary_factor", 1.0) != 1.0
+
+
 PARTIAL_ROTARY = remark(
-    lambda facts: facts.shape.rope.get("partial_rotary_factor", 1.0) != 1.0,
+    turns_a_part,
     "rotary positions turn a part of each head only, which the engine does not do, or was never "
     "seen to read",
 )
 DYNAMIC_ROPE = remark(
     lambda facts: facts.shape.rope["rope_type"] == "dynamic",
-    "dynamic rope depends on the text's length there",
+    "dynamic rope is scaled there from the first position on, or depends on the text's length",
+)
+SCALED_BLOCK = remark(
+    lambda facts: facts.embedding_scale != 1,
+    "its target's embedding multiplies rows by {facts.embedding_scale:.4g}, and the engine gives a "
+    "block drafter such rows, which was trained on the rows alone",
 )
 SECOND_LAYER = remark(
     lambda facts: facts.shape.num_layers > 1,
@@ -80,11 +93,26 @@ NORM_BEFORE_RESIDUAL = remark(
     lambda facts: facts.shape.norm_before_residual,
     "norm_before_residual is not known there; vllm and llamacpp have it",
 )
-TRANSITION = remark(
-    lambda facts: facts.family.startswith(CHANGED_LOGITS),
-    "a {facts.family} target scales or caps its logits, and with them the transition bias there; "
-    "train dflash",
-)
+
+
+def transition(facts: DrafterFacts) -> str | None:
+    """Return a limit of DSpark, whose bias is added to the target's logits after their scale.
+
+    Engines add it to the products of the head (read in vLLM, SGLang and llama.cpp), and apply
+    neither scale nor cap.
+    """
+    changed = {name: facts.numbers.get(name) for name in LOGIT_NUMBERS}
+    said = [f"{name} {value:g}" for name, value in changed.items() if value not in (None, 1)]
+    if facts.family.startswith("minicpm"):
+        said.append("dim_model_base")
+    if not said:
+        return None
+    return (
+        f"its target changes its logits ({', '.join(said)}), the transition bias is added to them, "
+        "and engines add it to unchanged ones; train dflash"
+    )
+
+
 ADDED_TOKENS = remark(
     lambda facts: (facts.shape.draft_vocab_size or facts.shape.vocab_size) < facts.shape.vocab_size,
     "it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, and EAGLE-1 "
@@ -104,7 +132,6 @@ def added_tokens(facts: DrafterFacts) -> str | None:
 
 EAGLE1 = (EAGLE1_NORMS, EAGLE1_EMBEDDINGS, ADDED_TOKENS)
 EAGLE3 = (ACTIVATION, ODD_WIDTH, FC_BIAS)
-TEXT_AND_DEPTH = (DYNAMIC_ROPE, SECOND_LAYER)
 BLOCK = (
     ACTIVATION,
     remark(
@@ -149,8 +176,9 @@ EAGLE_NOTES = (
     ),
     remark(
         lambda facts: facts.shape.rope["rope_type"] == "longrope",
-        "Rotary positions are those of short texts: serve no longer ones than "
-        "`original_max_position_embeddings`.",
+        "Rotary positions are those of short texts: serve with a maximum length (vLLM: "
+        "`--max-model-len`) of at most `original_max_position_embeddings`, "
+        "{shape.rope[original_max_position_embeddings]:,}.",
     ),
     remark(
         lambda facts: facts.shape.num_layers > 1,

@@ -9,8 +9,16 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from . import limits
-from .engine import DrafterFacts, ExportRequest, Like, Recipe, ServingEngine
+from . import limits, rotary
+from .engine import (
+    DrafterFacts,
+    ExportRequest,
+    Like,
+    Recipe,
+    ServingEngine,
+    TargetList,
+    families,
+)
 from .like import block, chain, lookup
 from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
@@ -49,17 +57,31 @@ def _three_taps(facts: DrafterFacts) -> str | None:
 
 
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, CONVERTER, TARGET_TYPE)
+READS = (
+    limits.PARTIAL_ROTARY,
+    rotary.YarnReader(rotary.llamacpp_scale, rounds=True, keeps_betas=True),
+    rotary.of_types("which the engine takes for default ones", "longrope", "proportional"),
+)
+"""Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (
     *limits.BLOCK,
     limits.ATTENTION_BIAS,
-    limits.PARTIAL_ROTARY,
-    limits.DYNAMIC_ROPE,
-    limits.remark(
-        lambda facts: facts.shape.rope["rope_type"] in ("llama3", "longrope"),
-        "its rotary positions are of type {shape.rope[rope_type]}, which the engine drops for "
-        "block drafters",
+    *READS,
+    rotary.of_types("which the engine drops for block drafters", "llama3"),
+)
+TARGETS = TargetList(
+    "llama.cpp of 2026-11",
+    families(
+        "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe gemma4 gpt_oss",
+        "nemotron_h lfm2 lfm2_moe hunyuan_v1_dense minimax minimax_m2",
+    ),
+    families(
+        "gemma gemma2 gemma3 gemma3n qwen2 qwen2_moe phi3 granite granitemoe olmo olmo2 olmo3",
+        "olmoe cohere cohere2 glm glm4 glm4_moe smollm3 starcoder2 mistral3 ministral3 exaone4",
     ),
 )
+"""Architectures whose graph keeps the inputs of layers, which all these drafters need; it ends at
+the first draft of another."""
 
 
 class LlamacppDefaults(Struct, frozen=True):
@@ -136,11 +158,12 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "draft-eagle3"),
             (limits.CHAIN, CONVERTER, TARGET_TYPE, *limits.EAGLE_NOTES),
+            TARGETS,
             (
                 limits.ACTIVATION,
                 limits.FC_BIAS,
-                limits.PARTIAL_ROTARY,
-                *limits.TEXT_AND_DEPTH,
+                limits.SECOND_LAYER,
+                *READS,
                 limits.EAGLE3_NORMS,
                 limits.ATTENTION_BIAS,
                 limits.remark(
@@ -151,11 +174,12 @@ ENGINE = ServingEngine(
                 _three_taps,
             ),
         ),
-        "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, BLOCK),
+        "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, TARGETS, BLOCK),
         "dspark": Recipe(
             partial(_serve, "draft-dspark"),
             (limits.CHAIN, limits.FEWER, CUT, CONVERTER, TARGET_TYPE),
-            (*BLOCK, limits.TRANSITION),
+            TARGETS,
+            (*BLOCK, limits.transition),
         ),
         "draft_model": Recipe(
             partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE, limits.other_vocabulary)

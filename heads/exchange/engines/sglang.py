@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...errors import UserError
-from . import limits
+from . import limits, rotary
 from .engine import (
     EAGLE_TAPS,
     NATIVE,
@@ -24,6 +24,8 @@ from .engine import (
     Recipe,
     ServingEngine,
     Settings,
+    TargetList,
+    families,
 )
 from .like import block
 from .servers import Count, ReplyCounts, ServerFacts, ServerProtocol, Token
@@ -96,10 +98,58 @@ def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
     return UNSHIFTED if facts.family in SHIFTS and facts.shape.taps[0] != 2 else None
 
 
-EAGLE = (limits.ACTIVATION, limits.ODD_WIDTH, limits.ATTENTION_BIAS, *limits.TEXT_AND_DEPTH)
-NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES)
-BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
-BLOCK = (*limits.BLOCK, limits.PARTIAL_ROTARY, limits.DYNAMIC_ROPE)
+READS = (
+    limits.DYNAMIC_ROPE,
+    rotary.YarnReader(rotary.sglang_scale),
+    rotary.longrope,
+    rotary.proportional_factor,
+)
+"""Limits of all drafters: what it computes of their rotary positions otherwise."""
+PARTIAL = limits.remark(
+    limits.turns_a_part,
+    "`partial_rotary_factor` is read at the top of the config, from which transformers 5.23 takes "
+    "it: keep the version that SGLang asks for.",
+)
+EAGLE = (
+    limits.ACTIVATION,
+    limits.ODD_WIDTH,
+    limits.ATTENTION_BIAS,
+    limits.SECOND_LAYER,
+    *READS,
+    rotary.sections,
+)
+NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES, PARTIAL)
+BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY, PARTIAL)
+BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, *READS)
+VERSION = "SGLang 0.5.23"
+QWEN3 = "qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_5 qwen3_5_moe"
+OTHERS = "granite cohere cohere2 olmo olmo2 olmo3 gemma gemma2 mixtral minicpm"
+EAGLE3_TARGETS = TargetList(
+    VERSION,
+    families(
+        "apertus deepseek_v2 deepseek_v3 deepseek_v32 gemma3 gemma4 glm4_moe glm4_moe_lite",
+        "glm_moe_dsa gpt_oss llama llama4 minimax_m2 ministral3 mistral phi3 qwen2 qwen2_moe",
+        "qwen2_5_vl qwen3_vl_moe",
+        QWEN3,
+    ),
+    families(OTHERS, "glm4 stablelm"),
+)
+EAGLE1_TARGETS = TargetList(
+    VERSION,
+    families("llama mistral phi3 qwen2 qwen3 gemma3 gemma4 gpt_oss glm4 glm4_moe exaone4 opt"),
+    families("granite cohere olmo2 mixtral gemma2 stablelm minicpm"),
+)
+BLOCK_TARGETS = TargetList(
+    VERSION,
+    families(
+        "deepseek_v2 deepseek_v3 deepseek_v32 gemma4 glm4_moe_lite glm_moe_dsa gpt_oss lfm2",
+        "lfm2_moe llama llama4 ministral3 mistral nemotron_h phi3",
+        QWEN3,
+    ),
+    families(OTHERS, "gemma3 qwen2 qwen2_moe glm4 glm4_moe"),
+)
+"""Classes with the method by which layers are captured, or the head is shared; it raises an error
+for others."""
 
 
 def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Settings:
@@ -219,6 +269,7 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "EAGLE3"),
             NOTES,
+            EAGLE3_TARGETS,
             (
                 *EAGLE,
                 limits.EAGLE3_NORMS,
@@ -239,9 +290,20 @@ ENGINE = ServingEngine(
             ),
             other_layout=_eagle3_layout,
         ),
-        "eagle1": Recipe(partial(_serve, "EAGLE"), NOTES, (*EAGLE, *limits.EAGLE1), EAGLE1_LAYOUT),
-        "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK),
-        "dspark": Recipe(partial(_serve_block, "dspark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
+        "eagle1": Recipe(
+            partial(_serve, "EAGLE"),
+            NOTES,
+            EAGLE1_TARGETS,
+            (*EAGLE, *limits.EAGLE1),
+            EAGLE1_LAYOUT,
+        ),
+        "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
+        "dspark": Recipe(
+            partial(_serve_block, "dspark"),
+            BLOCK_NOTES,
+            BLOCK_TARGETS,
+            (*BLOCK, limits.transition),
+        ),
         "draft_model": Recipe(
             partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.other_vocabulary)
         ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from . import limits, vllm
+from . import limits, rotary, vllm
 from .engine import (
     EAGLE_TAPS,
     NATIVE,
@@ -124,12 +124,21 @@ ENGINE = ServingEngine(
     title="speculators",
     place=1,
     recipes={
-        "eagle3": Recipe(_serve, vllm.NOTES, limits.EAGLE3, EAGLE3_LAYOUT),
-        "dflash": Recipe(_serve, (limits.CHAIN, limits.FEWER), limits.BLOCK, BLOCK_LAYOUT),
+        "eagle3": Recipe(
+            _serve,
+            vllm.NOTES,
+            vllm.TARGETS,
+            (*limits.EAGLE3, *vllm.READS, rotary.longrope),
+            EAGLE3_LAYOUT,
+        ),
+        "dflash": Recipe(
+            _serve, (limits.CHAIN, limits.FEWER), vllm.TARGETS, vllm.BLOCK, BLOCK_LAYOUT
+        ),
         "dspark": Recipe(
             _serve,
             (limits.CHAIN, limits.FEWER, vllm.V2_RUNNER, limits.READ_ONLY),
-            (*limits.BLOCK, limits.TRANSITION),
+            vllm.TARGETS,
+            (*vllm.BLOCK, limits.transition),
             BLOCK_LAYOUT,
         ),
     },

@@ -8,8 +8,8 @@ from shlex import quote
 from typing import Any
 
 from ...errors import UserError
-from . import limits
-from .engine import ExportRequest, Recipe, ServingEngine
+from . import limits, rotary
+from .engine import ExportRequest, Recipe, ServingEngine, TargetList, families
 
 
 def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
@@ -42,7 +42,22 @@ def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
 
 
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
-BLOCK = (*limits.BLOCK, limits.ATTENTION_BIAS, limits.PARTIAL_ROTARY, limits.DYNAMIC_ROPE)
+READS = (
+    limits.PARTIAL_ROTARY,
+    limits.DYNAMIC_ROPE,
+    rotary.YarnReader(rotary.tensorrt_scale, rounds=True),
+    rotary.longrope,
+    rotary.of_types("which the engine was never seen to read", "proportional"),
+)
+"""Limits of all drafters: what it computes of their rotary positions otherwise."""
+BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, limits.ATTENTION_BIAS, *READS)
+TARGETS = TargetList(
+    "TensorRT-LLM of 2026-11",
+    families("llama llama4 qwen3 qwen3_moe gpt_oss glm4_moe deepseek_v3 nemotron_h minimax_m3"),
+    families("gemma3 gemma4 phi3 granite olmo3 smollm3"),
+)
+BLOCK_TARGETS = TargetList(TARGETS.version, families("gpt_oss"), families("gemma3 gemma4 phi3"))
+"""Of its page of supported models and the classes that were read: not all of them."""
 
 ENGINE = ServingEngine(
     name="trtllm",
@@ -53,17 +68,20 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "Eagle3"),
             (limits.CHAIN, limits.READ_ONLY, *limits.EAGLE_NOTES),
+            TARGETS,
             (
                 *limits.EAGLE3,
-                limits.PARTIAL_ROTARY,
-                *limits.TEXT_AND_DEPTH,
+                limits.SECOND_LAYER,
+                *READS,
                 limits.EAGLE3_NORMS,
                 limits.ATTENTION_BIAS,
                 limits.NORM_BEFORE_RESIDUAL,
             ),
         ),
-        "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK),
-        "dspark": Recipe(partial(_serve, "DSpark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
+        "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
+        "dspark": Recipe(
+            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.transition)
+        ),
         "draft_model": Recipe(
             partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.other_vocabulary)
         ),

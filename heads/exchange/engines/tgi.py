@@ -6,7 +6,7 @@ from shlex import quote
 from typing import Any
 
 from . import limits
-from .engine import DrafterFacts, ExportRequest, Recipe, ServingEngine
+from .engine import DrafterFacts, ExportRequest, Recipe, ServingEngine, TargetList, families
 
 MAINTENANCE = "TGI is in maintenance mode; its own page recommends vLLM, SGLang and llama.cpp."
 
@@ -22,6 +22,14 @@ def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
     return "it reads heads that share the target's output matrix with one layer each only"
 
 
+TARGETS = TargetList(
+    "TGI of 2026-01",
+    families(
+        "bloom cohere dbrx deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gpt2 gptj llama mistral",
+        "mixtral gpt_neox phi qwen2 falcon gpt_bigcode starcoder2 mamba mpt opt",
+    ),
+    families("qwen3 qwen3_moe olmo olmo2 glm glm4 gpt_oss"),
+)
 ENGINE = ServingEngine(
     name="tgi",
     title="TGI",
@@ -30,6 +38,7 @@ ENGINE = ServingEngine(
         "medusa": Recipe(
             _serve,
             (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
+            TARGETS,
             (_shared_head_of_one_layer, limits.added_tokens),
         )
     },

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...errors import UserError
-from . import limits
+from . import limits, rotary
 from .engine import (
     ExportRequest,
     FileLayout,
@@ -23,6 +23,8 @@ from .engine import (
     Recipe,
     ServingEngine,
     Settings,
+    TargetList,
+    families,
 )
 from .like import block, chain, lookup
 from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtocol, Token
@@ -30,6 +32,28 @@ from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtoc
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
 NO_MEDUSA = "Medusa needs vLLM 0.32 or older and its V1 runner; 0.33 does not list it any more."
+READS = (rotary.YarnReader(rotary.transformers_scale), rotary.proportional_factor)
+"""Limits of all drafters: what it computes of their rotary positions otherwise."""
+BLOCK = (
+    *limits.BLOCK,
+    *READS,
+    rotary.of_types("of which the engine keeps no table for block drafters", "longrope"),
+)
+TARGETS = TargetList(
+    "vLLM 0.33",
+    families(
+        "afmoe apertus deepseek deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 gemma4 glm_moe_dsa",
+        "gpt_oss granite granitemoe granitemoeshared llama llama4 mimo minicpm minicpm3 minimax_m2",
+        "ministral3 mistral mistral3 nemotron_h phi3 qwen2 qwen2_5_vl qwen3 qwen3_moe qwen3_next",
+        "qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe olmo olmo2 olmo3 glm smollm3 starcoder2",
+    ),
+    families(
+        "gemma gemma2 gemma3 gemma3n cohere cohere2 mixtral glm4 glm4_moe glm4_moe_lite exaone4",
+        "lfm2 nemotron granitemoehybrid olmoe stablelm qwen2_moe phimoe falcon gpt2 opt bloom",
+    ),
+)
+"""Classes with `SupportsEagle3`, which all these drafters need; the last line of those taken runs
+on transformers' models."""
 METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
 """vLLM's names of kinds that it calls otherwise."""
 
@@ -190,18 +214,27 @@ ENGINE = ServingEngine(
     takes_by_load=True,
     guess=guess,
     recipes={
-        "eagle3": Recipe(partial(_serve, "eagle3"), NOTES, limits.EAGLE3),
-        "eagle1": Recipe(partial(_serve, "eagle"), NOTES, (*limits.EAGLE3, *limits.EAGLE1)),
-        "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), limits.BLOCK),
+        "eagle3": Recipe(
+            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, rotary.longrope)
+        ),
+        "eagle1": Recipe(
+            partial(_serve, "eagle"),
+            NOTES,
+            None,
+            (*limits.EAGLE3, *limits.EAGLE1, *READS, rotary.longrope),
+        ),
+        "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), TARGETS, BLOCK),
         "dspark": Recipe(
             partial(_serve, "dspark"),
             (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
-            (*limits.BLOCK, limits.TRANSITION),
+            TARGETS,
+            (*BLOCK, limits.transition),
         ),
         "draft_model": Recipe(partial(_serve, "draft_model"), (limits.other_vocabulary,)),
         "medusa": Recipe(
             partial(_serve, "medusa"),
             (limits.CHAIN, NO_MEDUSA, limits.shared_head),
+            None,
             (limits.added_tokens,),
             other_layout=lambda facts: (
                 MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None

@@ -23,7 +23,7 @@ TOY = ServingEngine(
         "eagle3": Recipe(
             lambda request, _: f"toy {request.target} {request.out}",
             ("A toy.", limits.drafted_share),
-            (limits.FC_BIAS,),
+            limits=(limits.FC_BIAS,),
         )
     },
     like=Like({"drafts": 2}, {"eagle3": chain}),

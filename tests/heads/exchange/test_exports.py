@@ -140,14 +140,14 @@ REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     ("vllm", lambda: block(activation="gelu"), "activation gelu, engines have silu"),
     ("llamacpp", lambda: block(attention_bias=True), "bias on queries and keys"),
     ("trtllm", lambda: block("dspark", attention_bias=True), "bias on queries and keys"),
-    ("sglang", lambda: block(rope=PARTIAL), "a part of each head only"),
+    ("trtllm", lambda: block(rope=PARTIAL), "a part of each head only"),
     (
         "llamacpp",
         lambda: block("dspark", rope=LLAMA3),
         "positions are of type llama3, which the engine drops",
     ),
     (
-        "llamacpp",
+        "sglang",
         lambda: block(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
         "dynamic rope",
     ),
@@ -423,7 +423,7 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
 
 
 def notes_of(engine: str, drafter: Any, size: int) -> list[str]:
-    facts = DrafterFacts("draft_model", drafter, "llama", size)
+    facts = DrafterFacts("draft_model", drafter, "llama", size, {})
     return ENGINES[engine].recipes["draft_model"].notes_for(facts)
 
 
@@ -488,7 +488,7 @@ def test_what_only_sglang_does(tmp_path: Path) -> None:
         json.loads((tmp_path / "drafter" / "config.json").read_text())["partial_rotary_factor"]
         == 0.5
     )
-    with pytest.raises(UserError, match="dynamic rope depends on the text's length"):
+    with pytest.raises(UserError, match="dynamic rope is scaled there"):
         recipe_for(
             "sglang", eagle(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
         )

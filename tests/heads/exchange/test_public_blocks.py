@@ -443,15 +443,27 @@ def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(
     assert also_read_by("vllm", block(attention_bias=True)) == ["sglang"]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
-def test_a_transition_bias_beside_changed_logits(family: str) -> None:
-    """Engines scale or cap the sum, or neither; scaled embeddings are no obstacle."""
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("final_logit_softcapping", 30.0, True),
+        ("logits_scaling", 8.0, True),
+        ("logit_scale", 0.25, True),
+        ("logit_scale", 1.0, False),
+        ("final_logit_softcapping", None, False),
+    ],
+)
+def test_a_transition_bias_beside_changed_logits(name: str, value: Any, refused: bool) -> None:
+    """Engines add it to unchanged logits, whatever the name of the target's family."""
     spark, flash = (
-        replace(made, fingerprint=replace(made.fingerprint, model_type=family))
+        replace(made, fingerprint=replace(made.fingerprint, numbers={name: value}))
         for made in (block("dspark"), block())
     )
-    with pytest.raises(UserError, match="scales or caps its logits.*train dflash"):
-        recipe_for("vllm", spark)
+    if refused:
+        with pytest.raises(UserError, match=f"changes its logits .{name} {value:g}.*train dflash"):
+            recipe_for("vllm", spark)
+    else:
+        assert recipe_for("vllm", spark)
     assert "llamacpp" in also_read_by("vllm", flash)
 
 

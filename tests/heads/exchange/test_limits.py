@@ -1,0 +1,301 @@
+"""What engines compute otherwise is judged by values: a table over engines, each sentence once.
+
+The expected numbers follow from the engines' formulas by hand: 0.1 ln 4 + 1 = 1.138629.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.heads.exchange.engines.engine import DrafterFacts
+from draftsmith.heads.exchange.engines.rotary import YarnReader, factor_of, transformers_scale
+from draftsmith.heads.exchange.exporter import export
+from draftsmith.heads.exchange.exports import facts_of, refusal, sentences
+from draftsmith.heads.rotary import Rotary
+from draftsmith.train.command_line.parse import options_from
+from draftsmith.train.method import method_named
+from draftsmith.train.serving import facts_before, say_engines
+from tests.conftest import QUICKSTART
+from tests.heads.exchange.random_artifacts import TARGET, block, eagle, heads, order
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4, "original_max_position_embeddings": 64,
+}  # fmt: skip
+PLAIN = {"rope_theta": 10000.0}
+ALL = ("vllm", "speculators", "sglang", "trtllm", "llamacpp")
+# Rotary parameters, and which engines refuse an EAGLE-3 and a DFlash of them, with a part of what
+# they say. All others compute what draftsmith computes.
+TABLE: list[tuple[dict[str, Any], dict[str, str], dict[str, str]]] = [
+    (PLAIN | {"rope_type": "default"}, {}, {}),
+    (PLAIN | {"rope_type": "default", "partial_rotary_factor": 1.0}, {}, {}),
+    (
+        PLAIN | {"rope_type": "default", "partial_rotary_factor": 0.5},
+        dict.fromkeys(("trtllm", "llamacpp"), "a part of each head"),
+        dict.fromkeys(("trtllm", "llamacpp"), "a part of each head"),
+    ),
+    (PLAIN | {"rope_type": "linear", "factor": 2}, {}, {}),
+    (
+        PLAIN | {"rope_type": "dynamic", "factor": 2.0},
+        dict.fromkeys(("sglang", "trtllm"), "dynamic rope"),
+        dict.fromkeys(("sglang", "trtllm"), "dynamic rope"),
+    ),
+    (
+        PLAIN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                 "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+        {},
+        {"llamacpp": "type llama3, which the engine drops"},
+    ),
+    (YARN, {}, {}),
+    (
+        YARN | {"attention_factor": 1.5},
+        dict.fromkeys(
+            ("sglang", "trtllm", "llamacpp"), "by 1.5 (attention_factor 1.5), and the engine scales"
+        ),
+        dict.fromkeys(("sglang", "trtllm", "llamacpp"), "scales them by 1.13863"),
+    ),
+    # what transformers computes anyway, written out
+    (YARN | {"attention_factor": 1.1386294361119891}, {}, {}),
+    # ours is 1.138629 where one of the two is missing; TensorRT-LLM reads one alone
+    (
+        YARN | {"mscale": 0.707},
+        {"trtllm": "by 1.13863 (mscale 0.707), and the engine scales them by 1.09801"},
+        {"trtllm": "1.09801"},
+    ),
+    # both equal: 1, which llama.cpp does not read
+    (
+        YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"llamacpp": "by 1 (mscale 1.0, mscale_all_dim 1.0), and the engine scales them by"},
+        {"llamacpp": "1.13863"},
+    ),
+    (
+        YARN | {"truncate": False},
+        dict.fromkeys(("trtllm", "llamacpp"), "(truncate false), and the engine rounds these"),
+        dict.fromkeys(("trtllm", "llamacpp"), "(truncate false), and the engine rounds these"),
+    ),
+    (YARN | {"truncate": True}, {}, {}),
+    (
+        YARN | {"beta_fast": 16.0},
+        {"llamacpp": "beta_fast 16 and beta_slow 1, and the engine computes with 32 and 1"},
+        {"llamacpp": "beta_fast 16"},
+    ),
+    (YARN | {"beta_fast": 32, "beta_slow": 1}, {}, {}),
+    # 256 / 64 positions: sqrt(1 + ln 4 / ln 64) = 1.154701 everywhere
+    (
+        LONG,
+        {"llamacpp": "of type longrope, which the engine takes for default"},
+        {
+            **dict.fromkeys(("vllm", "speculators"), "keeps no table for block drafters"),
+            "llamacpp": "of type longrope",
+        },
+    ),
+    (
+        LONG | {"attention_factor": 1.3},
+        {
+            **dict.fromkeys(ALL, "by 1.3 (attention_factor, factor), and the engine scales them"),
+            "llamacpp": "of type longrope",
+        },
+        {
+            **dict.fromkeys(("vllm", "speculators"), "keeps no table"),
+            **dict.fromkeys(("sglang", "trtllm"), "by 1.1547"),
+            "llamacpp": "of type longrope",
+        },
+    ),
+]  # fmt: skip
+
+
+def facts(kind: str, rope: dict[str, Any]) -> DrafterFacts:
+    more = {"rope": rope, "max_positions": 256}
+    return facts_of(eagle(**more) if kind == "eagle3" else block(**more))
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(map(str, row[0].values())))
+def test_rotary_positions_are_those_of_the_engine_or_refused(row: Any) -> None:
+    rope, *refused = row
+    for kind, expected in zip(("eagle3", "dflash"), refused, strict=True):
+        said = facts(kind, rope)
+        for engine in ALL:
+            reason = refusal(engine, said)
+            if engine not in expected:
+                assert reason is None, (engine, kind, reason)
+            else:
+                assert reason is not None and expected[engine] in reason, (engine, kind, reason)
+        assert refusal("hf", said) is None, "draftsmith computes them itself"
+
+
+def test_the_scale_and_the_range_of_yarn_are_transformers() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        rope: dict[str, Any] = {
+            "rope_type": "yarn", "rope_theta": draw.choice([1e4, 5e5, 1e6]),
+            "factor": draw.choice([1.0, 2.0, 4, 40.0]),
+            "original_max_position_embeddings": draw.choice([64, 4096]),
+        }  # fmt: skip
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            rope[name] = draw.choice([None, 0.707, 1.0, 1.3])
+        given = {name: value for name, value in rope.items() if value is not None}
+        config = LlamaConfig(head_dim=16, max_position_embeddings=8192, rope_parameters=given)
+        whole, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        factor = factor_of(given, 8192)
+        assert transformers_scale(given, factor) == pytest.approx(scale)
+        # Where the range is not whole numbers, rounding it changes the frequencies, and only there.
+        exact = LlamaConfig(
+            head_dim=16, max_position_embeddings=8192, rope_parameters=given | {"truncate": False}
+        )
+        other, _ = ROPE_INIT_FUNCTIONS["yarn"](exact, "cpu")
+        shape = replace(eagle().drafter.shape, head_dim=16, max_positions=8192)
+        shape = replace(shape, rope=given | {"truncate": False})
+        drafter = type("Drafter", (), {"shape": shape})
+        said = YarnReader(transformers_scale, rounds=True)(
+            DrafterFacts("eagle3", drafter, "llama", 10, {})
+        )
+        assert (said is not None) >= (not torch.equal(whole, other))
+
+
+def test_proportional_positions_are_transformers() -> None:
+    """Of 8 numbers a quarter of the frequencies turn: the first of four, with number 4."""
+    rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    rotary = Rotary(8, 64, rope)
+    cos, _ = rotary(torch.tensor([[3]]))
+    assert cos.shape[-1] == rotary.size == 8
+    angles = cos[0, 0, 0].arccos().tolist()
+    assert angles == pytest.approx([3.0, 0, 0, 0, 3.0, 0, 0, 0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engines", "says"),
+    [
+        ({"head_dim": 16}, {}, ""),
+        ({"norm_eps": 1e-3}, {}, ""),
+        ({"activation": "gelu"}, ALL, "activation gelu"),
+        ({"attention_bias": True}, ("sglang", "trtllm", "llamacpp"), "a bias on queries and keys"),
+        ({"fc_bias": True}, {*ALL} - {"sglang"}, "its fc has a bias"),
+        ({"norm_fused_taps": True}, ("llamacpp",), ""),
+        ({"norm_before_residual": True}, ("sglang", "trtllm"), "norm_before_residual"),
+    ],
+)  # fmt: skip
+def test_other_values(changes: dict[str, Any], engines: Collection[str], says: str) -> None:
+    if changes == {"norm_fused_taps": True}:
+        # known to all of them, as norm_before_fc; TensorRT-LLM reads it in a table of its own
+        config = eagle(**changes).drafter.serving_config("t", "float32")
+        assert config["norm_before_fc"] and config["eagle_config"]["norm_before_fc"]
+        return
+    said = facts_of(eagle(**changes))
+    for engine in ALL:
+        reason = refusal(engine, said)
+        assert (reason is not None) == (engine in engines), (engine, reason)
+        assert reason is None or says in reason
+
+
+def test_an_integer_factor_is_written_as_a_number_with_a_point() -> None:
+    """vLLM and SGLang take an integer for a list of factors."""
+    artifact = eagle(rope=PLAIN | {"rope_type": "linear", "factor": 2})
+    config = artifact.drafter.serving_config("t", "float32")
+    assert isinstance(config["rope_parameters"]["factor"], float)
+    assert isinstance(config["rope_scaling"]["factor"], float)
+
+
+def test_embeddings_that_scale_reach_block_drafters_of_some_engines() -> None:
+    scaled = block()
+    lender = replace(scaled.drafter.embedding_and_head, scale=5.657)
+    scaled.drafter.embedding_and_head = lender
+    for engine in ALL:
+        reason = refusal(engine, facts_of(scaled))
+        if engine in ("sglang", "trtllm"):
+            assert reason is not None and "multiplies rows by 5.657" in reason
+        else:
+            assert reason is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "never-heard-of"])
+def test_a_target_that_an_engine_does_not_take_is_named(family: str, tmp_path: Path) -> None:
+    """The same sentence in an export, in its card and before training."""
+    artifact = eagle()
+    artifact.fingerprint = replace(artifact.fingerprint, model_type=family)
+    written = export(artifact, order("vllm", tmp_path / "drafter"), head=TARGET.head_weight)
+    listed = ENGINES["vllm"].recipes["eagle3"].targets
+    assert listed is not None
+    remark = listed(facts_of(artifact))
+    assert (remark is None) == (family == "llama")
+    if remark is not None:
+        known = "takes no such drafter" if family == "gemma3_text" else "was not checked"
+        assert known in remark and family in remark
+        assert remark in written.notes
+        assert f"- {remark}" in (tmp_path / "drafter/README.md").read_text()
+        assert any(remark in line for line in sentences(facts_of(artifact)))
+
+
+def a_run(folder: Path, target: Path, method: str, **more: Any) -> Any:
+    run_class = method_named(method).run_class
+    given = {"target": str(target), "data": "none.jsonl", "out": str(folder / "run"), **more}
+    return options_from(run_class, given)
+
+
+@pytest.mark.parametrize("made", [eagle, block, heads])
+def test_training_says_what_an_export_says(
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is loaded, from configs alone: a target without weights is enough."""
+    config = LlamaConfig(
+        **TARGET.config.to_dict() | {"rope_parameters": YARN | {"truncate": False}}
+    )
+    config.save_pretrained(tmp_path / "target")
+    kind = made().drafter.kind
+    method, options = {
+        "eagle3": ("eagle", {"heads": {"taps": [2, 4, 5], "activation": "gelu"}}),
+        "dflash": ("dflash", {"heads": {"taps": [2, 4]}}),
+        "medusa": ("medusa", {}),
+    }[kind]
+    run = a_run(tmp_path, tmp_path / "target", method, **options)
+    with caplog.at_level(logging.INFO):
+        say_engines(run, method_named(method))
+    said = facts_before(run, method_named(method))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == sentences(said)
+    for engine in ENGINES:
+        reason = refusal(engine, said)
+        if kind not in ENGINES[engine].recipes:
+            continue
+        assert (engine in lines[0]) == (reason is None)
+        if reason is not None:
+            text = reason.removeprefix(f"{engine} cannot serve this drafter: ")
+            assert any(engine in line and line.endswith(text) for line in lines[1:])
+
+
+def test_an_engine_that_has_to_take_it_is_asked_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=8, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "target")
+    AutoTokenizer.from_pretrained(QUICKSTART).save_pretrained(tmp_path / "target")
+    eagle1 = {"heads": {"version": 1}}
+    for options, engine, says in (
+        (eagle1, "vllm", r"embedding multiplies rows by 8, .* \(--for vllm\)"),
+        ({}, "vllm", r"vLLM 0.33 takes no such drafter for a gemma3_text target.*\(--for vllm\)"),
+        ({}, "tgi", r"tgi takes Medusa heads, not EAGLE-3; .*\(--for tgi\)"),
+    ):
+        run = a_run(tmp_path, tmp_path / "target", "eagle", for_=[engine], **options)
+        with pytest.raises(UserError, match=says):
+            say_engines(run, method_named("eagle"))
+    say_engines(
+        a_run(tmp_path, tmp_path / "target", "eagle", for_=["sglang"]), method_named("eagle")
+    )
+    with pytest.raises(UserError, match="--for takes vllm, .*, not vlm"):
+        a_run(tmp_path, tmp_path / "target", "eagle", for_=["vlm"])

@@ -5,6 +5,7 @@ docs/checkpoint-formats.md#what-each-engine-reads
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ..artifact import Artifact
@@ -85,6 +86,43 @@ def sentences(facts: DrafterFacts) -> list[str]:
         f"exports of {TITLES[facts.kind]}: {', '.join(able) or 'no engine takes this one'}",
         *(f"{', '.join(names)}: {text}" for text, names in said.items()),
     ]
+
+
+def limits_table() -> str:
+    """Return what engines refuse, as the Markdown table of docs/checkpoint-formats.md.
+
+    What a sentence takes from a drafter is left open.
+    """
+    engines_of: dict[tuple[str, str], list[str]] = {}
+    for name, engine in ENGINES.items():
+        kinds_of: dict[str, list[str]] = {}
+        for kind, recipe in engine.recipes.items():
+            for limit in recipe.limits:
+                text = re.sub(r"\{[^}]*\}", "..", getattr(limit, "text", ""))
+                kinds_of.setdefault(text, []).append(TITLES[kind])
+        for text, kinds in kinds_of.items():
+            engines_of.setdefault((text, ", ".join(sorted(kinds))), []).append(name)
+    rows = [
+        f"| {text} | {kinds} | {', '.join(names)} |"
+        for (text, kinds), names in sorted(engines_of.items())
+    ]
+    return "\n".join(["| refused, because | drafters | by |", "|---|---|---|", *rows])
+
+
+def targets_table() -> str:
+    """Return for which families engines take no drafter, as the table of docs/serving.md."""
+    kinds_of: dict[tuple[str, str], list[str]] = {}
+    for engine in ENGINES.values():
+        for kind, recipe in engine.recipes.items():
+            if (listed := recipe.targets) is not None:
+                names = sorted(n for n in listed.missing if not n.endswith("_text"))
+                key = listed.version, ", ".join(names)
+                kinds_of.setdefault(key, []).append(TITLES[kind])
+    rows = [
+        f"| {version} | {', '.join(dict.fromkeys(kinds))} | {names} |"
+        for (version, names), kinds in kinds_of.items()
+    ]
+    return "\n".join(["| engine | drafters | not for targets of |", "|---|---|---|", *rows])
 
 
 def takers(facts: DrafterFacts) -> list[str]:

@@ -130,6 +130,16 @@ Remark = Callable[[DrafterFacts], str | None]
 """Function that returns a sentence about a drafter; None where it does not hold."""
 
 
+def described(text: str) -> Callable[[Remark], Remark]:
+    """Return a decorator that gives a function what documents say of it, whatever the drafter."""
+
+    def add(remark: Remark) -> Remark:
+        vars(remark)["text"] = text
+        return remark
+
+    return add
+
+
 @dataclass(frozen=True)
 class TargetList:
     """Families of targets for which an engine has a kind of drafters, by transformers' model type.

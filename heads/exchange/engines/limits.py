@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .engine import DrafterFacts, Remark
+from .engine import DrafterFacts, Remark, described
 
 
 def remark(holds: Callable[[DrafterFacts], object], text: str) -> Remark:
@@ -13,6 +13,7 @@ def remark(holds: Callable[[DrafterFacts], object], text: str) -> Remark:
     In braces the text may name values of the drafter's `shape` and of the `facts`.
     """
 
+    @described(text)
     def said(facts: DrafterFacts) -> str | None:
         if not holds(facts):
             return None
@@ -95,6 +96,9 @@ NORM_BEFORE_RESIDUAL = remark(
 )
 
 
+@described(
+    "its target scales or caps its logits, and engines add the transition bias to unchanged ones"
+)
 def transition(facts: DrafterFacts) -> str | None:
     """Return a limit of DSpark, whose bias is added to the target's logits after their scale.
 
@@ -120,6 +124,7 @@ ADDED_TOKENS = remark(
 )
 
 
+@described("its heads draft fewer tokens than the target has, since some were added to it")
 def added_tokens(facts: DrafterFacts) -> str | None:
     heads = facts.drafter
     if heads.drafted == heads.vocab_size:

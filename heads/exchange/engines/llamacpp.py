@@ -17,6 +17,7 @@ from .engine import (
     Recipe,
     ServingEngine,
     TargetList,
+    described,
     families,
 )
 from .like import block, chain, lookup
@@ -50,6 +51,7 @@ def _serve(kind: str, request: ExportRequest, _: Any) -> str:
     )
 
 
+@described("it does not fuse exactly three taps")
 def _three_taps(facts: DrafterFacts) -> str | None:
     if len(facts.shape.taps) == 3:
         return None

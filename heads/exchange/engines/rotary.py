@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .engine import DrafterFacts, Remark
+from .engine import DrafterFacts, Remark, described
 
 if TYPE_CHECKING:
     from ...files import JsonObject
@@ -67,6 +67,14 @@ class YarnReader:
     keeps_betas: bool = False
     """True if its beta_fast and beta_slow are always 32 and 1."""
 
+    @property
+    def text(self) -> str:
+        """What documents say of it."""
+        keys = ["attention_factor", "mscale or mscale_all_dim"]
+        keys += ["beta_fast or beta_slow"] if self.keeps_betas else []
+        keys += ["truncate false"] if self.rounds else []
+        return f"its rotary positions are YaRN's, and {', '.join(keys)} change their values there"
+
     def __call__(self, facts: DrafterFacts) -> str | None:
         """Return what it computes otherwise than the drafter; None where all is equal."""
         rope = facts.shape.rope
@@ -103,6 +111,9 @@ class YarnReader:
         return size * math.log(ratio) / (2 * math.log(rope["rope_theta"]))
 
 
+@described(
+    "its rotary positions are longrope with an attention_factor or a factor that is not read"
+)
 def longrope(facts: DrafterFacts) -> str | None:
     """Return what vLLM, SGLang and TensorRT-LLM scale otherwise: they read neither key for it."""
     rope = facts.shape.rope
@@ -126,6 +137,7 @@ def longrope(facts: DrafterFacts) -> str | None:
 def of_types(says: str, *types: str) -> Remark:
     """Return the limit of an engine for these types of rotary positions."""
 
+    @described(f"its rotary positions are of type {' or '.join(types)}, {says}")
     def said(facts: DrafterFacts) -> str | None:
         kind = facts.shape.rope["rope_type"]
         return f"its rotary positions are of type {kind}, {says}" if kind in types else None
@@ -133,6 +145,7 @@ def of_types(says: str, *types: str) -> Remark:
     return said
 
 
+@described("its rotary positions have mrope_section and a type, which the engine takes for default")
 def sections(facts: DrafterFacts) -> str | None:
     """Return a limit of SGLang's EAGLE-3: with sections, it takes any type for the default one."""
     rope = facts.shape.rope
@@ -144,6 +157,7 @@ def sections(facts: DrafterFacts) -> str | None:
     )
 
 
+@described("its rotary positions are proportional with a factor, which the engine does not read")
 def proportional_factor(facts: DrafterFacts) -> str | None:
     """Return a limit of vLLM and SGLang, which read no `factor` of proportional positions."""
     rope = facts.shape.rope

@@ -6,7 +6,15 @@ from shlex import quote
 from typing import Any
 
 from . import limits
-from .engine import DrafterFacts, ExportRequest, Recipe, ServingEngine, TargetList, families
+from .engine import (
+    DrafterFacts,
+    ExportRequest,
+    Recipe,
+    ServingEngine,
+    TargetList,
+    described,
+    families,
+)
 
 MAINTENANCE = "TGI is in maintenance mode; its own page recommends vLLM, SGLang and llama.cpp."
 
@@ -15,6 +23,7 @@ def _serve(request: ExportRequest, _: Any) -> str:
     return f"text-generation-launcher --model-id {quote(request.out)} --speculate {request.drafts}"
 
 
+@described("its heads share the target's output matrix and have more than one layer each")
 def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
     config = facts.drafter.config
     if not config.shared_head or config.num_layers == 1:

@@ -32,7 +32,7 @@ from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtoc
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
 NO_MEDUSA = "Medusa needs vLLM 0.32 or older and its V1 runner; 0.33 does not list it any more."
-READS = (rotary.YarnReader(rotary.transformers_scale), rotary.proportional_factor)
+READS = (rotary.proportional_factor,)
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (
     *limits.BLOCK,

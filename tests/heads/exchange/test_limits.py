@@ -22,12 +22,18 @@ from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
 from draftsmith.heads.exchange.engines.rotary import YarnReader, factor_of, transformers_scale
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import facts_of, refusal, sentences
+from draftsmith.heads.exchange.exports import (
+    facts_of,
+    limits_table,
+    refusal,
+    sentences,
+    targets_table,
+)
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.method import method_named
 from draftsmith.train.serving import facts_before, say_engines
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 from tests.heads.exchange.random_artifacts import TARGET, block, eagle, heads, order
 
 YARN = {
@@ -299,3 +305,8 @@ def test_an_engine_that_has_to_take_it_is_asked_before_anything_is_loaded(tmp_pa
     )
     with pytest.raises(UserError, match="--for takes vllm, .*, not vlm"):
         a_run(tmp_path, tmp_path / "target", "eagle", for_=["vlm"])
+
+
+def test_the_pages_have_the_tables_of_the_engines_files() -> None:
+    assert limits_table() in (ROOT / "docs/checkpoint-formats.md").read_text()
+    assert targets_table() in (ROOT / "docs/serving.md").read_text()

@@ -13,6 +13,7 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import DrafterFacts
+from ...heads.fingerprint import numbers_of
 from ..decode import Generation, Request, generate
 from ..drafters import Given, load_proposer, parse_spec, without_tree
 from ..proposer import Proposer
@@ -58,11 +59,12 @@ class ImitatedEngine:
         """Return the acceptance rule at T > 0."""
         return self._like.rule(kind_drafted_by(proposer), self.settings)
 
-    def shape(self, proposer: Proposer, family: str = "llama") -> dict[str, Any]:
+    def shape(self, proposer: Proposer, target: Any = None) -> dict[str, Any]:
         """Return the settings with which `load_proposer` makes `proposer` draft as in the engine.
 
-        `family` is the target's model type. Raises `UserError` for a drafter that the engine cannot
-        serve, and for one that is not imitated here.
+        `target` is the target's text configuration; without one, it is a Llama's. Raises
+        `UserError` for a drafter that the engine cannot serve, and for one that is not imitated
+        here.
         """
         kind = kind_drafted_by(proposer)
         if kind not in self._like.shapes:
@@ -72,7 +74,9 @@ class ImitatedEngine:
             )
         if isinstance(proposer, EagleProposer | DFlashProposer):
             drafter = proposer.drafter
-            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size, {})
+            family = "llama" if target is None else target.model_type
+            numbers = {} if target is None else numbers_of(target)
+            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size, numbers)
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
         return self._like.shapes[kind](proposer, self.settings)
@@ -97,7 +101,7 @@ class DraftsAsEngine:
         self.spec = spec
         self.given = Given(without_tree(spec), f" as in {engine.label}")
         self.name = proposer.name + self.given.suffix
-        self.setting = engine.shape(proposer, target.config.model_type)
+        self.setting = engine.shape(proposer, target.config)
         self._rule = engine.rule(proposer)
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)

@@ -18,6 +18,7 @@ from ...heads.vocabulary import spread_ids
 from ..rounds.compiled import prepare_to_compile
 from ..rounds.device import prepare
 from ..settings import TargetConfig, check_dtype
+from .adapter import merge_adapter
 from .causal_model import CausalModel
 from .model_head import ModelHead
 from .spread import load_spread
@@ -25,7 +26,6 @@ from .target_files import (
     base_and_adapter,
     check_config,
     check_fits,
-    merge_adapter,
     read_model,
     read_tokenizer,
 )

@@ -117,8 +117,8 @@ def _merged(model: Any, adapter: str, config: Any) -> nn.Module:
     # Weights of a quantised target are quantised once more when an adapter is merged into them.
     if not error <= tolerance and not getattr(model, "is_quantized", False):
         raise UserError(
-            f"{called} cannot be merged: the merged model's logits differ from peft's own (relative "
-            f"difference {error:.1e}); {REMEDY}"
+            f"{called} cannot be merged: the merged model's logits differ from peft's own "
+            f"(relative difference {error:.1e}); {REMEDY}"
         )
     if tied:
         _tie_equal(merged, adapter)

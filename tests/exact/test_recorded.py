@@ -268,7 +268,8 @@ def test_random_batches_of_trees_chains_and_mixtures(
     target.fuse(move=True)
     for seed in seeds:
         rng = random.Random(seed)
-        monkeypatch.setattr(loop, "runs_ahead", lambda device, ahead=rng.random() < 0.5: ahead)
+        ahead = rng.random() < 0.5
+        monkeypatch.setattr(loop, "runs_ahead", lambda device, ahead=ahead: ahead)
         requests = [
             Request(rng.choices(range(5, rng.choice([8, 100])), k=rng.randint(1, 12)), row)
             for row in range(rng.randint(2, 6))

@@ -32,6 +32,7 @@ from ...inference.conversations.templates import endless
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
+from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import Target, load_for_decoding
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
@@ -176,6 +177,10 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     long are left out with a warning.
     """
     target = load_for_decoding(options.target)
+    sampling = options.sampling.settings()
+    other = other_sampling(target.model.generation_config, sampling)
+    if other and not sampling.greedy:
+        log.warning("target %s: its %s", target.name, other)
     fingerprint = target.fingerprint()
     sink.add_provenance(
         {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
@@ -202,7 +207,6 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             waiting.append((prompt, task))
     if overlong:
         log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
-    settings = options.sampling.settings()
     while waiting:
         waiting.sort(key=lambda item: len(item[0]))  # a prefill is padded to its longest prompt
         batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
@@ -213,7 +217,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         ]
         replies = [list[int]() for _ in batch]
         for steps in decode(
-            target, PlainDecoding(), requests, options.sampling.max_new_tokens, settings
+            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
         ):
             for index, step, reason in steps:
                 replies[index] += step.tokens

@@ -84,6 +84,21 @@ def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(
         assert [i for i, m in enumerate(part.mask) if m] == list(range(start, end))
 
 
+def test_sampling_that_the_target_recommends_is_said(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(saved_tiny, target)
+    file = target / "generation_config.json"
+    recommended = {"do_sample": True, "top_k": 64, "top_p": 0.95}
+    file.write_text(json.dumps(json.loads(file.read_text()) | recommended))
+    for sampling in (GREEDY, ReplySampling(temperature=1, max_new_tokens=2)):
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        run(options(tmp_path, target, ROWS[:1], sampling))
+        said = "recommends sampling with top_k=64, top_p=0.95" in caplog.text
+        assert said == (sampling is not GREEDY)
+
+
 def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(
     tmp_path: Path, saved_tiny: Path
 ) -> None:

@@ -29,7 +29,7 @@ from ...heads.files import (
     whole_file,
     write_json,
 )
-from ...heads.fingerprint import changed_numbers
+from ...heads.fingerprint import changed_numbers, without_name
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
@@ -349,7 +349,8 @@ def refuse_another(store: Path, facts: JsonObject) -> None:
                     f"{store} holds features of the target before its configuration was changed "
                     f"({changes}); choose another folder"
                 )
-            was = {**was, "numbers": value["numbers"]}
+            was = without_name({**was, "numbers": value["numbers"]})
+            value = without_name(value)
         if was != value:
             raise UserError(
                 f"{store} holds features of another run ({name} differs); choose another folder"

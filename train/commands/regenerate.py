@@ -63,14 +63,16 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     finished, last = repair(out, ours=options.share is not None)
-    refuse_other(out, last, facts)
+    # The weights of a target that is loaded here are compared in place of its name.
+    here = options.server.url is None
+    refuse_other(out, last, facts, by_weights=here)
     written = {out: last}
     # Another worker may have another server of the same target.
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
         ids, written[other], _ = answered_in(other)
-        refuse_other(other, written[other], shared)
+        refuse_other(other, written[other], shared, by_weights=here)
         finished |= ids
     notes = Notes()
     all_tasks = tasks_of(rows, options, notes)
@@ -79,7 +81,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         of_share = f" for share {options.share}" if options.share else ""
         held = "%s already holds %d conversations; %d are left%s"
         log.info(held, options.out, len(finished), len(tasks), of_share)
-    if not tasks:
+    # Only a target that is loaded can be compared with one of another name.
+    names = {row.get("target") for row in written.values() if row is not None}
+    if not tasks and (not here or names <= {facts["target"]}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
         headers_with_key(options.server.api_key_file, "--server.api-key-file")

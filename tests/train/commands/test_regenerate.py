@@ -265,6 +265,21 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
         run(moved)
 
 
+def test_one_target_under_two_names_goes_on_in_one_file(
+    tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved_tiny, tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    run(options(tmp_path, saved_tiny, ROWS[:2]))
+    for rows in (ROWS[:3], ROWS[:3]):  # some are left, and none
+        run(options(tmp_path, Path("here"), rows))
+        assert len(rows_of(tmp_path)) == 3
+    other = tiny_target(seed=4)
+    other.model.save_pretrained(tmp_path / "here")
+    with pytest.raises(UserError, match="was written with weights_hash"):
+        run(options(tmp_path, tmp_path / "here", ROWS[:3]))
+
+
 def test_a_long_prompt_takes_no_room_from_a_short_one(tmp_path: Path, saved_tiny: Path) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     fits = target.max_positions

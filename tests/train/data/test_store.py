@@ -311,6 +311,10 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
     assert (
         load_stored(tmp_path / "one").fingerprint() == load_stored(tmp_path / "two").fingerprint()
     )
+    facts = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    refuse_another(tmp_path / "one", {"target": facts["target"] | {"name": "another/path"}})
+    with pytest.raises(UserError, match="target differs"):
+        refuse_another(tmp_path / "one", {"target": facts["target"] | {"weights_hash": "0"}})
     other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
     with pytest.raises(AssertionError, match="holds features of another run"):
         extract(other, tmp_path / "one", "eagle")

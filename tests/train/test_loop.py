@@ -162,6 +162,7 @@ def train(
         **more,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Setting accelerator" not in done.stdout, "a warning of deepspeed's, with no GPU here"
     return done
 
 

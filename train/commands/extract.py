@@ -86,7 +86,9 @@ def run(options: Options) -> None:
     check_output_folder(options.out, "--out")
     name = method_for(options.config, options.method)
     method = method_named(name)
-    config = config_with(method.run_class, options.config, options.set, "draftsmith data extract")
+    # The run's own folder, which a config may leave open, is not written here.
+    changes = [f"out={options.out}", *options.set]
+    config = config_with(method.run_class, options.config, changes, "draftsmith data extract")
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

@@ -81,6 +81,10 @@ def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
 def extract(
     config: Path, store: Path, method: str, *options: Any
 ) -> subprocess.CompletedProcess[str]:
+    # The folder of a run is none of the store's, and a config may lack it.
+    without_out = config.with_name("extract.yaml")
+    values = yaml.safe_load(config.read_text())
+    without_out.write_text(yaml.safe_dump({k: v for k, v in values.items() if k != "out"}))
     command = [
         PYTHON,
         "-m",
@@ -90,7 +94,7 @@ def extract(
         "--method",
         method.rstrip("1"),
         "--config",
-        str(config),
+        str(without_out),
     ]
     command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)

@@ -40,10 +40,10 @@ def check_there(path: str) -> None:
     if folder.is_dir():
         return check_folder(folder)
     if folder.is_file():
-        raise UserError(
-            f"target {path} is a file; name a model's folder, with config.json, weights in "
-            "safetensors and tokenizer"
-        )
+        remedy = "name a model's folder, with config.json, weights in safetensors and tokenizer"
+        if folder.suffix == ".gguf":
+            remedy = of_gguf(folder)
+        raise UserError(f"target {path} is a file; {remedy}")
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])
         raise UserError(f"target {path} is an address; give the model's name, {name}")
@@ -78,10 +78,20 @@ def check_folder(folder: Path) -> None:
         )
     if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return
-    kind = "no config.json"
-    if any(folder.glob("*.gguf")):
-        kind = "a GGUF file, which has to be turned into a Hugging Face folder first"
-    raise UserError(f"target folder {folder} holds {kind}; name the folder of a Hugging Face model")
+    if files := sorted(folder.glob("*.gguf")):
+        raise UserError(f"target folder {folder} holds a GGUF file; {of_gguf(files[0])}")
+    raise UserError(
+        f"target folder {folder} holds no config.json; name the folder of a Hugging Face model"
+    )
+
+
+def of_gguf(file: Path) -> str:
+    """Return how a GGUF file is turned into a folder that can be a target, as a remedy."""
+    return (
+        "name the published model that it was made of, or turn it into a Hugging Face folder with "
+        f"transformers: from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) of "
+        "AutoModelForCausalLM and AutoTokenizer, then save_pretrained of both"
+    )
 
 
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:

@@ -464,7 +464,8 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     config = make_config(tmp_path, saved_tiny, "eagle", **more)
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--heads.taps", "[1]")
     assert (
-        done.returncode != 0 and "has taps [0, 1], heads.taps says [1]; leave it out" in done.stderr
+        done.returncode != 0
+        and "has taps [0, 1], heads.taps says [1]; set it to [0, 1], or leave it out" in done.stderr
     )
     medusa = method_named("medusa")
     run = config_with(

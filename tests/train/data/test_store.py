@@ -113,7 +113,7 @@ def add_adapter(base: Path, folder: Path) -> Path:
     model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
     model.save_pretrained(base)
     config = LoraConfig(target_modules=["v_proj", "embed_tokens"], init_lora_weights=False)
-    get_peft_model(model, config).save_pretrained(folder)
+    get_peft_model(model, config).save_pretrained(str(folder))
     return folder
 
 

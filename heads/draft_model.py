@@ -19,7 +19,7 @@ from .errors import UserError
 from .files import JsonObject
 from .fingerprint import tokenizer_hash
 from .layout import DrafterModule
-from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
+from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer, save_model
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class DraftModel(DrafterModule, nn.Module):
         copy.load_state_dict(weights, assign=True)
         copy.tie_weights()
         copy.generation_config = self.model.generation_config
-        copy.save_pretrained(directory)
+        save_model(copy, directory)
         self.tokenizer.save_pretrained(directory)
 
     def facts(self) -> JsonObject:

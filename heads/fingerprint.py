@@ -128,6 +128,18 @@ class Fingerprint:
         ]
 
 
+def without_name(facts: JsonObject) -> JsonObject:
+    """Return the keys of a target by which it is compared, where its weights are known.
+
+    `facts` are a fingerprint's, or those of rows and runs that note its hash next to a name or
+    path. The same target is named in several ways: by a relative path, an absolute one, or its name
+    on the hub. Without a hash of the weights nothing is left out.
+    """
+    if facts.get("weights_hash") is None:
+        return facts
+    return {name: value for name, value in facts.items() if name not in ("name", "target")}
+
+
 def numbers_of(config: Any) -> dict[str, Any]:
     """Return the values of a text configuration that change the output of the same weights.
 

@@ -9,12 +9,14 @@ read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from msgspec import Meta, Struct
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -104,6 +106,14 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """
     check_repeated(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def save_model(model: Any, folder: str | Path) -> None:
+    """Write a model as Hugging Face files."""
+    # transformers imports deepspeed to save a model, which would print a warning without a GPU.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    model.save_pretrained(folder)
 
 
 def config_of_values(values: JsonObject) -> Any:

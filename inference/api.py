@@ -265,8 +265,10 @@ class Decoder:
         A tokenizer's output can be given in place of prompts: `generate(**tokenizer(texts))`.
         `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
         what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
-        noise of a reply belongs to the prompt's index and the number of the sample, so the text
-        does not depend on `batch_size`. Raises `UserError`.
+        noise of a reply belongs to the seed, the prompt's index and the number of the sample, so
+        the text does not depend on `batch_size`. The seed is 0 if none is given, so that a second
+        call with the same prompts samples the same texts again: give `seed` for others, or
+        `samples` for several. Raises `UserError`.
         """
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:

@@ -208,7 +208,7 @@ class Sampling:
             ),
             (
                 not (self.greedy and truncates),
-                f"{', '.join(truncates)} means nothing at temperature 0; give sampling.temperature "
+                f"{', '.join(truncates)} means nothing at temperature 0; give a temperature "
                 "too, also where several temperatures are named",
             ),
             (

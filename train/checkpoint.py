@@ -139,8 +139,9 @@ class RunFolder:
     def check_identity(self, step: int, identity: JsonObject) -> None:
         """Raise `UserError` unless target and data are still those of the checkpoint of `step`.
 
-        The config names both by path only, so `identity` holds hashes of them, and the numbers of
-        the target's configuration. Called before anything in the run folder is overwritten.
+        The config names both by path only, and one target may have several, so `identity` holds
+        hashes of them, and the numbers of the target's configuration. Called before anything in the
+        run folder is overwritten.
         """
         before = self.state_of(step).identity
         for name, value in identity.items():
@@ -151,9 +152,10 @@ class RunFolder:
                         f"changed since ({changes}); change it back, or choose another output"
                     )
             elif before.get(name) != value:
+                what = "target has other weights" if name == "target" else f"{name} has changed"
                 raise UserError(
-                    f"{self.path} holds checkpoints of a run whose {name} has changed since, "
-                    "though its path has not; choose another output"
+                    f"{self.path} holds checkpoints of a run whose {what} since; choose another "
+                    "output"
                 )
 
     def prune(self, keep: int, best_step: int) -> None:
@@ -236,8 +238,10 @@ def former_config(path: Path) -> JsonObject | None:
 
 
 # Keys that a resume may change: none of them changes what a step learns. They decide what is
-# reported and kept, when the run stops, and how the same features reach the trainer.
+# reported and kept, when the run stops, and how the same features reach the trainer. The target may
+# be named in another way: its weights are compared (`RunFolder.check_identity`).
 FREE_TO_CHANGE = {
+    "target.path", "target.adapter",
     "batch_rows", "for_", "log_every", "tracker", "project", "checkpoints.resume",
     "checkpoints.keep",
     "evaluation.every", "evaluation.patience", "profile.first",

@@ -138,9 +138,9 @@ class Evaluation:
     The measured tau, never a loss, decides which checkpoint is the best.
     """
 
-    every: float = 0.1
-    """Number of steps between evaluations, or below 1 the share of the run; there is always one at
-    the end."""
+    every: int | float = 0.1
+    """Number of steps between evaluations, or the share of the run if it is a fraction: 0.5 is
+    twice in a run, 1.0 once, 1 after every step. There is always one at the end."""
     prompts: int = 32
     """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128
@@ -160,6 +160,11 @@ class Evaluation:
         if not 0 < self.every < math.inf or min(self.prompts, self.tree_nodes) < 1:
             raise UserError(
                 "evaluation.every must be above 0, evaluation.prompts and tree_nodes at least 1"
+            )
+        if self.every > 1 and self.every % 1:
+            raise UserError(
+                f"evaluation.every is {self.every}; give a whole number of steps, or a share of "
+                "the run of at most 1.0"
             )
         if self.max_new_tokens < 2:
             raise UserError(

@@ -46,9 +46,11 @@ def most_ranks(rows: int, ranks: int) -> int:
     return max(number for number in range(1, min(rows, ranks) + 1) if rows % number == 0)
 
 
-def interval(every: float, total_steps: int) -> int:
+def interval(every: int | float, total_steps: int) -> int:
     """Return the steps between two events of which one comes `every` steps.
 
-    Below 1 it is a share of the run: 0.1 of 1,000 steps are 100.
+    A float of at most 1 is a share of the run: 0.1 of 1,000 steps are 100, and 1.0 all of them,
+    where the integer 1 is a single step.
     """
-    return max(1, round(every if every >= 1 else every * total_steps))
+    share = isinstance(every, float) and every <= 1
+    return max(1, round(every * total_steps if share else every))

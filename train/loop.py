@@ -43,7 +43,7 @@ from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
-from .objectives import Sums, acceptance_lengths, add_sums
+from .objectives import Sums, acceptance_lengths, add_sums, check_backend
 from .parallel import (
     end_training,
     engine_of,
@@ -191,8 +191,10 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
 def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.out, "--out")
+    device = resolve_device(run.target.device)
+    if (attention := getattr(getattr(run, "objective", None), "attention", None)) is not None:
+        check_backend(attention, device)
     if run.features.store is None:
-        resolve_device(run.target.device)
         check_there(run.target.path)
         for source in run.data.sources:
             source_files(source)

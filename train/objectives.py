@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..heads.errors import UserError
 from .data.batches import Batch
 from .data.features import Features
 
@@ -169,3 +170,9 @@ def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
     by_depth = [value for key, value in metrics.items() if key.startswith("surv@")]
     # A depth without roots has a mean of NaN.
     return {"tau_rows": 1 + sum(value for value in by_depth if not math.isnan(value))}
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise `UserError` for a backend of attention that has no gradients on this device."""
+    if backend == "flex" and device.type == "cpu":
+        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
-from ..inference.targets.target_files import check_there
+from ..inference.settings import TargetConfig
+from ..inference.targets.target_files import base_and_adapter
 
 # Floating point operations of a training step for each number of a matrix and each of its rows: two
 # in the forward pass, two for the gradient of the matrix, two for the gradient of its input.
@@ -106,8 +107,8 @@ def passed_through(
 def config_at(path: str, trust: bool = False) -> Any:
     """Return the config of a model on the hub or in a folder; `trust`: code next to it may be run.
 
-    Raises `UserError` where there is none.
+    Of an adapter's folder it is that of the base model. Raises `UserError` where there is none.
     """
-    check_there(path)
+    path, _ = base_and_adapter(TargetConfig(path))
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from ...heads.errors import UserError
 from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
-from ...heads.fingerprint import tokenizer_hash
+from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.given import GivenRows
@@ -288,9 +288,18 @@ def identity(report: Report, options: Options) -> JsonObject:
     # the figures do not depend on the names of the files that they are written to
     facts["options"] = asdict(options)
     del facts["options"]["json"], facts["options"]["spec_bench"]
+    leave_out_names(facts)
     facts["profile"] = checksum(Path(options.profile)) if options.profile is not None else None
     # there and back, so that only texts, numbers, lists and dictionaries are left
     return json_module.loads(json_module.dumps(facts, default=str))
+
+
+def leave_out_names(facts: JsonObject) -> None:
+    """Take the target's name and paths out of an identity, where its weights are known."""
+    target = facts["target"]
+    if target is not None and (compared := without_name(target)) != target:
+        facts["target"] = compared
+        del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
 
 
 def assisted(

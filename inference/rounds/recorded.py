@@ -223,9 +223,8 @@ def run(
             )
         return accepted, None
     rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
-    form = tree.tokens.shape, tree.shape, tree.levels, tree.parents is None, tree.probs is None
     kind = proposer.traceable, proposer.taps
-    key = (*kind, *form, draws.sampling, proposer.plan, proposer.own_cache)
+    key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)
     if key not in rounds:
         rounds[key] = RecordedRound(recorder(), tree, proposer)
     return rounds[key](target, proposer, tree, cache, draws)

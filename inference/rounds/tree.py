@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,8 +193,17 @@ class DraftTree:
         """Return the same trees in memory of their own."""
         return replace(self, **{name: part.clone() for name, part in self._tensors().items()})
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that a recorded round of these trees is fixed to: shapes, and which fields there are.
+
+        A drafter with a lookup drafts trees with scores in one round and chains without in another.
+        """
+        sizes = ((name, part.shape, part.dtype) for name, part in self._tensors().items())
+        return self.shape, self.levels, self.informed, *sizes
+
     def copy_(self, other: DraftTree) -> None:
-        """Take over the values of trees of the same form."""
+        """Take over the values of trees of the same `form`."""
         given = other._tensors()
         for name, part in self._tensors().items():
             part.copy_(given[name])

@@ -24,6 +24,7 @@ from ..evaluation.tuning.profile import ProfileFile, TuningProfile
 from ..keys import read_key
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
+from ..targets.generation_settings import other_sampling
 from ..targets.target import Target, load_for_decoding
 from .options import ServeOptions as Options
 
@@ -61,6 +62,8 @@ def run(options: Options) -> None:
         if key is None and hosts == ["*"]:
             warn("everybody who reaches this machine can use the server; give an --api-key-file")
         target = load_for_decoding(options.target)
+        if other := other_sampling(target.model.generation_config, options.sampling):
+            warn(f"target {target.name}: its {other}")
         proposers = [*proposers_of(options, target), PlainDecoding()]
         names = distinct_names(proposers)
         by_name = dict(zip(names, proposers, strict=True))

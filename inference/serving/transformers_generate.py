@@ -23,25 +23,16 @@ from ...heads.pretrained import end_ids
 from ..api import Decoder, load
 from ..decode import Request, Step, decode
 from ..settings import Sampling
+from ..targets.generation_settings import not_applied
 
 DEFAULT_TOP_K = 50  # of transformers where it samples and nothing else is said
 DEFAULT_NEW_TOKENS = 20  # of transformers where no length is given
 
-# Values by which each of these changes nothing; of others plain `generate` would be needed.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
-    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), (None, 1.0)),
-    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff"), (None, 0)),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
-    **dict.fromkeys(("renormalize_logits", "token_healing", "use_mtp"), (None, False)),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), (None, False)),
-    **dict.fromkeys(("output_scores", "output_logits"), (None, False)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), (None, [])),
-    **dict.fromkeys(("top_h", "bad_words_ids", "force_words_ids", "constraints"), (None,)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), (None,)),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "dola_layers", "max_time"), (None,)),
-}
+NOT_RETURNED = (
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("renormalize_logits", "use_mtp", "prompt_lookup_num_tokens"),
+)
+"""Settings that do not change the text, and that plain `generate` would be needed for."""
 IGNORED = {"use_model_defaults", "synced_gpus", "cache_implementation", "use_cache", "position_ids"}
 """Arguments about how plain `generate` computes, which this one does not need."""
 
@@ -165,8 +156,9 @@ def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
 
 def refuse(config: GenerationConfig, rest: dict[str, Any]) -> None:
     """Raise `UserError` for an argument that only plain `generate` can honour."""
-    for name, neutral in NEUTRAL.items():
-        if (value := getattr(config, name, None)) not in neutral:
+    asked = {name: value for name in NOT_RETURNED if (value := getattr(config, name, None))}
+    for name, value in (asked | not_applied(config)).items():
+        if name != "stop_strings":  # which the loop takes
             raise UserError(
                 f"{name}={value!r} is not supported by custom_generate; call generate without it"
             )

@@ -25,22 +25,6 @@ STATELESS_KINDS = {"mlp", "moe"}
 """Kinds of layers that keep nothing: Nemotron-H counts its perceptrons as layers."""
 KINDS_OF_LAYERS = KINDS_OF_ATTENTION | RECURRENT_KINDS | STATELESS_KINDS
 
-# Settings of a generation_config that `generate` applies and decoding here does not, each with the
-# values that leave the scores as they are.
-PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-}
-
 BORDERS = ("position", "window", "chunk", "floor", "context", "seq_len", "length")
 """Words in the names of settings that are numbers of positions."""
 
@@ -185,13 +169,6 @@ class ModelHead:
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
         return frozenset(end_ids(ids))
-
-    @property
-    def processors(self) -> dict[str, Any]:
-        """Settings of generation_config that `generate` applies and decoding here does not."""
-        config = self.model.generation_config
-        values = {name: getattr(config, name, None) for name in PROCESSORS}
-        return {name: value for name, value in values.items() if value not in PROCESSORS[name]}
 
     @property
     def repetition_penalty(self) -> float:

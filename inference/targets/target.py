@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,15 @@ from ...heads.vocabulary import spread_ids
 from ..rounds.compiled import prepare_to_compile
 from ..rounds.device import prepare
 from ..settings import TargetConfig, check_dtype
+from .adapter import merge_adapter
 from .causal_model import CausalModel
+from .generation_settings import not_applied
 from .model_head import ModelHead
 from .spread import load_spread
 from .target_files import (
     base_and_adapter,
     check_config,
     check_fits,
-    merge_adapter,
     read_model,
     read_tokenizer,
 )
@@ -209,8 +211,8 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
             "them its longrope factors change for the whole text",
             target.name, border, target.config.max_position_embeddings,
         )  # fmt: skip
-    if target.processors:
-        listed = ", ".join(f"{name}={value}" for name, value in target.processors.items())
+    if settings := not_applied(target.model.generation_config):
+        listed = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in settings.items())
         log.warning(
             "target %s asks generate for %s; decoding here does not apply it", target.name, listed
         )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -26,7 +26,6 @@ from ..settings import TargetConfig
 HUB = "https://huggingface.co/"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number
 LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
-MEGATRON = "megatron.core"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -41,10 +40,10 @@ def check_there(path: str) -> None:
     if folder.is_dir():
         return check_folder(folder)
     if folder.is_file():
-        raise UserError(
-            f"target {path} is a file; name a model's folder, with config.json, weights in "
-            "safetensors and tokenizer"
-        )
+        remedy = "name a model's folder, with config.json, weights in safetensors and tokenizer"
+        if folder.suffix == ".gguf":
+            remedy = of_gguf(folder)
+        raise UserError(f"target {path} is a file; {remedy}")
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])
         raise UserError(f"target {path} is an address; give the model's name, {name}")
@@ -79,10 +78,20 @@ def check_folder(folder: Path) -> None:
         )
     if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return
-    kind = "no config.json"
-    if any(folder.glob("*.gguf")):
-        kind = "a GGUF file, which has to be turned into a Hugging Face folder first"
-    raise UserError(f"target folder {folder} holds {kind}; name the folder of a Hugging Face model")
+    if files := sorted(folder.glob("*.gguf")):
+        raise UserError(f"target folder {folder} holds a GGUF file; {of_gguf(files[0])}")
+    raise UserError(
+        f"target folder {folder} holds no config.json; name the folder of a Hugging Face model"
+    )
+
+
+def of_gguf(file: Path) -> str:
+    """Return how a GGUF file is turned into a folder that can be a target, as a remedy."""
+    return (
+        "name the published model that it was made of, or turn it into a Hugging Face folder with "
+        f"transformers: from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) of "
+        "AutoModelForCausalLM and AutoTokenizer, then save_pretrained of both"
+    )
 
 
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:
@@ -162,35 +171,6 @@ def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
         )
     check_there(base)
     return base, config.path
-
-
-def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
-    """Return `model` with the LoRA adapter in the folder `adapter` merged. Raises `UserError`."""
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise UserError(
-            "a LoRA adapter needs peft; in the checkout: pip install -c constraints.txt -e "
-            "'.[lora]'"
-        ) from error
-    if Path(adapter).is_dir() and not Path(adapter, ADAPTER_WEIGHTS).is_file():
-        raise UserError(
-            f"adapter {adapter} has no {ADAPTER_WEIGHTS}; save it again: pickled weights can run "
-            "code"
-        )
-    with clear_errors(adapter, "adapter"):
-        found = PeftConfig.from_pretrained(adapter)
-    # peft imports a module of this name; its default is written by every adapter, and not used.
-    if getattr(found, "megatron_config", None) or (
-        getattr(found, "megatron_core", None) not in (None, MEGATRON)
-    ):
-        raise UserError(
-            f"adapter {adapter} names a module to import (megatron_core), which is refused; save "
-            "it again without megatron_config and megatron_core"
-        )
-    with clear_errors(adapter, "adapter"):
-        merged: Any = PeftModel.from_pretrained(cast(Any, model), adapter, config=found)
-        return merged.merge_and_unload()
 
 
 FLOATS = ("F64", "F32", "BF16", "F16")

@@ -22,6 +22,8 @@ from functions import Function, Split, ngrams, select, stdlib_functions, write_r
 from make_target import PAD, batches, encode, held_out_loss, token_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.heads.pretrained import save_model
+
 SHORTEST, LONGEST = 40, 800
 """Characters of a docstring."""
 BATCH = 8192
@@ -100,7 +102,7 @@ def fine_tune(source: Path, out: Path, tokens: float, rate: float) -> None:
         if done >= tokens:
             break
     print(f"held-out loss of replies {judged():.3f}", flush=True)
-    model.save_pretrained(out)
+    save_model(model, out)
     tokenizer.save_pretrained(out)
 
 

@@ -53,6 +53,7 @@ from transformers import (
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
+from draftsmith.heads.pretrained import save_model
 from draftsmith.train.muon import Muon
 
 # the first ids, in this order
@@ -424,7 +425,7 @@ def main() -> None:
 
     def save(facts: dict) -> None:
         rounded: Any = copy.deepcopy(model)
-        rounded.to("cpu", torch.bfloat16).save_pretrained(args.out)
+        save_model(rounded.to("cpu", torch.bfloat16), args.out)
         if predictor is not None:
             weights = args.out / "model.safetensors"
             kept = load_file(weights)

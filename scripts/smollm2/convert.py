@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import whole_directory
+from draftsmith.heads.pretrained import save_model
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -110,7 +111,7 @@ def convert(gguf: Path, folder: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_config(plain_config(model.config), dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
+    save_model(plain, folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     split_digits(tokenizer)
     check_tokenizer(tokenizer)

@@ -7,6 +7,7 @@ A CUDA graph launches the kernels of one round again, over the same memory and w
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -21,12 +22,19 @@ from draftsmith.inference import decode as loop
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds import cache as cache_module
 from draftsmith.inference.rounds import device, noise, recorded, tree
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
+from draftsmith.inference.tree_settings import TreeSettings
 from tests.architectures import architecture, near_copy, proposers
-from tests.conftest import ROOT
+from tests.blocks import proposer_of, random_block
+from tests.conftest import ROOT, random_heads
+from tests.eagles import random_eagle
 from tests.exact.test_static import SAMPLINGS, full, run, without_times
 
 FEW = ("plain", "medusa", "eagle3 tree", "dspark tree", "draft-model chain", "ngram")
@@ -224,6 +232,55 @@ def test_what_a_recording_reads_is_kept_and_stays_where_it_is(
             for state in cache.states.values():
                 fixed += [state.keys, state.values]
             assert {storage(x) for x in fixed} <= kept, way
+
+
+def drawn(rng: random.Random, target: Target) -> Proposer:
+    """Return a drafter that mixes trees and looked-up chains, or drafts one of the two."""
+    length, lookup = rng.randint(2, 8), rng.randint(1, 9)
+    settings = rng.choice(
+        [
+            TreeSettings(length=length, width=1),
+            TreeSettings(length=length, width=3, nodes=rng.randint(length, 3 * length)),
+        ]
+    )
+    block = rng.choice(["dflash", "dspark"])
+    blocks: dict[str, int] = rng.choice([{}, {"width": 3, "nodes": 9}, {"width": 16, "nodes": 16}])
+    makes: list[Callable[[], Proposer]] = [
+        lambda: EagleProposer(random_eagle(target, rng.choice(["eagle3.1", "eagle1"])), settings),
+        lambda: proposer_of(random_block(target, block, block_size=length + 2), **blocks),
+        lambda: MedusaProposer(random_heads(target), TreeSettings(nodes=rng.randint(4, 12))),
+        lambda: NgramLookup(length=lookup),
+    ]
+    proposer = rng.choice(makes)()
+    if rng.random() < 0.8 and not isinstance(proposer, NgramLookup):
+        proposer = WithLookup(proposer, rng.randint(1, 2), lookup)
+    return proposer
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 310), marks=full)], ids=["few", "many"]
+)
+def test_random_batches_of_trees_chains_and_mixtures(
+    seeds: range, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 2 to 6 rows, one after the other with the same target and its kept caches."""
+    target = architecture("llama")
+    target.fuse(move=True)
+    for seed in seeds:
+        rng = random.Random(seed)
+        ahead = rng.random() < 0.5
+        monkeypatch.setattr(loop, "runs_ahead", lambda device, ahead=ahead: ahead)
+        requests = [
+            Request(rng.choices(range(5, rng.choice([8, 100])), k=rng.randint(1, 12)), row)
+            for row in range(rng.randint(2, 6))
+        ]
+        sampling = SAMPLINGS[rng.choice(["greedy", "coupled", "penalty"])]
+        proposer, ends = drawn(rng, target), frozenset(rng.sample(range(100), 2))
+        texts = []
+        for target.compiled in (False, True):
+            texts.append(without_times(generate(target, proposer, requests, 40, sampling, ends)))
+        assert texts[0] == texts[1], (seed, proposer.name, sampling)
+    assert sum(tape.replays for tape in tapes) > 10 * len(seeds)
 
 
 def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
+from draftsmith.train.command_line.parse import parse
+from draftsmith.train.commands.cli import named_again
+from draftsmith.train.config import Evaluation
 from draftsmith.train.division import Division, divided, interval
+from draftsmith.train.loop import check_before_loading
+from draftsmith.train.method import method_named
+from draftsmith.train.methods.dflash import DFlashRun
+from draftsmith.train.methods.medusa import MedusaRun
 
 
 def run(rows: int, most: int) -> Any:
@@ -61,3 +69,41 @@ def test_every_row_is_in_one_pass_of_one_rank(share: int, most: int, ranks: int)
 def test_intervals() -> None:
     assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.0001)] == [1, 250, 100, 500, 1]
     assert interval(0.1, 7) == 1 and interval(750.0, 100) == 750
+    assert interval(1.0, 1000) == 1000 and interval(1, 1000) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "steps"), [("1", 1), ("1.0", 80), ("0.5", 40), ("20", 20), ("20.0", 20)]
+)
+def test_an_interval_as_it_is_given(word: str, steps: int, tmp_path: Path) -> None:
+    """On a command line, in YAML, and as a checkpoint notes it."""
+    config = tmp_path / "run.yaml"
+    needed = "target: {path: t}\ndata: {sources: [d.jsonl]}\nout: o\n"
+    for text, more in (
+        (needed, ["--evaluation.every", word]),
+        (f"{needed}evaluation: {{every: {word}}}\n", []),
+    ):
+        config.write_text(text)
+        made = parse(MedusaRun, ["--config", str(config), *more], "x")
+        assert interval(made.evaluation.every, 80) == steps
+        config.write_text(made.as_yaml())
+        again = parse(MedusaRun, ["--config", str(config)], "x")
+        assert interval(again.evaluation.every, 80) == steps
+
+
+def test_a_part_of_a_step_is_refused() -> None:
+    with pytest.raises(UserError, match="every is 2.5; give a whole number of steps, or a share"):
+        Evaluation(every=2.5)
+
+
+def test_attention_that_a_cpu_has_not_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"target: {{path: none, device: cpu, dtype: bfloat16}}\ndata: {{sources: [d.jsonl]}}\n"
+        f"out: {tmp_path / 'o'}\nobjective: {{attention: flex}}\n"
+    )
+    run = parse(DFlashRun, ["--config", str(config)], "x")
+    with pytest.raises(UserError, match="objective.attention is flex"):
+        check_before_loading(run, method_named("dflash"))
+    # What a run says at its end names the target as it was loaded.
+    assert named_again("none", run) == "--target none --dtype bfloat16 "

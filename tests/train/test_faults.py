@@ -269,6 +269,8 @@ def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
     write_checksums(at)
     folder = RunFolder(str(tmp_path / "run"))
     assert find_resume(folder, now) == 5
+    moved = replace(now.target, path=str(tmp_path / "elsewhere"))
+    assert find_resume(folder, replace(now, target=moved)) == 5, "weights are compared, not paths"
     with pytest.raises(UserError, match="optim.momentum was 0.95, now it is 0.5"):
         find_resume(folder, replace(now, optim=replace(now.optim, momentum=0.5)))
     # Before 2026-11-27 the config had passes of a rank in place of the rows of a step.

@@ -134,7 +134,19 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     target = run.target.path
     if names_a_folder(target) and not Path(target).is_dir():
         target = "TARGET"
-    print(f"next: draftsmith evaluate --target {target} --drafter {best} --prompts FILE")
+    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {best} --prompts FILE")
+
+
+def named_again(target: str, run: RunConfig) -> str:
+    """Return the options by which another command loads the target of a run, with a space after."""
+    from ...inference.settings import TargetConfig
+
+    words = f"--target {target} "
+    default = TargetConfig("")
+    for name, option in (("adapter", "--target.adapter"), ("dtype", "--dtype")):
+        if (value := getattr(run.target, name)) != getattr(default, name):
+            words += f"{option} {value} "
+    return words
 
 
 def _usage(of: str = "") -> str:

@@ -29,7 +29,7 @@ from ...heads.files import (
     whole_file,
     write_json,
 )
-from ...heads.fingerprint import changed_numbers
+from ...heads.fingerprint import changed_numbers, without_name
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
@@ -86,7 +86,9 @@ def run(options: Options) -> None:
     check_output_folder(options.out, "--out")
     name = method_for(options.config, options.method)
     method = method_named(name)
-    config = config_with(method.run_class, options.config, options.set, "draftsmith data extract")
+    # The run's own folder, which a config may leave open, is not written here.
+    changes = [f"out={options.out}", *options.set]
+    config = config_with(method.run_class, options.config, changes, "draftsmith data extract")
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None
@@ -349,7 +351,8 @@ def refuse_another(store: Path, facts: JsonObject) -> None:
                     f"{store} holds features of the target before its configuration was changed "
                     f"({changes}); choose another folder"
                 )
-            was = {**was, "numbers": value["numbers"]}
+            was = without_name({**was, "numbers": value["numbers"]})
+            value = without_name(value)
         if was != value:
             raise UserError(
                 f"{store} holds features of another run ({name} differs); choose another folder"

@@ -22,6 +22,7 @@ from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
+from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import load_for_decoding
 from .chat import chat, check_template
 from .options import GenerateOptions as Options
@@ -118,6 +119,9 @@ def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: s
 def load(options: Options) -> Decoder:
     """Return the target and the drafter, with its tuned tree if there is a profile."""
     target = load_for_decoding(options.target)
+    other = other_sampling(target.model.generation_config, options.sampling)
+    if other and not options.sampling.greedy:
+        warn(f"target {target.name}: its {other}")
     tuned = None
     if options.profile is not None:
         tuned = TuningProfile(options.profile, target).setting(

@@ -32,6 +32,7 @@ from ...inference.conversations.templates import endless
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
+from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import Target, load_for_decoding
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
@@ -62,14 +63,16 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     finished, last = repair(out, ours=options.share is not None)
-    refuse_other(out, last, facts)
+    # The weights of a target that is loaded here are compared in place of its name.
+    here = options.server.url is None
+    refuse_other(out, last, facts, by_weights=here)
     written = {out: last}
     # Another worker may have another server of the same target.
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
         ids, written[other], _ = answered_in(other)
-        refuse_other(other, written[other], shared)
+        refuse_other(other, written[other], shared, by_weights=here)
         finished |= ids
     notes = Notes()
     all_tasks = tasks_of(rows, options, notes)
@@ -78,7 +81,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         of_share = f" for share {options.share}" if options.share else ""
         held = "%s already holds %d conversations; %d are left%s"
         log.info(held, options.out, len(finished), len(tasks), of_share)
-    if not tasks:
+    # Only a target that is loaded can be compared with one of another name.
+    names = {row.get("target") for row in written.values() if row is not None}
+    if not tasks and (not here or names <= {facts["target"]}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
         headers_with_key(options.server.api_key_file, "--server.api-key-file")
@@ -176,6 +181,10 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     long are left out with a warning.
     """
     target = load_for_decoding(options.target)
+    sampling = options.sampling.settings()
+    other = other_sampling(target.model.generation_config, sampling)
+    if other and not sampling.greedy:
+        log.warning("target %s: its %s", target.name, other)
     fingerprint = target.fingerprint()
     sink.add_provenance(
         {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
@@ -202,7 +211,6 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             waiting.append((prompt, task))
     if overlong:
         log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
-    settings = options.sampling.settings()
     while waiting:
         waiting.sort(key=lambda item: len(item[0]))  # a prefill is padded to its longest prompt
         batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
@@ -213,7 +221,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         ]
         replies = [list[int]() for _ in batch]
         for steps in decode(
-            target, PlainDecoding(), requests, options.sampling.max_new_tokens, settings
+            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
         ):
             for index, step, reason in steps:
                 replies[index] += step.tokens

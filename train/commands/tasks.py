@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
+from ...heads.fingerprint import without_name
 from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError, plain_message
@@ -241,13 +242,19 @@ def repair(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
     return ids, written
 
 
-def refuse_other(out: Path, written: JsonObject | None, facts: JsonObject) -> None:
+def refuse_other(
+    out: Path, written: JsonObject | None, facts: JsonObject, by_weights: bool = False
+) -> None:
     """Raise `UserError` if `facts` differ from those that the rows in `out` were `written` with.
 
-    Rows of two targets or two samplings must not end up in one file.
+    Rows of two targets or two samplings must not end up in one file. `by_weights`: where the rows
+    note the hash of their target's weights, its name is not compared, and the hash will be.
     """
+    if written is None:
+        return
+    compared = without_name({**written, **facts}) if by_weights else facts
     for name, value in facts.items():
-        if written is not None and written.get(name) != value:
+        if name in compared and written.get(name) != value:
             raise UserError(
                 f"{out} was written with {name} {written.get(name)}, now it is {value}; choose "
                 "another --out"

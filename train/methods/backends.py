@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from ...heads.errors import UserError
 from .runs import Backend
 
 SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's kernels take it
@@ -25,12 +24,6 @@ GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for e
 
 _COMPILED: dict[str, Any] = {}
 _STAND_INS: list[Any] = []
-
-
-def check_backend(backend: Backend, device: torch.device) -> None:
-    """Raise `UserError` for a backend of attention that has no gradients on this device."""
-    if backend == "flex" and device.type == "cpu":
-        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
 
 
 def backend_for(

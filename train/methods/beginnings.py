@@ -23,9 +23,11 @@ def check_same(options: Any, init_from: str, stored: JsonObject) -> None:
     for name, value in asdict(options).items():
         # An option given as its default cannot be distinguished from one that was left out.
         if value not in (defaults[name], stored[name]):
+            # A recipe's key cannot be left out, so what it has to be is said.
+            right = "null" if stored[name] is None else stored[name]
             raise UserError(
-                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; "
-                "leave it out"
+                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; set "
+                f"it to {right}, or leave it out"
             )
 
 

@@ -46,7 +46,7 @@ from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import FeaturesRead, Method
-from ..objectives import Sums, depth_metrics, smoothed, survival_weights
+from ..objectives import Sums, check_backend, depth_metrics, smoothed, survival_weights
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -56,7 +56,6 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import attend_nearby, block_weights, rescale, start_uncertain

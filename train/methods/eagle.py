@@ -17,6 +17,7 @@ from ...heads.errors import UserError
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
+from ..objectives import check_backend
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -26,7 +27,6 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .backends import check_backend
 from .beginnings import shape_before
 from .first_weights import start_uncertain
 from .recycling import RecyclingMethod

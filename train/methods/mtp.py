@@ -19,8 +19,8 @@ from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
+from ..objectives import check_backend
 from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
-from .backends import check_backend
 from .beginnings import shape_before
 from .eagle import STATES
 from .first_weights import set_scale, start_uncertain

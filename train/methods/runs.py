@@ -233,7 +233,7 @@ class BlockLoss(Memory):
             raise UserError("objective.smoothing must lie in [0, 1], objective.gamma be above 0")
         if self.gamma is not None and self.weighting != "decay":
             raise UserError(
-                f"objective.gamma is of weighting decay, not {self.weighting}; leave it out"
+                f"objective.gamma is of weighting decay, not {self.weighting}; set it to null"
             )
         if self.weighting == "d-pace" and self.loss != "ce":
             raise UserError(

@@ -10,7 +10,7 @@ from ...heads.errors import UserError
 from ...inference.conversations.formats import conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.targets.target_files import read_tokenizer
+from ...inference.targets.target_files import base_and_adapter, read_tokenizer
 from ..config import RunConfig, Source
 from ..data.templates import encode
 from ..outline import ConfigOnly, config_at
@@ -29,7 +29,8 @@ def reply_share_of(config: RunConfig) -> float | None:
         return None
     written = total = 0.0
     try:
-        tokenizer = read_tokenizer(target.path, target.trust_remote_code)
+        base, _ = base_and_adapter(target)
+        tokenizer = read_tokenizer(base, target.trust_remote_code)
         eos_ids = ConfigOnly(config_at(target.path, target.trust_remote_code)).eos_ids
         for source in config.data.sources:
             files = source_files(source)

@@ -16,6 +16,7 @@ class ReportOptions:
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith report out.json runs/medusa --out report.html",
         "draftsmith report before.json after.json --format md",
+        "draftsmith report before.json after.json --out report.md",
     )
     first: ClassVar[tuple[str, ...]] = (
         "runs",
@@ -28,5 +29,6 @@ class ReportOptions:
     or runs."""
     out: str | None = field(default=None, metadata={"form": "FILE"})
     """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
-    format: Literal["html", "md"] = "html"
-    """html: a page; md: its tables alone, as Markdown."""
+    format: Literal["html", "md"] | None = None
+    """html: a page; md: its tables alone, as Markdown. If not given, the ending of --out decides,
+    and html is written without one."""

@@ -25,6 +25,7 @@ from .tables import Colours, categories, served, summary
 from .training import Training, curves, trainings
 
 HTML_FILE = "report.html"
+ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
 @dataclass
@@ -47,19 +48,38 @@ def run(options: Options) -> None:
         )
     check_output(options.out, "--out")
     found = gather(options.runs)
-    text = html(found) if options.format == "html" else markdown(found).encode("utf-8", "replace")
-    out = options.out or (HTML_FILE if options.format == "html" else None)
+    out = options.out or (HTML_FILE if options.format != "md" else None)
+    if out is not None:
+        # Writing would replace an input with the page made of it.
+        place = Path(out).resolve()
+        overwritten = [path for path, _ in found.reports if Path(path).resolve() == place]
+        if overwritten or Path(out).is_dir():
+            why = "it is what the report is made of" if overwritten else "it is a folder"
+            raise UserError(f"cannot write {out}: {why}; name another file with --out")
+    form = format_of(options)
+    text = html(found) if form == "html" else markdown(found).encode("utf-8", "replace")
     if out is None:
         sys.stdout.write(text.decode())
         return
-    # Writing would replace an input with the page made of it.
-    overwritten = [path for path, _ in found.reports if Path(path).resolve() == Path(out).resolve()]
-    if overwritten or Path(out).is_dir():
-        why = "it is what the report is made of" if overwritten else "it is a folder"
-        raise UserError(f"cannot write {out}: {why}; name another file with --out")
     with whole_file(out) as aside:
         aside.write_bytes(text)
     print(f"report: {out}")
+
+
+def format_of(options: Options) -> str:
+    """Return the format to write, html or md. Raises `UserError` if --out has another's ending."""
+    ending = Path(options.out or "").suffix.lower()
+    named = ENDINGS.get(ending)
+    if ending and named is None and options.format is None:
+        raise UserError(
+            f"--out {options.out} ends neither in .html nor in .md; give --format html or md"
+        )
+    if options.format is not None and named not in (None, options.format):
+        raise UserError(
+            f"--out {options.out} has the ending of another format than --format {options.format}; "
+            "change one of them"
+        )
+    return options.format or named or "html"
 
 
 def gather(paths: Sequence[str]) -> Found:

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from ....heads.documents import Document, read_document
 from ....heads.errors import UserError
 from ....heads.files import JsonObject
-from ....heads.fingerprint import Fingerprint, changed_numbers
+from ....heads.fingerprint import Fingerprint, changed_numbers, without_name
 from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
 from ...drafters import Given, load_proposer, parse_spec, without_tree
@@ -116,9 +116,8 @@ class TuningProfile:
         facts = read_profile(path)
         made_for, self._drafters, machine = facts["target"], facts["drafters"], facts["machine"]
         fingerprint = target.fingerprint().as_dict()
-        # The name is a path, which may differ for the same weights.
-        apart = {"name": None, "numbers": None}
-        if {**made_for, **apart} != {**fingerprint, **apart}:
+        apart = {"numbers": None}
+        if without_name({**made_for, **apart}) != without_name({**fingerprint, **apart}):
             raise UserError(
                 f"{path} was tuned for target {made_for.get('name')}, which is not "
                 f"{fingerprint['name']}; tune again"

@@ -30,7 +30,7 @@ from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, prompts_of
-from ..evaluate import origin
+from ..evaluate import leave_out_names, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
 from ..results import FEWEST
@@ -165,6 +165,7 @@ def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -
         "options": {key: value for key, value in asdict(options).items() if key != "out"},
         "drafters": [to_builtins(origin(spec)) for spec in options.drafter],
     }
+    leave_out_names(facts)
     # Through JSON and back, since it is compared with what a journal holds.
     return json.loads(json.dumps(facts, default=str))
 

@@ -18,6 +18,7 @@ from msgspec import convert, to_builtins
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.evaluation.compare import check_alike
+from draftsmith.inference.evaluation.evaluate import leave_out_names
 from draftsmith.inference.evaluation.journal import Journal, journal_path
 from draftsmith.inference.evaluation.results import read_report
 from tests.conftest import PYTHON, QUICKSTART
@@ -265,3 +266,15 @@ def test_a_command_that_is_ended_early_says_so(tmp_path: Path, later_s: float) -
         "ended by SIGTERM; nothing was written",  # while modules are imported
         "ended by SIGTERM; nothing was measured yet; the same command begins again",
     )
+
+
+def test_a_target_of_known_weights_may_be_named_otherwise() -> None:
+    def facts(path: str, weights: str | None) -> dict[str, Any]:
+        target = {"name": path, "weights_hash": weights}
+        options = {"target": {"path": path, "adapter": None, "dtype": "auto"}}
+        found = {"target": target, "options": options}
+        leave_out_names(found)
+        return found
+
+    assert facts("/models/one", "ab") == facts("one", "ab") != facts("one", "cd")
+    assert facts("/models/one", None) != facts("one", None)

@@ -338,6 +338,22 @@ def test_wrong_runs_and_places_are_said(inputs: Path) -> None:
     assert (inputs / "a.json").read_text() == before and not list(inputs.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["r.md", "r.html", "r", "R.MARKDOWN", "r.txt"])
+def test_the_ending_of_the_file_chooses_the_format(name: str, inputs: Path, tmp_path: Path) -> None:
+    out, runs = tmp_path / name, [str(inputs / "a.json")]
+    if name == "r.txt":
+        with pytest.raises(UserError, match="ends neither in .html nor in .md; give --format"):
+            run(Options(runs, str(out)))
+        run(Options(runs, str(out), "md"))
+    else:
+        run(Options(runs, str(out)))
+    assert out.read_text().startswith("<!doctype") == (name in ("r.html", "r"))
+    other = "html" if name == "r.md" else "md"
+    if name in ("r.md", "r.html"):
+        with pytest.raises(UserError, match=f"another format than --format {other}"):
+            run(Options(runs, str(out), other))
+
+
 def test_the_command_takes_runs_without_an_options_name(inputs: Path) -> None:
     out = inputs / "made" / "r.html"
     done = run_cli("report", str(inputs / "a.json"), "--out", str(out), str(inputs / "eagle"))

@@ -16,6 +16,7 @@ from draftsmith.heads.layers import layout_of
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.generation_settings import not_applied
 from draftsmith.inference.targets.target import Target, load_target, target_of
 from tests.architectures import HYBRIDS, architecture
 from tests.conftest import tiny_target
@@ -53,7 +54,7 @@ def test_what_generate_would_apply_and_decoding_here_does_not_is_said(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
-    assert target.processors == {}
+    assert not_applied(target.model.generation_config) == {}
     target.model.generation_config.no_repeat_ngram_size = 3
     target.model.save_pretrained(tmp_path)
     target.tokenizer.save_pretrained(tmp_path)

@@ -113,7 +113,7 @@ def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
     for name, message in (
         (str(QUICKSTART.parent / "drafters" / "eagle3"), r"is a drafter \(eagle\), not a target"),
         (str(QUICKSTART / "config.json"), "is a file; name a model's folder"),
-        (str(tmp_path), "holds a GGUF file, which has to be turned"),
+        (str(tmp_path), "holds a GGUF file; name the published model that it was made of, or turn"),
         (
             "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main",
             "give the model's name, Qwen/Qwen3-0.6B",

@@ -84,6 +84,21 @@ def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(
         assert [i for i, m in enumerate(part.mask) if m] == list(range(start, end))
 
 
+def test_sampling_that_the_target_recommends_is_said(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(saved_tiny, target)
+    file = target / "generation_config.json"
+    recommended = {"do_sample": True, "top_k": 64, "top_p": 0.95}
+    file.write_text(json.dumps(json.loads(file.read_text()) | recommended))
+    for sampling in (GREEDY, ReplySampling(temperature=1, max_new_tokens=2)):
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        run(options(tmp_path, target, ROWS[:1], sampling))
+        said = "recommends sampling with top_k=64, top_p=0.95" in caplog.text
+        assert said == (sampling is not GREEDY)
+
+
 def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
@@ -248,6 +263,21 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
     moved.target.path = str(tmp_path / "t")
     with pytest.raises(UserError, match="was written with weights_hash"):
         run(moved)
+
+
+def test_one_target_under_two_names_goes_on_in_one_file(
+    tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved_tiny, tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    run(options(tmp_path, saved_tiny, ROWS[:2]))
+    for rows in (ROWS[:3], ROWS[:3]):  # some are left, and none
+        run(options(tmp_path, Path("here"), rows))
+        assert len(rows_of(tmp_path)) == 3
+    other = tiny_target(seed=4)
+    other.model.save_pretrained(tmp_path / "here")
+    with pytest.raises(UserError, match="was written with weights_hash"):
+        run(options(tmp_path, tmp_path / "here", ROWS[:3]))
 
 
 def test_a_long_prompt_takes_no_room_from_a_short_one(tmp_path: Path, saved_tiny: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,6 +81,10 @@ def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
 def extract(
     config: Path, store: Path, method: str, *options: Any
 ) -> subprocess.CompletedProcess[str]:
+    # The folder of a run is none of the store's, and a config may lack it.
+    without_out = config.with_name("extract.yaml")
+    values = yaml.safe_load(config.read_text())
+    without_out.write_text(yaml.safe_dump({k: v for k, v in values.items() if k != "out"}))
     command = [
         PYTHON,
         "-m",
@@ -89,7 +94,7 @@ def extract(
         "--method",
         method.rstrip("1"),
         "--config",
-        str(config),
+        str(without_out),
     ]
     command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
@@ -101,17 +106,34 @@ def full(method: str) -> Any:
     return pytest.param(method, marks=pytest.mark.full)
 
 
+def add_adapter(base: Path, folder: Path) -> Path:
+    """Tie a base model's embedding and head, write an adapter of one, and return its folder."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
+    model.save_pretrained(base)
+    config = LoraConfig(target_modules=["v_proj", "embed_tokens"], init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(str(folder))
+    return folder
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "method", ["eagle", "eagle1", "distill", "medusa", "mtp", "dflash", "dspark"]
+    ("method", "adapted"),
+    [
+        *((method, False) for method in ("eagle1", "distill", "medusa", "mtp", "dflash", "dspark")),
+        *(("eagle", adapted) for adapted in (False, True)),
+    ],
 )
 def test_training_from_a_store_is_training_from_the_target(
-    tmp_path: Path, saved_tiny: Path, method: str
+    tmp_path: Path, saved_tiny: Path, method: str, adapted: bool
 ) -> None:
     """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's
-    weights are gone by then."""
+    weights are gone by then. Also for a base model with an adapter of its embedding."""
     target = tmp_path / "target"
     shutil.copytree(saved_tiny, target)
+    if adapted:
+        target = add_adapter(target, tmp_path / "adapter")
     live = config_for(tmp_path / "live", target, method)
     train(live, method=method)
     extract(live, tmp_path / "store", method, "--dtype", "float32")
@@ -293,6 +315,10 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
     assert (
         load_stored(tmp_path / "one").fingerprint() == load_stored(tmp_path / "two").fingerprint()
     )
+    facts = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    refuse_another(tmp_path / "one", {"target": facts["target"] | {"name": "another/path"}})
+    with pytest.raises(UserError, match="target differs"):
+        refuse_another(tmp_path / "one", {"target": facts["target"] | {"weights_hash": "0"}})
     other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
     with pytest.raises(AssertionError, match="holds features of another run"):
         extract(other, tmp_path / "one", "eagle")

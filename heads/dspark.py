@@ -47,6 +47,11 @@ class DSparkDrafter(DFlashDrafter):
         self.transition_out = nn.Linear(shape.markov_rank, drafted, bias=False)
         self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
 
+    def bytes_read(self, levels: int) -> tuple[float, float]:
+        own, heads = super().bytes_read(levels)
+        # The transition is read again for each draft of a chain.
+        return own + (levels - 1) * self.transition_out.weight.nbytes, heads
+
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return `[..., H + r]`: the slot's output and W1 of the token `before` its draft."""
         # Both parts travel as one tensor, so that training can make logits of states in chunks for

@@ -61,7 +61,7 @@ class Packing(NamedTuple):
 
 
 UNSTEADY = Packing(LEAST_GAIN)
-"""Packing where a trial was neither steady nor clear: the outcome on most machines that were measured."""
+"""Packing where a trial was neither steady nor clear: the outcome on most measured machines."""
 
 
 class PackedLinear(nn.Module):

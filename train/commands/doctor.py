@@ -28,12 +28,14 @@ from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import options_from
 from ..config import RunConfig
 from ..data.features import LiveTarget
-from ..method import MethodName, method_for, run_class_named
+from ..method import MethodName, method_for, method_named, run_class_named
+from ..planning.optimiser import optimiser_share
 from ..provenance import versions
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
+COSTLY = 0.3  # share of a step's time from which the optimiser has a warning
 SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
@@ -168,7 +170,27 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
         except UserError as error:
             finding.status, finding.found = "error", str(error)
         findings.append(finding)
+    if (optimiser := check_optimiser(method, config)) is not None:
+        findings.append(optimiser)
     return findings, config
+
+
+def check_optimiser(method: MethodName, config: RunConfig) -> Finding | None:
+    """Return the finding about the share of a step that the optimiser takes on a processor.
+
+    None where the target's config cannot be read, and on a GPU, where the share is small.
+    """
+    try:
+        if resolve_device(config.target.device).type != "cpu":
+            return None
+        share = optimiser_share(method_named(method), config)
+    except UserError:  # which the run itself explains
+        return None
+    text = f"{config.optim.optimizer} takes some {share:.0%} of a step's time on a processor"
+    if share < COSTLY:
+        return Finding("optimiser", "ok", text)
+    more = "more tokens in a step (--rows-per-step, --data.max-length) make it less"
+    return Finding("optimiser", "warning", f"{text}; {more}")
 
 
 def check_target(

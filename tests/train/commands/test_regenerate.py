@@ -577,7 +577,9 @@ def test_replies_that_were_all_cut_are_said_when_written_and_when_learned(
     assert line in caplog.text and "--sampling.max-new-tokens" in caplog.text
     caplog.clear()
     data = Data(
-        sources=[Source(str(tmp_path / "out.jsonl"))], held_out=HeldOutConfig(share=0.5), max_length=512
+        sources=[Source(str(tmp_path / "out.jsonl"))],
+        held_out=HeldOutConfig(share=0.5),
+        max_length=512,
     )
     prepare(data, load_target(TargetConfig(str(saved_tiny), device="cpu")), tmp_path / "t", 0)
     assert line in caplog.text

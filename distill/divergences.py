@@ -264,6 +264,7 @@ class _OfLogits(torch.autograd.Function):
         if p is None:
             losses = log_sums - _at(logits, labels)
         else:
+            assert negative_entropy is not None, "both are of one teacher"
             losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
         # Saved so, and not as attributes, since `checkpoint` has to be able to drop them.
         ctx.save_for_backward(q, p, labels)

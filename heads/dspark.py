@@ -38,6 +38,7 @@ class DSparkDrafter(DFlashDrafter):
     document = DSparkFile
     architecture = "Qwen3DSparkModel"
     first_slot = 0
+    drafts_in_turn = True
     shape: DSparkShape
 
     def __init__(self, shape: DSparkShape, embedding_and_head: EmbeddingAndHead) -> None:

@@ -51,6 +51,8 @@ class DrafterModule(ABC):
     """True if its folder is a Hugging Face model, which may be a target itself."""
     drafts_by_level = False
     """True if each level of drafts takes a pass of the drafter, false if it makes all at once."""
+    drafts_in_turn = False
+    """True if its drafts of one pass are chosen in turn, each by the one before."""
     rows_of_pass = 1
     """Rows of a pass that makes all drafts at once."""
     borrows_head: bool = False

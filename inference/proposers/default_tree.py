@@ -59,7 +59,9 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
         if drafter.drafts_by_level:
             deepest, pass_cost = levels, verify_cost(known.get("width", 1)) * GROWTH
         else:
-            deepest, pass_cost = max(map(len, tree), default=1), one_pass
+            # Such a tree is made level by level too, though the drafter runs once.
+            growth = GROWTH if drafter.drafts_in_turn else 1.0
+            deepest, pass_cost = max(map(len, tree), default=1), one_pass * growth
         drafting = draft_share(drafter, target, deepest) * pass_cost
         found.append(DefaultTree({"nodes": nodes}, gain(accuracies, tree, drafting)))
     return max(found, key=lambda candidate: candidate.gain)

@@ -187,7 +187,7 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     if packing is None:
         try:
             packed = [_packed(weight) for weight in weights]
-            with _one_thread():
+            with one_thread():
                 times = [_times(weights, packed, rows) for rows in TRIED_ROWS]
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             log.debug("matrices cannot be packed here: %s", error)
@@ -267,7 +267,7 @@ def _keep_packing(trial: str, packing: Packing) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute with one thread within: the processor's time is that of the work alone.
 
     Of several threads those that have finished wait for the others, in a loop that takes time.

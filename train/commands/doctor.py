@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import ChatTemplate, endless
 from ...inference.settings import TargetConfig
+from ...inference.targets.packed import one_thread
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import options_from
@@ -136,10 +138,14 @@ def bfloat16_products() -> str:
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Return the seconds that a product of 512 rows takes on the processor, the least of five."""
+    """Return the seconds that a product of 512 rows takes a thread, the least of five.
+
+    They are the processor's, so that the advice does not depend on how busy the machine is.
+    """
     rows = torch.ones(512, 1024, dtype=dtype)
     matrix = torch.ones(1024, 1024, dtype=dtype)
-    return min(timeit.repeat(lambda: rows @ matrix, number=1, repeat=5))
+    with one_thread():
+        return min(timeit.repeat(lambda: rows @ matrix, timer=time.thread_time, number=1, repeat=5))
 
 
 def room(check: str, free: int, text: str, advice: str) -> Finding:

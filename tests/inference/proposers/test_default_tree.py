@@ -93,6 +93,11 @@ def test_drafters_that_make_all_drafts_at_once_read_weights_too(quickstart: Targ
     share = draft_share(dflash, quickstart, 1)
     assert share > 0.3
     assert draft_share(dflash, quickstart, 5) == share
+    # Its tree would be made level by level, like an EAGLE's, and costs more than it gains.
+    spec = DRAFTERS / "dspark"
+    artifact = Artifact.load(spec, quickstart.fingerprint(), quickstart.embedding_and_head, print)
+    chosen = default_tree(artifact, quickstart)
+    assert chosen is not None and chosen.settings == {"width": 1, "length": 5}
     # The transition of a DSpark is read for each draft.
     transition = dspark.transition_out.weight.nbytes / of_target
     shares = [draft_share(dspark, quickstart, levels) for levels in (1, 3)]

@@ -157,7 +157,7 @@ def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not best_packing([nn.Linear(4, 4)])
 
 
-def test_a_trial_is_ofone_thread_and_its_own_time(
+def test_a_trial_is_of_one_thread_and_its_own_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What other processes do meanwhile takes wall time, and none of this thread's."""

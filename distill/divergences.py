@@ -80,7 +80,7 @@ def teacher_of(log_p: Tensor, whole: bool = False) -> Teacher:
     log_p = log_p if whole else renormalised(log_p)
     p = log_p.exp()
     # A token of probability 0 has p log p = 0 * -inf, which is NaN and should be 0.
-    return Teacher(p, (p * log_p).nan_to_num_(0.0).sum(-1))
+    return Teacher(p, (p * log_p).nan_to_num(0.0).sum(-1))
 
 
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ class _InChunks(torch.autograd.Function):
     ) -> Any:
         learning = [i for i, p in enumerate(parameters) if p.requires_grad]
         found: list[Tensor | None] = [None] * len(learning)
-        taken: set[int] = set()  # addresses of gradients
+        taken: set[int] = set()  # storages of gradients
         hidden_grad = torch.zeros_like(hidden)
         total, tables = None, []
         # An empty `hidden` still makes one chunk, so that the loss has a value and tables a shape.
@@ -388,8 +388,10 @@ class _InChunks(torch.autograd.Function):
                     continue
                 if (summed := found[i]) is None:
                     # Those of output matrices are large: only what may share memory is copied.
-                    own = grad.is_contiguous() and grad.data_ptr() not in taken
-                    taken.add(grad.data_ptr())
+                    # Tensors without memory have storages, and no addresses.
+                    storage = grad.untyped_storage()._cdata
+                    own = grad.is_contiguous() and storage not in taken
+                    taken.add(storage)
                     found[i] = grad if own else grad.clone()
                 else:
                     summed += grad

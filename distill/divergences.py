@@ -58,16 +58,29 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
     It is the cross-entropy of p and q minus the entropy of p, so its minimum is zero.
     """
-    p, negative_entropy = _probs_and_negative_entropy(log_p)
+    p, negative_entropy = teacher_of(log_p)
     return negative_entropy - _dot(log_q, p)
 
 
-def _probs_and_negative_entropy(log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p, renormalised, and its negative entropy `[R]`."""
-    log_p = renormalised(log_p)
+class Teacher(NamedTuple):
+    """Distribution p of the target, with what KL(p || q) needs of it, whatever q is."""
+
+    p: Tensor
+    """Probabilities `[R, V]` that sum to one."""
+    negative_entropy: Tensor
+    """sum_v p log p `[R]`."""
+
+    def rows(self, index: Tensor) -> Teacher:
+        """Return the distributions of some rows."""
+        return Teacher(self.p[index], self.negative_entropy[index])
+
+
+def teacher_of(log_p: Tensor, whole: bool = False) -> Teacher:
+    """Return the distribution of `log_p` `[R, V]`, renormalised unless it is `whole` already."""
+    log_p = log_p if whole else renormalised(log_p)
     p = log_p.exp()
     # A token of probability 0 has p log p = 0 * -inf, which is NaN and should be 0.
-    return p, (p * log_p).nan_to_num(0.0).sum(-1)
+    return Teacher(p, (p * log_p).nan_to_num(0.0).sum(-1))
 
 
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
@@ -202,15 +215,21 @@ def loss_of_logits(
     log_p: Tensor | None,
     labels: Tensor,
     p: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> LossOfLogits:
     """Return the `divergence` of the softmax of `logits` `[R, V]`, and what comes with it.
 
-    The overlaps with `p`, if it is given, cost less here than by `overlap`.
+    The overlaps with `p`, if it is given, cost less here than by `overlap`. `kl` takes a `teacher`
+    that is made already in place of `log_p`.
     """
     best = best_of(logits)
     if name in ("ce", "kl"):
-        teacher = log_p if name == "kl" else None
-        losses, log_sums, overlaps = _OfLogits.apply(logits, best, teacher, labels, p)
+        if name == "kl" and teacher is None:
+            assert log_p is not None, "only cross-entropy has no teacher"
+            with torch.no_grad():
+                teacher = teacher_of(log_p)
+        given = teacher if teacher is not None and name == "kl" else (None, None)
+        losses, log_sums, overlaps = _OfLogits.apply(logits, best, *given, labels, p)
         return LossOfLogits(losses, log_sums, best, overlaps)
     log_q = log_probs(logits)
     log_sums = (_at(logits, best) - _at(log_q, best)).detach()
@@ -234,17 +253,18 @@ class _OfLogits(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         best: Tensor,
-        log_p: Tensor | None,
+        p: Tensor | None,
+        negative_entropy: Tensor | None,
         labels: Tensor,
         other: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, p = torch.softmax(logits, -1, dtype=wide_dtype(logits.dtype)), None
+        q = torch.softmax(logits, -1, dtype=wide_dtype(logits.dtype))
         # The largest q is exp(z - log-sum) of the largest logit z, and at least 1 / V.
         log_sums = _at(logits, best) - _at(q, best).log()
-        if log_p is None:
+        if p is None:
             losses = log_sums - _at(logits, labels)
         else:
-            p, negative_entropy = _probs_and_negative_entropy(log_p)
+            assert negative_entropy is not None, "both are of one teacher"
             losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
         # Saved so, and not as attributes, since `checkpoint` has to be able to drop them.
         ctx.save_for_backward(q, p, labels)
@@ -254,7 +274,7 @@ class _OfLogits(torch.autograd.Function):
         return losses, log_sums, overlaps
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # Changed in place, so that a second pass over the same graph fails instead of being wrong.
         q, p, labels = ctx.saved_tensors
         if p is not None:
@@ -262,7 +282,7 @@ class _OfLogits(torch.autograd.Function):
         else:
             index = labels[..., None]
             q.scatter_add_(-1, index, q.new_full((1,), -1.0).expand(index.shape))
-        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None, None, None
+        return q.mul_(gradient[..., None]).to(ctx.dtype), *[None] * 5
 
 
 def sum_in_chunks(
@@ -338,6 +358,7 @@ class _InChunks(torch.autograd.Function):
     ) -> Any:
         learning = [i for i, p in enumerate(parameters) if p.requires_grad]
         found: list[Tensor | None] = [None] * len(learning)
+        taken: set[int] = set()  # storages of gradients
         hidden_grad = torch.zeros_like(hidden)
         total, tables = None, []
         # An empty `hidden` still makes one chunk, so that the loss has a value and tables a shape.
@@ -366,7 +387,12 @@ class _InChunks(torch.autograd.Function):
                 if grad is None:
                     continue
                 if (summed := found[i]) is None:
-                    found[i] = grad.clone()  # it may share memory with another one
+                    # Those of output matrices are large: only what may share memory is copied.
+                    # Tensors without memory have storages, and no addresses.
+                    storage = grad.untyped_storage()._cdata
+                    own = grad.is_contiguous() and storage not in taken
+                    taken.add(storage)
+                    found[i] = grad if own else grad.clone()
                 else:
                     summed += grad
         # Zero, and not none at all: engines wait for the gradient of every parameter.
@@ -385,7 +411,7 @@ class _InChunks(torch.autograd.Function):
         scaled_grads: list[Tensor | None] = [None] * ctx.count
         for i, summed in zip(ctx.learning, parameter_grads, strict=True):
             # `grad` is the factor that the loss got afterwards, such as the number of ranks and
-            # micro-batches.
-            scaled_grads[i] = summed * grad
+            # micro-batches. In place, so that a second pass over the same graph fails.
+            scaled_grads[i] = summed.mul_(grad)
         # A gradient for each argument of `forward`: the first three are no tensors.
         return None, None, None, hidden_grad * grad, *scaled_grads

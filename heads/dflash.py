@@ -86,7 +86,7 @@ class DFlashDrafter(LayeredDrafter):
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head)
-        self.most_drafts = self.drafts
+        self.most_drafts, self.rows_of_pass = self.drafts, shape.block_size
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)

@@ -38,6 +38,7 @@ class DSparkDrafter(DFlashDrafter):
     document = DSparkFile
     architecture = "Qwen3DSparkModel"
     first_slot = 0
+    drafts_in_turn = True
     shape: DSparkShape
 
     def __init__(self, shape: DSparkShape, embedding_and_head: EmbeddingAndHead) -> None:
@@ -46,6 +47,11 @@ class DSparkDrafter(DFlashDrafter):
         drafted = shape.draft_vocab_size or shape.vocab_size
         self.transition_out = nn.Linear(shape.markov_rank, drafted, bias=False)
         self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
+
+    def bytes_read(self, levels: int) -> tuple[float, float]:
+        own, heads = super().bytes_read(levels)
+        # The transition is read again for each draft of a chain.
+        return own + (levels - 1) * self.transition_out.weight.nbytes, heads
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return `[..., H + r]`: the slot's output and W1 of the token `before` its draft."""

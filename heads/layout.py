@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -51,6 +51,10 @@ class DrafterModule(ABC):
     """True if its folder is a Hugging Face model, which may be a target itself."""
     drafts_by_level = False
     """True if each level of drafts takes a pass of the drafter, false if it makes all at once."""
+    drafts_in_turn = False
+    """True if its drafts of one pass are chosen in turn, each by the one before."""
+    rows_of_pass = 1
+    """Rows of a pass that makes all drafts at once."""
     borrows_head: bool = False
     """True if the target's head makes the logits of drafts."""
     most_drafts: int | None = None
@@ -63,6 +67,14 @@ class DrafterModule(ABC):
     """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
     other_remedy = ""
     """Remedy for such a target, if the drafter cannot be widened."""
+
+    def bytes_read(self, levels: int) -> tuple[float, float]:
+        """Return the bytes of its own matrices that are read to draft `levels` levels.
+
+        The second number is how often the head that it borrows is read.
+        """
+        passes = levels if self.drafts_by_level else 1
+        return passes * linear_bytes(self), passes * self.borrows_head
 
     @abstractmethod
     def facts(self) -> JsonObject:
@@ -82,6 +94,11 @@ class DrafterModule(ABC):
         Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
         drafter.
         """
+
+
+def linear_bytes(module: Any) -> int:
+    """Return the bytes of the matrices of a module's linear layers."""
+    return sum(part.weight.nbytes for part in module.modules() if isinstance(part, nn.Linear))
 
 
 class EngineLayout(DrafterModule):

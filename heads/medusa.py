@@ -23,7 +23,7 @@ from .drafter_configs import MedusaConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import EngineLayout
+from .layout import EngineLayout, linear_bytes
 from .vocabulary import to_target
 
 
@@ -103,6 +103,10 @@ class MedusaHeads(EngineLayout, nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits `[D, ..., V]` of all heads for last hidden states `[..., H]`."""
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
+
+    def bytes_read(self, levels: int) -> tuple[float, float]:
+        own = levels / self.config.num_heads * linear_bytes(self)
+        return own, levels * self.borrows_head
 
     def facts(self) -> JsonObject:
         return {

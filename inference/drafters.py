@@ -269,8 +269,8 @@ def load_proposer(
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
     drafter without settings drafts the tree that is expected to pay on the target's device, and
-    `inform` gets a line about it; otherwise as it was evaluated in training. `warn` gets notices
-    for the user. Raises `UserError`.
+    `inform` gets a line about it (`warn`, if none is expected to); otherwise it drafts as it was
+    evaluated in training. `warn` gets notices for the user. Raises `UserError`.
     """
     spec = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(spec)
@@ -302,10 +302,17 @@ def load_proposer(
         if choose and not settings:
             assert isinstance(target, Target)
             trees = importlib.import_module(".proposers.default_tree", __package__)
-            if chosen := trees.default_tree(artifact, target):
+            if (best := trees.default_tree(artifact, target)) is not None:
+                chosen = best.settings
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
                 device = target.device.type
-                inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
+                if best.gain > 1:
+                    inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
+                else:
+                    warn(
+                        f"no tree of {name} should pay on a {device}: with the best, {drawn}, some "
+                        f"{best.gain:.2f}x the speed of plain decoding is expected"
+                    )
     else:
         kind, given = MODEL_FOLDER, (name,)
     if kind.needs_target:

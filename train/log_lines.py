@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..inference.console import clock, plain_table
+from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from ..inference.metrics import conditional
 
@@ -37,7 +38,8 @@ def evaluation_line(
 ) -> str:
     """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
     if "tau_measured" in metrics:
-        tau = f"tau {tau_of(metrics)} on held-out prompts"
+        loops = looping(metrics.get("loop_share"))
+        tau = f"tau {tau_of(metrics)} on held-out prompts{'; ' * bool(loops)}{loops}"
     else:
         tau = f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts"
     best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"
@@ -56,6 +58,8 @@ def summary(folder: Path, best_step: int) -> Table:
     if (best := judged.get(best_step)) is not None:
         first = judged[min(judged)]
         table.add_row("best", f"step {best_step:,}, tau {tau_of(best)}")
+        if loops := looping(best.get("loop_share")):
+            table.add_row("held-out replies", loops)
         if first is not best:
             table.add_row("first measured", f"step {first['step']:,}, tau {tau_of(first)}")
         if accepted := acceptance(best):

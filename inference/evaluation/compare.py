@@ -7,7 +7,7 @@ are of pairs, because a prompt that is easy before is easy after, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ...heads.errors import UserError
@@ -205,14 +205,19 @@ def _change(category: str, number: int, pairs: Pairs, limit: float, level: float
         report=number,
         requests=len(pairs),
         tau_before=tau(before),
-        tau_before_ci95=tau_interval(before, of_units),
+        tau_before_ci95=tau_interval(before, of_units, most_drafts(first for first, _ in pairs)),
         tau_after=tau(after),
-        tau_after_ci95=tau_interval(after, of_units),
+        tau_after_ci95=tau_interval(after, of_units, most_drafts(second for _, second in pairs)),
         change=change,
         change_ci95=(low - 1, high - 1),
         # a comparison with NaN, where there is no interval, is false
         regressed=change < -limit and highest < 1,
     )
+
+
+def most_drafts(records: Iterable[RequestRecord]) -> int:
+    """Return the most nodes that a round of these replies drafted."""
+    return max((drafted for one in records for drafted, _, _ in one.rounds), default=0)
 
 
 def _ratio(tokens: float, rounds: float, later_tokens: float, later_rounds: float) -> float:

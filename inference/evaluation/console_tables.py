@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import Console, plain_table
+from .remarks import remarks
 from .results import (
     SHOWN,
     DrafterFigures,
@@ -77,7 +78,7 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
+    lines = [" ".join(filter(None, notes)), *remarks(report), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{caption(setting)}, {name}"

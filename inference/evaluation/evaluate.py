@@ -52,6 +52,7 @@ from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
 from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
+from .remarks import load
 from .results import (
     DEFINITIONS,
     SCHEMA,
@@ -437,19 +438,12 @@ def conditions_of(target: Target) -> Conditions:
     return Conditions(
         processor=torch.cuda.get_device_name(target.device) if cuda else processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        machine_cores=os.cpu_count(),
         load_before=load(),
         layout="packed" if target.packed_bytes else "as stored",
         packed_bytes=target.packed_bytes,
         four_tokens=four_tokens(target),
     )
-
-
-def load() -> float | None:
-    """Return the mean number of running processes of the last minute; None if it is not known."""
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
 
 
 def peak_memory(target: Target | None) -> int:

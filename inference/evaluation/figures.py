@@ -6,8 +6,8 @@ The functions turn the replies of `measure.decode_alternately` into the types of
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,7 @@ def figures_of_replies(
         steps=steps,
         tokens=sum(len(g.token_ids) for g in generations),
         tau_incl_bonus=metrics.tau(emitted),
-        tau_ci95=tau_interval(emitted, units),
+        tau_ci95=tau_interval(emitted, units, most_drafts(rounds)),
         tau_macro=metrics.mean(own_taus),
         tau_by_request=metrics.quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
         tau_by_position=metrics.tau_by_position(list(zip(roots, emitted, strict=True))),
@@ -136,6 +136,11 @@ def figures_of_replies(
         split_s=metrics.split(rounds),
         decode_s=decode_s,
     )
+
+
+def most_drafts(rounds: Iterable[Round]) -> int:
+    """Return the most nodes that a round drafted, of which a path cannot have more."""
+    return max((r.drafted or 0 for r in rounds), default=0)
 
 
 def _share(count: float, of: float, of_nothing: float = 0.0) -> float:
@@ -204,7 +209,11 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
             figures[name] = CategoryFigures(
                 requests=len(group),
                 tau_incl_bonus=metrics.tau(emitted),
-                tau_ci95=tau_interval(emitted, [turn.prompt.unit for turn in group]),
+                tau_ci95=tau_interval(
+                    emitted,
+                    [turn.prompt.unit for turn in group],
+                    most_drafts(chain.from_iterable(turn.generation.rounds for turn in group)),
+                ),
             )
     return figures
 

@@ -86,15 +86,23 @@ def effective(units: Sequence[Sums]) -> float:
 
 
 def tau_interval(
-    emitted: Sequence[Sequence[int]], units: Sequence[Hashable] | None = None
+    emitted: Sequence[Sequence[int]],
+    units: Sequence[Hashable] | None = None,
+    drafts: int | None = None,
 ) -> tuple[float, float]:
     """Return the 95% interval of tau; NaN for fewer than `FEWEST` units with a round.
 
     `emitted[i]` are the tokens emitted in each round of request i, `units[i]` names its unit; each
-    request is one of its own if they are not given.
+    request is one of its own if they are not given. `drafts` is the most that a round drafted.
+
+    The interval is cut at what tau can be: every round emits one token, and at most a further one
+    for each draft. The part that is cut off cannot hold tau, so that the interval holds it as often
+    as before.
     """
     rows = [(sum(request), len(request)) for request in emitted]
-    return interval(rows if units is None else pooled(rows, units), truediv)
+    low, high = interval(rows if units is None else pooled(rows, units), truediv)
+    # The ends come first, so that NaN stays.
+    return max(low, 1.0), high if drafts is None else min(high, 1.0 + drafts)
 
 
 @cache

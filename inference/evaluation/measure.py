@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from msgspec import convert, to_builtins
 
+from ...heads.layout import dtype_name
 from ..console import Progress
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
@@ -203,6 +204,29 @@ def first_difference(
     # the text, so the root may be in both.
     draws = Draws(sampling, keys, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
     return index, float(draws.margins(logits, ids[:, None, -1:])[0])
+
+
+def difference(
+    target: Target,
+    plain: Generation,
+    other: Generation,
+    sampling: Sampling,
+    request: tuple[int, int],
+) -> str:
+    """Return in words whether a reply is plain decoding's, and if not where they first differ.
+
+    `request` is as in `first_difference`.
+    """
+    if plain.token_ids == other.token_ids:
+        return "the same text"
+    index, gap = first_difference(target, plain, other, sampling, request)
+    where = f"another text from token {index + 1} on"
+    if not comparable(other) or gap is None:
+        return f"{where}, as {other.rounds[0].rule} does, which keeps only the distribution"
+    apart = f"{where}, where the target's two best logits are {gap:.2g} apart"
+    if target.dtype.itemsize < 4:
+        return f"{apart} (near-ties flip in {dtype_name(target.dtype)})"
+    return f"{apart} (near-ties flip by rounding, others must not)"
 
 
 def comparable(generation: Generation) -> bool:

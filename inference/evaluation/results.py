@@ -303,6 +303,8 @@ class Conditions(Struct, kw_only=True):
     """Name of the GPU that the target lies on, else of the machine's processor."""
     cores: Count | None = None
     """Processor cores that this process may use."""
+    machine_cores: Count | None = None
+    """All cores of the machine, which `load_before` and `load_after` are about."""
     load_before: Number = None
     """Mean number of processes that ran in the minute before the measurement."""
     load_after: Number = None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
-from torch import nn
 
 from ...heads.artifact import Artifact
 from ..targets.causal_model import CausalModel, bytes_of
@@ -25,32 +24,47 @@ GROWTH = 1.25  # time of drafting a tree's level over that of running its rows (
 TREES = (4, 8, 16, 26)  # drafted nodes of the trees that are considered
 
 
-def default_tree(artifact: Artifact, target: CausalModel) -> dict[str, Any]:
-    """Return the settings of the tree with which a drafter is expected to gain most on a CPU.
+class DefaultTree(NamedTuple):
+    """Tree with which a drafter is expected to gain most."""
 
-    They are computed from the drafter's held-out accuracies, a table of what verification costs,
-    and the share of the target's weights that a draft reads, so that they are the same on every
-    CPU. They are empty on other devices, and for drafters without such accuracies: those draft as
-    they were evaluated in training.
+    settings: dict[str, Any]
+    gain: float
+    """Expected tokens per second over those of plain decoding."""
+
+
+def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
+    """Return the tree with which a drafter is expected to gain most on a CPU.
+
+    It is computed from the drafter's held-out accuracies, a table of what verification costs, and
+    the share of the target's weights that drafting reads, so that it is the same on every CPU. It
+    is None on other devices, and for drafters without such accuracies: those draft as they were
+    evaluated in training.
     """
-    accuracies = artifact.calibration.get("rank_accuracy")
+    accuracies, known = artifact.calibration.get("rank_accuracy"), artifact.calibration
     if not accuracies or target.device.type != "cpu":
-        return {}
-    # Drafters that make all drafts at once take the same time for any tree, and less of it.
-    by_level = artifact.drafter.drafts_by_level
-    share = draft_share(artifact.drafter, target) if by_level else 0.0
-    found: dict[tuple[str, int], float] = {}
-    for length in range(1, min(artifact.calibration.get("length", 1), len(accuracies)) + 1):
+        return None
+    drafter = artifact.drafter
+    one_pass = verify_cost(drafter.rows_of_pass)
+    levels = known.get("length", 1)
+    found: list[DefaultTree] = []
+    for length in range(1, min(levels, len(accuracies)) + 1):
         chain = [(0,) * depth for depth in range(1, length + 1)]
-        found["chain", length] = gain(accuracies, chain, length * share)
-    width = artifact.calibration.get("width", 1)
-    levels = artifact.calibration.get("length", 0)
-    for nodes in {*TREES, artifact.calibration.get("tree_nodes", TREES[-1])}:
-        if nodes >= levels:
-            drafting = levels * share * verify_cost(width) * GROWTH
-            found["tree", nodes] = gain(accuracies, grow(accuracies, nodes), drafting)
-    form, size = max(found, key=lambda candidate: found[candidate])
-    return {"width": 1, "length": size} if form == "chain" else {"nodes": size}
+        drafting = draft_share(drafter, target, length) * one_pass
+        settings = {"width": 1, "length": length}
+        found.append(DefaultTree(settings, gain(accuracies, chain, drafting)))
+    for nodes in sorted({*TREES, known.get("tree_nodes", TREES[-1])}):
+        if nodes < levels:
+            continue
+        tree = grow(accuracies, nodes)
+        if drafter.drafts_by_level:
+            deepest, pass_cost = levels, verify_cost(known.get("width", 1)) * GROWTH
+        else:
+            # Such a tree is made level by level too, though the drafter runs once.
+            growth = GROWTH if drafter.drafts_in_turn else 1.0
+            deepest, pass_cost = max(map(len, tree), default=1), one_pass * growth
+        drafting = draft_share(drafter, target, deepest) * pass_cost
+        found.append(DefaultTree({"nodes": nodes}, gain(accuracies, tree, drafting)))
+    return max(found, key=lambda candidate: candidate.gain)
 
 
 def gain(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks], drafting: float) -> float:
@@ -70,19 +84,19 @@ def verify_cost(nodes: int) -> float:
     return float(numpy.interp(nodes, list(VERIFY_ON_CPU), list(VERIFY_ON_CPU.values())))
 
 
-def draft_share(drafter: Any, target: CausalModel) -> float:
-    """Return the bytes of weights that a draft reads, as a share of those of a plain pass.
+def draft_share(drafter: Any, target: CausalModel, levels: int) -> float:
+    """Return the bytes of weights that drafts of `levels` levels read, over those of a plain pass.
 
     On a CPU a pass over few rows takes as long as reading the weights does.
     """
+    ids = getattr(drafter, "draft_vocab_ids", None)
     head = target.head_weight.nbytes
-    own = sum(part.weight.nbytes for part in drafter.modules() if isinstance(part, nn.Linear))
-    if drafter.borrows_head:
-        ids = getattr(drafter, "draft_vocab_ids", None)
+    if ids is not None and drafter.borrows_head:
         # A part is copied in the drafter's own dtype, see `ModelHead.head_of`.
-        own += head if ids is None else len(ids) * target.hidden_size * drafter.fc.weight.itemsize
+        head = len(ids) * target.hidden_size * drafter.fc.weight.itemsize
+    own, heads = drafter.bytes_read(levels)
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight
     tied = embedding is target.model.get_output_embeddings().weight
     of_target = bytes_of(target.model) + target.packed_bytes - (0 if tied else embedding.nbytes)
-    return own / of_target
+    return (own + heads * head) / of_target

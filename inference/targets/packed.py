@@ -18,8 +18,8 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,15 @@ ROWS = 8  # rows that the order is chosen for; others may be given
 TRIED_ROWS = (1, 2, 4, 8)
 EXTENDED_ROWS = 4  # fewest rows that oneDNN's faster products take
 TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
-LEAST_GAIN = 1.05
+# Gains of matrices that were measured lie at 0.85 and below or at 1.0 and above, and vary by 5%:
+# the border is between, so that a near-tie has one outcome. With 1.0 four rows gain what one loses.
+LEAST_GAIN = 0.92
+CLEAR = 1.1  # distance from it at which a trial that is not steady decides too
+EXTENDED_GAIN = 1.2  # of a product of four rows over one of fewer; where there is one it is 1.3
 REPEATS = 7
+LONGEST_S = 1.5  # of the repeats for one number of rows
 SMALLEST = 1 << 14  # entries of a matrix that a drafter's packing is worth
-STEADY = 1.15  # median over least time, up to which a measurement is kept
+STEADY = 1.05  # third least time over the least, up to which a measurement is steady
 
 
 class Packing(NamedTuple):
@@ -53,6 +58,10 @@ class Packing(NamedTuple):
     """Time over the matrices as stored as a multiple of that over packed ones."""
     least_rows: int = 1
     """Inputs of fewer rows are extended by zeros to so many."""
+
+
+UNSTEADY = Packing(LEAST_GAIN)
+"""Packing where a trial was neither steady nor clear: the outcome on most measured machines."""
 
 
 class PackedLinear(nn.Module):
@@ -159,11 +168,13 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
-    """Return how to pack matrices if that is faster here by a measurement of less than a second.
+    """Return how to pack matrices if that is faster here by a measurement of some two seconds.
 
     None if it is not. The mean gain for one to eight rows counts, over the first of `linears`. It
     is kept on disk for the next process, which then decodes over the same matrices, with the same
-    rounding, and finds what was compiled for them.
+    rounding, and finds what was compiled for them. The processor's time of one thread is measured,
+    whatever the number of threads, so that the choice does not depend on how busy the machine is.
+    Where even that varies and is near the border, matrices are packed (`UNSTEADY`).
     """
     weights: list[Tensor] = []
     for linear in linears:
@@ -176,14 +187,21 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     if packing is None:
         try:
             packed = [_packed(weight) for weight in weights]
-            times = [_times(weights, packed, rows) for rows in TRIED_ROWS]
+            with one_thread():
+                times = [_times(weights, packed, rows) for rows in TRIED_ROWS]
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             log.debug("matrices cannot be packed here: %s", error)
             return None
         packing = _packing_by(times)
-        # Not where other work has disturbed it: the next process measures again.
         if all(steady for *_, steady in times):
             _keep_packing(trial, packing)
+        elif 1 / CLEAR < packing.gain / LEAST_GAIN < CLEAR:
+            # The next process measures again.
+            packing = UNSTEADY
+            log.info(
+                "the trial of how matrices are laid out was not steady, since the machine is busy: "
+                "they are packed, as on most machines"
+            )
     log.debug("packed matrices are %.2f times as fast, least rows %d", *packing)
     return packing if packing.gain >= LEAST_GAIN else None
 
@@ -192,7 +210,7 @@ def _packing_by(times: Sequence[tuple[float, float, bool]]) -> Packing:
     """Return what the `_times` for `TRIED_ROWS` say."""
     stored, packed = [time[0] for time in times], [time[1] for time in times]
     few = TRIED_ROWS.index(EXTENDED_ROWS)
-    extended = max(packed[:few]) > LEAST_GAIN * packed[few]
+    extended = min(packed[:few]) > EXTENDED_GAIN * packed[few]
     if extended:
         packed[:few] = [packed[few]] * few
     gains = [own / other for own, other in zip(stored, packed, strict=True)]
@@ -209,8 +227,8 @@ def _name_of(weights: list[Tensor]) -> str:
     """Return the name of a trial: whatever its outcome depends on."""
     shapes = json.dumps([list(weight.shape) for weight in weights])
     return (
-        f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{dtype_name(weights[0].dtype)}, {len(weights)} matrices "
+        f"{processor()}, torch {torch.__version__}, {dtype_name(weights[0].dtype)}, "
+        f"processor time, {len(weights)} matrices "
         f"{hashlib.sha256(shapes.encode()).hexdigest()[:12]}"
     )
 
@@ -248,23 +266,41 @@ def _keep_packing(trial: str, packing: Packing) -> None:
         log.debug("the measured gain is not kept: %s", error)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread within: the processor's time is that of the work alone.
+
+    Of several threads those that have finished wait for the others, in a loop that takes time.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _times(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float, float, bool]:
-    """Return the seconds of a pass over `weights`, over `packed`, and True if both were steady."""
+    """Return the seconds of a pass over `weights`, over `packed`, and True if both were steady.
+
+    They are seconds of this thread, which other work on the machine takes less of, and are measured
+    until the three least are nearly equal, for `LONGEST_S` at most.
+    """
     inputs = {weight.shape[1]: weight.new_ones(rows, weight.shape[1]) for weight in weights}
-    stored_s, packed_s = [], []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
+    times: tuple[list[float], list[float]] = ([], [])
+    until, steady = time.monotonic() + LONGEST_S, False
+    while len(times[0]) < REPEATS or (not steady and time.monotonic() < until):
+        start = time.thread_time()
         for weight in weights:
             functional.linear(inputs[weight.shape[1]], weight)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         for weight, matrix in zip(weights, packed, strict=True):
             _product(inputs[weight.shape[1]], matrix, None)
-        stored_s.append(middle - start)
-        packed_s.append(time.perf_counter() - middle)
-    best = min(stored_s), min(packed_s)  # other work on the machine only ever adds time
-    medians = statistics.median(stored_s), statistics.median(packed_s)
-    steady = all(median < STEADY * least for median, least in zip(medians, best, strict=True))
-    return *best, steady
+        times[0].append(middle - start)
+        times[1].append(time.thread_time() - middle)
+        # Other work only ever adds time, such as by what it leaves in the caches.
+        steady = all(sorted(some)[:3][-1] <= STEADY * min(some) for some in times)
+    return min(times[0]), min(times[1]), steady
 
 
 def is_plain(module: Any) -> bool:

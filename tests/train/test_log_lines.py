@@ -27,6 +27,10 @@ def test_lines_say_what_they_are_about() -> None:
     assert evaluation_line(75, 150, MEASURED, 4.694, 75) == (
         "step 75/150  tau 4.69 (4.35-4.97) on held-out prompts  best so far"
     )
+    assert evaluation_line(75, 150, {**MEASURED, "loop_share": 5 / 6}, 4.694, 75) == (
+        "step 75/150  tau 4.69 (4.35-4.97) on held-out prompts; 83% of the replies loop, which "
+        "raises tau  best so far"
+    )
     few = {**MEASURED, "tau_measured_low": float("nan"), "tau_measured_high": float("nan")}
     assert evaluation_line(75, 150, few, 4.694, 75) == (
         "step 75/150  tau 4.69 on held-out prompts  best so far"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,17 +24,20 @@ from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import ChatTemplate, endless
 from ...inference.settings import TargetConfig
+from ...inference.targets.packed import one_thread
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import options_from
 from ..config import RunConfig
 from ..data.features import LiveTarget
-from ..method import MethodName, method_for, run_class_named
+from ..method import MethodName, method_for, method_named, run_class_named
+from ..planning.optimiser import optimiser_share
 from ..provenance import versions
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
+COSTLY = 0.3  # share of a step's time from which the optimiser has a warning
 SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
@@ -134,10 +138,14 @@ def bfloat16_products() -> str:
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Return the seconds that a product of 512 rows takes on the processor, the least of five."""
+    """Return the seconds that a product of 512 rows takes a thread, the least of five.
+
+    They are the processor's, so that the advice does not depend on how busy the machine is.
+    """
     rows = torch.ones(512, 1024, dtype=dtype)
     matrix = torch.ones(1024, 1024, dtype=dtype)
-    return min(timeit.repeat(lambda: rows @ matrix, number=1, repeat=5))
+    with one_thread():
+        return min(timeit.repeat(lambda: rows @ matrix, timer=time.thread_time, number=1, repeat=5))
 
 
 def room(check: str, free: int, text: str, advice: str) -> Finding:
@@ -168,7 +176,27 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
         except UserError as error:
             finding.status, finding.found = "error", str(error)
         findings.append(finding)
+    if (optimiser := check_optimiser(method, config)) is not None:
+        findings.append(optimiser)
     return findings, config
+
+
+def check_optimiser(method: MethodName, config: RunConfig) -> Finding | None:
+    """Return the finding about the share of a step that the optimiser takes on a processor.
+
+    None where the target's config cannot be read, and on a GPU, where the share is small.
+    """
+    try:
+        if resolve_device(config.target.device).type != "cpu":
+            return None
+        share = optimiser_share(method_named(method), config)
+    except UserError:  # which the run itself explains
+        return None
+    text = f"{config.optim.optimizer} takes some {share:.0%} of a step's time on a processor"
+    if share < COSTLY:
+        return Finding("optimiser", "ok", text)
+    more = "more tokens in a step (--rows-per-step, --data.max-length) make it less"
+    return Finding("optimiser", "warning", f"{text}; {more}")
 
 
 def check_target(

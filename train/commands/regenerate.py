@@ -34,6 +34,7 @@ from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import Target, load_for_decoding
+from ..data.templates import cut_replies
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
 from .tasks import Sink, Task, answered_in, refuse_other, repair
@@ -104,6 +105,8 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     notes.report(options.data)
     done = "%s: %d conversations, %d tokens written by the target, %d without an end"
     log.info(done, out, sink.rows, sink.tokens, sink.cut)
+    if line := cut_replies(sink.cut, sink.replies):
+        log.warning("%s: %s", out, line)
 
 
 @dataclass(frozen=True)

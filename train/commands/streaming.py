@@ -13,6 +13,8 @@ from typing import TextIO
 
 from ...inference.api import Decoder, Reply
 from ...inference.decode import Generation, Request, decode
+from ...inference.evaluation.measure import difference, distinct_names
+from ...inference.evaluation.remarks import busy_now, slower
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
 from .options import GenerateOptions as Options
@@ -54,7 +56,8 @@ def answer(
     say(reply, options)
     if options.compare:
         plainly = Decoder(decoder.target, PlainDecoding())
-        compare(stream(plainly, request, options, io.StringIO()), reply)
+        plain = stream(plainly, request, options, io.StringIO())
+        compare(decoder, request, options, plain, reply)
     return reply
 
 
@@ -79,13 +82,23 @@ def say(reply: Generation, options: Options) -> None:
     )
 
 
-def compare(plain: Generation, drafted: Generation) -> None:
-    """Print the speed of plain decoding, and whether its text is that of `drafted`."""
+def compare(
+    decoder: Decoder, request: Request, options: Options, plain: Generation, drafted: Generation
+) -> None:
+    """Print the speed of plain decoding, whether its text is that of `drafted`, and remarks."""
     seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
-    gain = f", {seconds / drafted_seconds:.2f}x with drafts" if seconds and drafted_seconds else ""
+    speedup = seconds / drafted_seconds if seconds and drafted_seconds else None
+    gain = f", {speedup:.2f}x with drafts" if speedup else ""
     speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"
-    same = "the same text" if plain.token_ids == drafted.token_ids else "another text"
+    if INTERRUPTED in (plain.finish_reason, drafted.finish_reason):
+        same = "not compared, since a reply was ended"
+    else:
+        sampling, number = options.sampling, (request.id, request.sample)
+        same = difference(decoder.target, plain, drafted, sampling, number)
     print(f"plain decoding: {speed}{gain}; {same}", file=sys.stderr)
+    (name,) = distinct_names([decoder.proposer])
+    for line in filter(None, [slower({name: speedup}), busy_now()]):
+        print(line, file=sys.stderr)
 
 
 def stream(

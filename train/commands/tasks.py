@@ -136,7 +136,7 @@ class Sink:
         """`provenance` goes into every row; `written` has that of the rows of each file there."""
         self._file, self._progress = file, progress
         self._provenance, self._written = provenance, written
-        self.rows = self.tokens = self.cut = 0
+        self.rows = self.tokens = self.replies = self.cut = 0
 
     def add_provenance(self, more: JsonObject) -> None:
         """Add to the provenance of rows to come, such as hashes of the target once it is loaded.
@@ -179,6 +179,7 @@ class Sink:
         os.fsync(self._file.fileno())
         self.rows += 1
         for event in task.events:
+            self.replies += len(event["finish_reasons"])
             self.cut += sum(reason not in ENDED for reason in event["finish_reasons"])
         self._progress.update()
 

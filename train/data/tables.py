@@ -33,7 +33,7 @@ from ...heads.files import (
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
 from ...inference.conversations.choice import Group, Units, number_of, prompt_of, shared_id
-from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.rows import LeftOut
@@ -43,7 +43,7 @@ from ..config import Data, Source
 from ..documents import TableCounts
 from .contamination import clean
 from .split import SourceRow, chance, is_held_out
-from .templates import Encoded, encode
+from .templates import Encoded, cut_replies, encode
 
 log = logging.getLogger(__name__)
 
@@ -333,8 +333,10 @@ def _read(
     name = source.name or source.path
     left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
     tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
+    ends: list[str] = []  # reasons for which replies ended, as far as rows name them
     for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
+        ends += reasons_of(raw)
         conversation = _conversation(raw)
         unit = 0  # of a malformed row, which is lost
         if not isinstance(conversation, RowError):
@@ -393,6 +395,8 @@ def _read(
             (name, str(raw.get("category") or "")),
         )
     notes.report(f"data source {name}")
+    if line := cut_replies(sum(reason in CUT_SHORT for reason in ends), len(ends)):
+        log.warning("data source %s: %s", name, line)
 
 
 def units_of(data: Data) -> Units:
@@ -406,6 +410,15 @@ def units_of(data: Data) -> Units:
             if not isinstance(conversation, RowError):
                 units.add(raw, conversation, name)
     return units
+
+
+def reasons_of(raw: Any) -> list[str]:
+    """Return the reasons for which the replies of a row ended, as far as the row names them."""
+    if not isinstance(raw, dict):
+        return []
+    listed = raw.get("finish_reasons")
+    given = listed if isinstance(listed, list) else [raw.get("finish_reason")]
+    return [reason for reason in given if isinstance(reason, str)]
 
 
 def _conversation(raw: Any) -> Conversation | RowError:

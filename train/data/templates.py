@@ -235,3 +235,13 @@ def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list
             "a turn; rows of draftsmith data regenerate are exact"
         )
     return ids, offsets
+
+
+def cut_replies(cut: int, replies: int) -> str:
+    """Return a warning about replies that a limit of tokens cut; "" if they are at most half."""
+    if 2 * cut <= replies:
+        return ""
+    return (
+        f"{cut} of {replies} replies were cut before their end, and no end token will be learned "
+        "from them; raise --sampling.max-new-tokens and write them again"
+    )

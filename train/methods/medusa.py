@@ -20,17 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...distill.divergences import (
+    Teacher,
     log_probs,
     loss_of_logits,
-    overlap,
     sum_in_chunks,
+    teacher_of,
 )
-from ...distill.settings import LABELS_ONLY
+from ...distill.settings import LABELS_ONLY, Divergence
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -143,27 +145,51 @@ class MedusaObjective:
         labels = send(ids[(ahead + 1).clamp(max=ids.shape[0] - 1)], last.device)
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
-        target_log_probs, teacher = None, ahead
-        if measured or self._config.loss not in LABELS_ONLY:
-            positions, teacher = (send(t, last.device) for t in ahead.unique(return_inverse=True))
+        distributions, index, name = None, ahead, self._config.loss
+        if measured or name not in LABELS_ONLY:
+            positions, index = (send(t, last.device) for t in ahead.unique(return_inverse=True))
             with torch.no_grad():
-                target_log_probs = log_probs(self._target_head(last[positions]))
+                distributions = Distributions.of(self._target_head(last[positions]), name)
         tables = []
         for i in range(self._num_heads):
-            logits, log_p = drafter.logits(hidden, i), None
-            if target_log_probs is not None:
-                log_p = target_log_probs[teacher[:, i]]
-            found = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
+            logits, mine = drafter.logits(hidden, i), None
+            if distributions is not None:
+                mine = distributions.rows(index[:, i])
+            log_p, teacher = (None, None) if mine is None else (mine.log_p, mine.teacher)
+            other = teacher.p if teacher is not None and measured else None
+            found = loss_of_logits(name, logits, log_p, labels[:, i], other, teacher)
             entry = [found.losses]
-            if log_p is not None and measured:
-                with torch.no_grad():
-                    right = (found.best == best_of(log_p)).float()
-                    entry += [right, overlap(logits - found.log_sums[:, None], log_p)]
+            if mine is not None and measured:
+                assert found.overlaps is not None
+                entry += [(found.best == mine.best).float(), found.overlaps]
             tables.append(entry)
         # From tables `[R]` for each head to tables `[R, D]` of all heads.
         losses, *rest = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
         loss = (losses * factors).sum()
         return (loss, losses, *rest) if measured else (loss,)
+
+
+class Distributions(NamedTuple):
+    """The target's distributions at R positions, made once for all heads that they teach."""
+
+    log_p: Tensor | None
+    """None for a loss that reads `teacher` alone."""
+    teacher: Teacher
+    best: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, loss: Divergence) -> Distributions:
+        """Return the distributions of `logits` `[R, V]`, as far as a loss reads them."""
+        log_p = log_probs(logits)
+        # All tokens are in the table, so that it sums to one already.
+        return cls(
+            None if loss in ("kl", "ce") else log_p, teacher_of(log_p, whole=True), best_of(logits)
+        )
+
+    def rows(self, index: Tensor) -> Distributions:
+        """Return those of some positions."""
+        log_p = None if self.log_p is None else self.log_p[index]
+        return Distributions(log_p, self.teacher.rows(index), self.best[index])
 
 
 @torch.no_grad()

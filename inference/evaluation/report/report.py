@@ -14,6 +14,7 @@ from pathlib import Path
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
+from ..remarks import remarks
 from ..results import Report, read_report
 from ..training_log import METRICS_FILE, read_metrics
 from . import sections, speed
@@ -231,6 +232,7 @@ def markdown(found: Found) -> str:
         blocks.append(f"## {report.target_name}\n\n{report.scope}, {part.title}\n")
         if where := report.measured_on:
             blocks.append(f"Measured on {where}.\n")
+        blocks += [f"{escape(line)}.\n" for line in remarks(report)]
         tables = [
             compare_table(part),
             summary(report) if report.settings else None,

@@ -11,6 +11,7 @@ from html import escape
 
 from ....heads.files import JsonObject
 from ..console_tables import over_untuned
+from ..remarks import remarks
 from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
@@ -100,10 +101,12 @@ def _reply_limits(options: JsonObject) -> str | None:
 
 
 def alerts(report: Report) -> str:
-    """Return what a reader has to know before any figure; "" for a whole and lossless report."""
+    """Return what a reader has to know before any figure; "" for a report without remarks."""
     said = ""
     if report.partial:
         said = f'<p class="alert">Not whole: only {escape(report.partial)} so far.</p>\n'
+    for line in remarks(report):
+        said += f'<p class="note">{escape(line[0].upper() + line[1:])}.</p>\n'
     lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
     if lossy:
         said += (

@@ -33,6 +33,7 @@ from ..checks import numbers, prompts_of
 from ..evaluate import leave_out_names, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
+from ..remarks import busy_now, slower
 from ..results import FEWEST
 from .budget import (
     DRAFTING,
@@ -349,8 +350,10 @@ def show(profile: JsonObject, console: Console) -> None:
         for row in rows:
             console.print(_table(names[key], row))
             console.print(row["reason"], highlight=False, markup=False)
-            if row["measured"]["speedup"] < 1:
-                console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
+            if line := slower({names[key]: row["measured"]["speedup"]}):
+                console.print(f"Drafting does not pay here: {line}.", style="bold", highlight=False)
+    if line := busy_now():
+        console.print(line, highlight=False)
     console.print(
         "tau: tokens a round. Predicted: rounds in units of plain ones, which take what they took "
         "while the finalists ran. Over default: tokens a second over the default's. The table is "

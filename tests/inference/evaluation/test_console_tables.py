@@ -8,9 +8,12 @@ import pytest
 
 from draftsmith.inference.console import Console
 from draftsmith.inference.evaluation.console_tables import by_speed, show
+from draftsmith.inference.evaluation.remarks import busy
+from draftsmith.inference.evaluation.report.report import Found, html, markdown
 from draftsmith.inference.evaluation.results import (
     NAN,
     CategoryFigures,
+    Conditions,
     DrafterFigures,
     PromptSet,
     Report,
@@ -158,3 +161,24 @@ def test_a_name_is_whole_where_there_is_space() -> None:
     out = io.StringIO()
     show(report_of(name), Console(file=out, width=140))
     assert f"{name}  3.40" in out.getvalue(), "its tau stands in the same line"
+
+
+def test_what_loses_and_a_busy_machine_are_said() -> None:
+    report = report_of()
+    lines = shown(report, 120)
+    assert "T = 1, batch 1: slower than plain decoding: ngram (0.60x), eagle3 (0.70x)" in lines
+    assert "T = 0, batch 2: 50% of the replies loop, which raises tau" in lines
+    assert not any(line.startswith("T = 0, batch 1: slower") for line in lines)
+    assert not any("busy" in line for line in lines)
+    report.conditions = Conditions(cores=1, machine_cores=2, load_before=0.8, load_after=6.2)
+    line = "the machine was busy (load 6.2 on 2 cores): read tau, not speed"
+    assert line in shown(report, 120)
+    page = html(Found([("r.json", report)], [])).decode()
+    text = markdown(Found([("r.json", report)], []))
+    for document in (page, text):
+        assert line[1:] in document and "slower than plain decoding: ngram (0.60x)" in document
+
+
+def test_own_threads_are_no_other_work() -> None:
+    assert not busy([2.1, 2.4], 2, 2) and not busy([8.3], 2, 8) and not busy([None], 2, 2)
+    assert busy([0.0, 3.0], 2, 1) and busy([9.0], 2, 8)

@@ -46,6 +46,18 @@ def test_quantiles_at_high_levels_leave_their_probability_above(degrees: int) ->
     assert numpy.trapezoid(density / u**2, u) == pytest.approx(0.00005, rel=1e-3)
 
 
+def test_an_interval_of_tau_is_within_what_tau_can_be() -> None:
+    uneven = [[1, 1, 1, 1], [1], [4, 4, 4], [1, 1], [1, 1, 1], [1]]
+    rows = [(sum(one), len(one)) for one in uneven]
+    low, high = interval(rows, truediv)
+    assert low < 1 and high > 4
+    assert tau_interval(uneven) == (1.0, high)
+    assert tau_interval(uneven, drafts=3) == (1.0, 4.0)
+    inner = [[1, 2, 2], [1, 2], [2, 2, 1], [1, 2], [2, 1, 2]]
+    assert tau_interval(inner, drafts=8) == interval([(sum(o), len(o)) for o in inner], truediv)
+    assert all(map(math.isnan, tau_interval(uneven[:2], drafts=3)))
+
+
 def test_the_jackknife_by_hand() -> None:
     """4.2 of the five units are effective, since one has more than a third of all tokens and
     rounds: three degrees of freedom."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +21,7 @@ from draftsmith.inference.proposers.default_tree import (
     gain,
     verify_cost,
 )
+from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.target import Target
 from tests.conftest import ROOT
 
@@ -49,7 +54,7 @@ def test_a_cpu_gets_few_nodes_and_a_gpu_the_tree_of_training(
         as_in_training: Any = load_proposer(spec, target, pytest.fail)
         assert as_in_training.max_drafted == calibration["tree_nodes"]
         gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-        assert default_tree(artifact, gpu) == {}
+        assert default_tree(artifact, gpu) is None
         given: Any = load_proposer(f"{spec}:nodes=20", target, pytest.fail, choose=True)
         assert given.max_drafted == 20, "what the user gives is taken"
 
@@ -67,5 +72,50 @@ def test_a_draft_reads_a_share_of_the_weights(quickstart: Target) -> None:
     vocabulary: Any = artifact.drafter
     head_rows = vocabulary.shape.draft_vocab_size
     own = layer + fusion + head_rows * 192
-    share = draft_share(vocabulary, quickstart)
+    share = draft_share(vocabulary, quickstart, 1)
     assert share == pytest.approx(own / of_target, rel=1e-3)
+    assert draft_share(vocabulary, quickstart, 3) == pytest.approx(3 * share)
+
+
+def test_drafters_that_make_all_drafts_at_once_read_weights_too(quickstart: Target) -> None:
+    of_target = bytes_of(quickstart.model) + quickstart.packed_bytes
+    medusa, dflash, dspark = (
+        Artifact.load(
+            DRAFTERS / name, quickstart.fingerprint(), quickstart.embedding_and_head, print
+        ).drafter
+        for name in ("medusa", "dflash", "dspark")
+    )
+    # Each level of Medusa is a head of its own: a block of 192 x 192 and 2,048 tokens.
+    assert draft_share(medusa, quickstart, 2) == pytest.approx(
+        2 * 4 * (192 * 192 + 2048 * 192) / of_target
+    )
+    # All levels of a DFlash are one pass.
+    share = draft_share(dflash, quickstart, 1)
+    assert share > 0.3
+    assert draft_share(dflash, quickstart, 5) == share
+    # Its tree would be made level by level, like an EAGLE's, and costs more than it gains.
+    spec = DRAFTERS / "dspark"
+    artifact = Artifact.load(spec, quickstart.fingerprint(), quickstart.embedding_and_head, print)
+    chosen = default_tree(artifact, quickstart)
+    assert chosen is not None and chosen.settings == {"width": 1, "length": 5}
+    # The transition of a DSpark is read for each draft.
+    transition = dspark.transition_out.weight.nbytes / of_target
+    shares = [draft_share(dspark, quickstart, levels) for levels in (1, 3)]
+    assert shares[1] - shares[0] == pytest.approx(2 * transition)
+
+
+def test_a_drafter_of_which_no_tree_pays_is_named(
+    quickstart: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Heads that are hardly ever right, as over a vocabulary that is most of the target."""
+    caplog.set_level(logging.INFO)
+    folder = shutil.copytree(DRAFTERS / "medusa", tmp_path / "medusa")
+    facts = json.loads((folder / "draftsmith.json").read_text())
+    accuracy = facts["calibration"]["rank_accuracy"]
+    facts["calibration"]["rank_accuracy"] = [[0.1 * share for share in row] for row in accuracy]
+    (folder / "draftsmith.json").write_text(json.dumps(facts))
+    warnings: list[str] = []
+    load_proposer(folder, quickstart, warnings.append, choose=True)
+    (line,) = warnings
+    assert re.search(r"no tree of \S+ should pay on a cpu: .* some 0\.\d\dx the speed", line)
+    assert "should pay" not in caplog.text

@@ -22,13 +22,23 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.conversations.lines import words_or_conversations
 from draftsmith.inference.decode import Request, Round
+from draftsmith.inference.evaluation import remarks
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.options import GenerateOptions
-from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
+from draftsmith.train.commands.streaming import (
+    GREEN,
+    RESET,
+    compare,
+    in_color,
+    one_interrupt,
+    stream,
+    write,
+)
 from tests.conftest import QUICKSTART
 from tests.train.test_bad_input import expect, quick
 
@@ -267,3 +277,27 @@ def test_the_chat_command_reads_lines_of_a_pipe(
     chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
     assert [len(messages) for messages in asked] == [1, 3]
     assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
+
+
+def test_a_comparison_says_where_texts_part_and_what_loses(
+    quickstart: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoder = Decoder(quickstart, NgramLookup())
+    options = GenerateOptions(target=TargetConfig(path="-"), prompt="-", max_new_tokens=12)
+    request = Request(decoder.encode("def add(a, b):", False, {}))
+    replies = [stream(decoder, request, options, io.StringIO()) for _ in range(2)]
+    plain, drafted = replies
+    plain.decode_s, drafted.decode_s = 1.0, 1.1
+    monkeypatch.setattr(remarks, "load", lambda: 500.0)
+    compare(decoder, request, options, plain, drafted)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].endswith("; the same text")
+    assert said[1] == "slower than plain decoding: ngram (0.91x)"
+    assert said[2].startswith("the machine was busy (load 500.0 on ")
+    drafted.token_ids = [*drafted.token_ids]
+    drafted.token_ids[4] += 1
+    compare(decoder, request, options, plain, drafted)
+    (first, *_) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"another text from token 5 on, where the target's two best logits are \S+ apart", first
+    )

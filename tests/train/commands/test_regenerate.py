@@ -23,6 +23,8 @@ from draftsmith.train.commands.options import RegenerateOptions as Options
 from draftsmith.train.commands.options import ReplySampling, ServerOptions
 from draftsmith.train.commands.regenerate import Share, run
 from draftsmith.train.commands.tasks import questions, repair
+from draftsmith.train.config import Data, HeldOutConfig, Source
+from draftsmith.train.data.tables import prepare
 from draftsmith.train.data.templates import encode
 from tests.conftest import tiny_target
 from tests.published_templates import tokenizer_of
@@ -595,3 +597,26 @@ def test_a_reply_that_the_template_cannot_carry_ends_its_conversation(
     assert "the next turn is left out: messages[1].content" in caplog.text
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
     assert row["finish_reasons"] == ["stop"]
+
+
+def test_replies_that_were_all_cut_are_said_when_written_and_when_learned(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=0, max_new_tokens=2)))
+    line = "5 of 5 replies were cut before their end, and no end token will be learned"
+    assert line in caplog.text and "--sampling.max-new-tokens" in caplog.text
+    caplog.clear()
+    data = Data(
+        sources=[Source(str(tmp_path / "out.jsonl"))],
+        held_out=HeldOutConfig(share=0.5),
+        max_length=512,
+    )
+    prepare(data, load_target(TargetConfig(str(saved_tiny), device="cpu")), tmp_path / "t", 0)
+    assert line in caplog.text
+    rows = [json.loads(one) for one in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row in rows[:3]:
+        row["finish_reasons"] = ["stop"]
+    write(tmp_path / "out.jsonl", rows)
+    caplog.clear()
+    prepare(data, load_target(TargetConfig(str(saved_tiny), device="cpu")), tmp_path / "t", 0)
+    assert "were cut" not in caplog.text

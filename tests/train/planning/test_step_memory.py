@@ -74,10 +74,11 @@ def with_numbers(method: AnyMethod, run: Any) -> tuple[int, int]:
     return step_of(objective, drafter, features, False, torch.device("cpu"))[:2]
 
 
-# Attention has masks on a CPU that FlexAttention needs not; blocks repeat keys, too.
+# Attention has masks on a CPU that FlexAttention needs not; blocks repeat keys, too. At EAGLE's peak
+# overlaps are computed, whose minima are a whole table on a GPU and sixteen rows on a CPU.
 @pytest.mark.parametrize(
     ("method", "within"),
-    [("medusa", 0.01), ("eagle", 0.05), ("dflash", 0.3), ("dspark", 0.3), ("distill", 0.05)],
+    [("medusa", 0.01), ("eagle", 0.1), ("dflash", 0.3), ("dspark", 0.3), ("distill", 0.05)],
 )
 def test_a_step_takes_what_it_takes_with_numbers(
     tmp_path: Path, saved_tiny: Path, method: str, within: float

@@ -74,8 +74,8 @@ def with_numbers(method: AnyMethod, run: Any) -> tuple[int, int]:
     return step_of(objective, drafter, features, False, torch.device("cpu"))[:2]
 
 
-# Attention has masks on a CPU that FlexAttention needs not; blocks repeat keys, too. At EAGLE's peak
-# overlaps are computed, whose minima are a whole table on a GPU and sixteen rows on a CPU.
+# Attention has masks on a CPU that FlexAttention needs not; blocks repeat keys, too. At the peak of
+# EAGLE, overlaps are computed, whose minima are a whole table on a GPU and sixteen rows on a CPU.
 @pytest.mark.parametrize(
     ("method", "within"),
     [("medusa", 0.01), ("eagle", 0.1), ("dflash", 0.3), ("dspark", 0.3), ("distill", 0.05)],

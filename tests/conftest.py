@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,15 @@ MARKED_TEMPLATE = (
     "{%- else -%}{{ '<u>' + m['content'] + '<e>' }}{%- endif -%}{%- endfor -%}{%- if "
     "add_generation_prompt -%}<a>{%- endif -%}"
 )
+
+
+def by_default(values: Iterable[Any], *few: Any) -> list[Any]:
+    """Values of a parameter: a `few` of them by default, the others with `--all`."""
+    return [v if v in few else pytest.param(*_parts(v), marks=pytest.mark.full) for v in values]
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def make_tokenizer(

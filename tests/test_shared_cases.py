@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 
-SCRIPTS = sorted((ROOT.parent / "shared" / "cases" / "data").glob("*/run.sh"))
-LOSSLESS = sorted((ROOT.parent / "shared" / "cases" / "lossless").glob("*.py"))
+CASES = ROOT.parent / "shared" / "cases"
+SCRIPTS = sorted((CASES / "data").glob("*/run.sh"))
+PROGRAMS = sorted([*(CASES / "lossless").glob("*.py"), *(CASES / "engines").glob("*/case.py")])
 
 
 @pytest.mark.full
@@ -26,9 +28,13 @@ def test_the_case_is_right(script: os.PathLike[str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", LOSSLESS, ids=lambda script: script.stem)
-def test_the_text_is_the_targets(script: os.PathLike[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize(
+    "script", PROGRAMS, ids=lambda script: str(script.relative_to(CASES).with_suffix(""))
+)
+def test_the_text_and_the_exports_are_right(script: os.PathLike[str]) -> None:
+    # They call `draftsmith` too, which is next to the interpreter.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(
         [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.heads.errors import UserError
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import QUICKSTART, ROOT, by_default
 from tests.robust.mutations import MANY, complaints, trials
 from tests.tampered import seal
 
@@ -93,7 +93,7 @@ def sealed(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 @pytest.mark.parametrize("after", [None, sealed], ids=["as written", "sealed"])
-@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "dspark"])
+@pytest.mark.parametrize("drafter", by_default(["eagle3", "medusa", "dspark"], "eagle3"))
 def test_a_damaged_drafter(
     drafter: str, after: Callable[[Path], None] | None, count: int, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, by_default
 from tests.robust.mutations import MANY, complaints, forked, outcome, trials
 from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import command_of, disturb
@@ -153,7 +153,9 @@ def test_a_damaged_store(
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-@pytest.mark.parametrize(("drafter", "engine"), [("medusa", "tgi"), ("eagle3", "vllm")])
+@pytest.mark.parametrize(
+    ("drafter", "engine"), by_default([("medusa", "tgi"), ("eagle3", "vllm")], ("eagle3", "vllm"))
+)
 def test_a_damaged_export(drafter: str, engine: str, count: int, tmp_path: Path) -> None:
     """Read back by import: what it accepts has the weights and the flags of the drafter."""
     sound, out = tmp_path / "sound", tmp_path / "imported"

@@ -17,6 +17,7 @@ from draftsmith.inference.rounds.attention import attention_of_nodes
 from draftsmith.inference.rounds.cache import Counts, StaticCache, TreeCache
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, near_copy, proposers
+from tests.conftest import by_default
 from tests.exact.test_recorded import Tape, tapes  # noqa: F401
 from tests.inference.targets.test_fused import FUSED, states_of
 
@@ -32,7 +33,7 @@ def takes_trees(target: Target) -> bool:
     return target.fused is not None and target.fused.takes_trees
 
 
-@pytest.mark.parametrize("kind", sorted(FUSED))
+@pytest.mark.parametrize("kind", by_default(sorted(FUSED), "llama", "qwen3"))
 def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
     """Rows have different lengths, and two kinds have windows shorter than the texts."""
     target = architecture(kind, dtype=torch.float32)

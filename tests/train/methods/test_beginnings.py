@@ -23,7 +23,7 @@ from draftsmith.train.methods import eagle, medusa
 from draftsmith.train.methods.beginnings import take_heads_before
 from draftsmith.train.methods.first_weights import start_uncertain
 from draftsmith.train.methods.mask_token import warn_of_mask_token
-from tests.conftest import tiny_target
+from tests.conftest import by_default, tiny_target
 from tests.eagles import random_eagle
 from tests.train.test_loop import launch, make_config, train
 
@@ -70,7 +70,7 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has() -> None:
         medusa.METHOD.make_drafter(run, target, batches, before)
 
 
-@pytest.mark.parametrize("method", ["eagle1", "dflash", "medusa"])
+@pytest.mark.parametrize("method", by_default(["eagle1", "dflash", "medusa"], "dflash"))
 def test_a_run_for_a_target_with_added_tokens(tmp_path: Path, method: str) -> None:
     """It goes on from a drafter of the base model, which keeps drafting that model's tokens."""
     target = tiny_target(num_hidden_layers=4)

@@ -158,8 +158,10 @@ class MedusaObjective:
         if measured or name not in LABELS_ONLY or vocabulary.reduced:
             positions, index = (send(t, last.device) for t in ahead.unique(return_inverse=True))
             with torch.no_grad():
-                target_logits = self._target_head(last[positions])
-                distributions = Distributions.of(target_logits, name, vocabulary, measured)
+                # Not kept under a name: no logits of all tokens are there beside those of heads.
+                distributions = Distributions.of(
+                    self._target_head(last[positions]), name, vocabulary, measured
+                )
         tables = []
         for i in range(self._num_heads):
             logits, mine = drafter.logits(hidden, i), None

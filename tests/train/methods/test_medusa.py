@@ -188,7 +188,7 @@ def test_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "best"
     written = json.loads((folder / "draftsmith.json").read_text())
     assert written["shape"]["draft_vocab_size"] == 60
-    assert 0 < written["provenance"]["vocabulary_coverage"] <= 1
+    assert 0 < written["provenance"]["data"]["vocabulary_coverage"] <= 1
     assert written["calibration"]["rank_accuracy"]
     loaded = load_target(TargetConfig(str(tmp_path / "target"), dtype="float32", device="cpu"))
     heads = Artifact.load(folder, loaded.fingerprint()).drafter

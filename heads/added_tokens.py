@@ -7,6 +7,7 @@ about. The text is the target's own either way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from .medusa import MedusaHeads
 
 OPTION = "--allow-added-tokens"
 # Tensors of drafters with a row for each token that they draft, and for each one that they read.
-DRAFTED = ("lm_head.weight", "transition_out.weight")
+DRAFTED = re.compile(r"(lm_head|transition_out|outputs\.\d+)\.weight")
 READ = ("embedding.weight", "transition_in.weight")
 D = TypeVar("D")
 
@@ -73,26 +74,17 @@ def resized(drafter: D, vocab_size: int, added: Sequence[int] = ()) -> D:
     """
     old: Any = drafter
     known = min([vocab_size, *added])
-    if isinstance(old, MedusaHeads):
-        return _resized_heads(old, vocab_size, known)
+    sizes = old if isinstance(old, MedusaHeads) else old.shape
     ids = old.draft_vocab_ids
-    ids = torch.arange(old.shape.vocab_size) if ids is None else ids.cpu()
+    ids = torch.arange(sizes.vocab_size) if ids is None else ids.cpu()
     rows = (ids < known).nonzero()[:, 0]
-    if (mask := getattr(old.shape, "mask_token", 0)) >= vocab_size:
-        raise UserError(
-            f"the drafter's mask_token_id {mask} is none of the target's {vocab_size} tokens; it "
-            "cannot draft for this target"
-        )
-    shape = replace(old.shape, vocab_size=vocab_size, draft_vocab_size=len(rows))
-    if len(rows) == vocab_size and hasattr(shape, "mask_token"):
-        shape = replace(shape, draft_vocab_size=None)
-    new: Any = type(old)(shape, old.embedding_and_head)
+    new = _empty(old, vocab_size, len(rows))
     if new.d2t is not None:
         new.set_maps(ids[rows])
     state = {name: part for name, part in old.state_dict().items() if name not in ("d2t", "t2d")}
-    state |= {name: state[name][rows] for name in DRAFTED if name in state}
+    state |= {name: state[name][rows] for name in state if DRAFTED.fullmatch(name)}
     state |= {name: _with_rows(state[name], vocab_size) for name in READ if name in state}
-    weight = old.fc.weight
+    weight = next(old.parameters())
     # Cast first, because loading a state dict would cast the tensors to the new module's float32.
     place(new, weight.device, weight.dtype)
     new.load_state_dict(state | new.maps())
@@ -100,16 +92,23 @@ def resized(drafter: D, vocab_size: int, added: Sequence[int] = ()) -> D:
     return new.eval().requires_grad_(False)
 
 
-def _resized_heads(old: MedusaHeads, vocab_size: int, known: int) -> Any:
-    """Return `resized` Medusa heads, which draft the first `known` tokens at most."""
-    drafted = min(old.drafted, known)
-    new = MedusaHeads(old.config, old.hidden_size, vocab_size, old.target_head, drafted)
-    state = old.state_dict()
-    outputs = {name: part[:drafted] for name, part in state.items() if name.startswith("outputs.")}
-    weight = next(old.parameters())
-    place(new, weight.device, weight.dtype)
-    new.load_state_dict(state | outputs)
-    return new.eval().requires_grad_(False)
+def _empty(old: Any, vocab_size: int, drafted: int) -> Any:
+    """Return an untrained drafter like `old` that drafts so many of `vocab_size` tokens.
+
+    Raises `UserError` if its mask token is none of them.
+    """
+    if isinstance(old, MedusaHeads):
+        config = replace(old.config, draft_vocab_size=drafted)
+        return MedusaHeads(config, old.hidden_size, vocab_size, old.embedding_and_head)
+    if (mask := getattr(old.shape, "mask_token", 0)) >= vocab_size:
+        raise UserError(
+            f"the drafter's mask_token_id {mask} is none of the target's {vocab_size} tokens; it "
+            "cannot draft for this target"
+        )
+    shape = replace(old.shape, vocab_size=vocab_size, draft_vocab_size=drafted)
+    if drafted == vocab_size and hasattr(shape, "mask_token"):
+        shape = replace(shape, draft_vocab_size=None)
+    return type(old)(shape, old.embedding_and_head)
 
 
 def _with_rows(matrix: Tensor, count: int) -> Tensor:

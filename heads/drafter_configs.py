@@ -37,9 +37,13 @@ class MedusaConfig:
     """Number of residual blocks in each head."""
     shared_head: bool = False
     """Use the target's own head for all heads, instead of an output matrix for each."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted, the most frequent of the training replies; all tokens
+    if not given. Each head has a row for each of them, so over a large vocabulary fewer make
+    training several times as fast. Not for engines of others, which read no such heads."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_heads", "num_layers")
+        check_positive(self, "num_heads", "num_layers", "draft_vocab_size")
 
 
 @dataclass

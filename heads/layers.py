@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .elementwise import RMSNorm, gated
-from .embedding_and_head import EmbeddingAndHead, Head
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
@@ -179,32 +179,15 @@ class LayeredDrafter(VocabularyMaps, EngineLayout):
     weights_file = "model.safetensors"
     layers: nn.ModuleList
     shape: DrafterShape
+    embedding_and_head: EmbeddingAndHead
 
     def __init__(self, shape: DrafterShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
-        # The target's rows of the draft vocabulary, and what they were taken of.
-        self._part: tuple[EmbeddingAndHead, Head] | None = None
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-
-    @property
-    def borrowed_head(self) -> Head:
-        """The target's head, of which a draft vocabulary has the rows of its own tokens."""
-        target = self.embedding_and_head
-        if self.d2t is None:
-            return target.head
-        # Not before the first use: the maps are filled, and moved to a device, after `__init__`.
-        if self._part is None or self._part[0] is not target:
-            # The first use may be a decoded text, and a tensor of inference mode cannot be learned
-            # through afterwards.
-            with torch.inference_mode(False):
-                ids = self.draft_vocab_ids
-                assert ids is not None
-                self._part = target, target.head_of(ids)
-        return self._part[1]
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}

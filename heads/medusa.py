@@ -5,13 +5,12 @@ Head i, from 0, reads the target's last hidden state at position t and predicts 
 zero, so that an untrained block is exactly the identity; the blocks of a head are distinct modules;
 with `shared_head` the target's head makes the logits.
 
-Shapes: D heads, H hidden size (the target's), V vocabulary.
+Shapes: D heads, H hidden size (the target's), V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout, linear_bytes
-from .vocabulary import to_target
+from .vocabulary import VocabularyMaps
 
 
 class ResidualBlock(nn.Module):
@@ -40,11 +39,11 @@ class ResidualBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
-class MedusaHeads(EngineLayout, nn.Module):
+class MedusaHeads(VocabularyMaps, EngineLayout):
     """D heads over the target's last hidden state.
 
-    `target_head` maps states `[..., H]` to the target's logits `[..., V]`. It is needed for
-    `shared_head` only and has no parameters of the drafter. Raises `UserError` if it is missing.
+    `embedding_and_head` are the target's, borrowed, not owned. They are needed for `shared_head`
+    only. Raises `UserError` if they are missing.
     """
 
     method = kind = "medusa"
@@ -56,12 +55,13 @@ class MedusaHeads(EngineLayout, nn.Module):
         config: MedusaConfig,
         hidden_size: int,
         vocab_size: int,
-        target_head: Callable[[Tensor], Tensor] | None = None,
-        drafted: int | None = None,
+        embedding_and_head: EmbeddingAndHead | None = None,
     ) -> None:
         super().__init__()
-        self.drafted = vocab_size if drafted is None else drafted
-        """Number of the first tokens of the vocabulary, which it drafts; none after them."""
+        self.drafted = min(config.draft_vocab_size or vocab_size, vocab_size)
+        """Number of tokens that it can draft, Vd."""
+        if self.drafted == vocab_size:  # a draft vocabulary of all tokens is none
+            config = replace(config, draft_vocab_size=None)
         self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
         self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
         self.blocks = nn.ModuleList(
@@ -72,15 +72,17 @@ class MedusaHeads(EngineLayout, nn.Module):
             nn.Linear(hidden_size, self.drafted, bias=False)
             for _ in range(0 if config.shared_head else config.num_heads)
         )
-        self.target_head = target_head
-        if config.shared_head and target_head is None:
+        # Filled by training or by loading.
+        self.add_maps(self.drafted, vocab_size)
+        self.embedding_and_head = embedding_and_head if config.shared_head else None
+        if config.shared_head and embedding_and_head is None:
             raise UserError(
                 "heads with shared_head need the target's head; load them together with their "
                 "target"
             )
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
-        """Return the logits `[..., V]` of head number `head` for last hidden states `[..., H]`.
+        """Return the logits `[..., Vd]` of head number `head` for last hidden states `[..., H]`.
 
         They are about the token at position t + 2 + `head`, where t is the state's position.
         """
@@ -90,18 +92,10 @@ class MedusaHeads(EngineLayout, nn.Module):
         # packed for decoding is made again each time, so such a layer names its type itself.
         dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
         states = blocks(hidden.to(dtype))
-        if self.config.shared_head:
-            assert self.target_head is not None
-            logits = self.target_head(states)
-        else:
-            logits = self.outputs[head](states)
-        if self.drafted == self.vocab_size:
-            return logits
-        ids = torch.arange(self.drafted, device=logits.device)
-        return to_target(logits[..., : self.drafted], ids, self.vocab_size)
+        return (self.borrowed_head if self.borrows_head else self.outputs[head])(states)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[D, ..., V]` of all heads for last hidden states `[..., H]`."""
+        """Return the logits `[D, ..., Vd]` of all heads for last hidden states `[..., H]`."""
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
 
     def bytes_read(self, levels: int) -> tuple[float, float]:
@@ -109,16 +103,9 @@ class MedusaHeads(EngineLayout, nn.Module):
         return own, levels * self.borrows_head
 
     def facts(self) -> JsonObject:
-        return {
-            **asdict(self.config),
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            **self._drafted(),
-        }
-
-    def _drafted(self) -> JsonObject:
-        """Return the number of drafted tokens under its key, if it is not all of them."""
-        return {"draft_vocab_size": self.drafted} if self.drafted < self.vocab_size else {}
+        # Without a draft vocabulary there is no key of one.
+        options = {name: value for name, value in asdict(self.config).items() if value is not None}
+        return {**options, "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 
     # The layout on disk has the names of the original project, which TGI and vLLM <= 0.32 read
     # (docs/checkpoint-formats.md#medusa).
@@ -130,7 +117,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         for head in range(len(self.outputs)):
             matrix = self.outputs.get_parameter(f"{head}.weight")
             state[f"{head}.{self.config.num_layers}.weight"] = matrix
-        return state
+        return state | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`.
@@ -138,7 +125,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         It has no `architectures`, with which TGI would take the folder for a model without heads,
         and no other `num_*` keys.
         """
-        return {
+        config: JsonObject = {
             "medusa_num_heads": self.config.num_heads,
             "medusa_num_layers": self.config.num_layers,
             "medusa_fc_bias": True,
@@ -146,19 +133,22 @@ class MedusaHeads(EngineLayout, nn.Module):
             "base_model_name_or_path": target_name,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
-            **self._drafted(),
         }
+        if self.config.draft_vocab_size is not None:
+            config["draft_vocab_size"] = self.drafted
+        return config
 
     @classmethod
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> MedusaHeads:
         shape = MedusaConfig(
-            config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]
+            config["medusa_num_heads"],
+            config["medusa_num_layers"],
+            config["original_lm_head"],
+            config.get("draft_vocab_size"),
         )
-        target_head = embedding_and_head.head if embedding_and_head is not None else None
-        vocab_size, drafted = config["vocab_size"], config.get("draft_vocab_size")
-        return cls(shape, config["hidden_size"], vocab_size, target_head, drafted)
+        return cls(shape, config["hidden_size"], config["vocab_size"], embedding_and_head)
 
 
 Drafter = MedusaHeads

@@ -8,10 +8,12 @@ tokens in it. Target ids are ascending.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .embedding_and_head import Head
 from .errors import UserError
 
 
@@ -20,6 +22,10 @@ class VocabularyMaps(nn.Module):
 
     d2t: Tensor | None
     t2d: Tensor | None
+    embedding_and_head: Any
+    """The target's `EmbeddingAndHead`; None for a drafter that borrows neither."""
+    # The target's rows of the draft vocabulary, and what they were taken of.
+    _part: tuple[Any, Head] | None = None
 
     def add_maps(self, drafted: int, vocab_size: int) -> None:
         """Register maps of `drafted` tokens, to be filled; a drafter of all has none."""
@@ -48,6 +54,22 @@ class VocabularyMaps(nn.Module):
         if self.d2t is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def borrowed_head(self) -> Head:
+        """The target's head, of which a draft vocabulary has the rows of its own tokens."""
+        target = self.embedding_and_head
+        if self.d2t is None:
+            return target.head
+        # Not before the first use: the maps are filled, and moved to a device, after `__init__`.
+        if self._part is None or self._part[0] is not target:
+            # The first use may be a decoded text, and a tensor of inference mode cannot be learned
+            # through afterwards.
+            with torch.inference_mode(False):
+                ids = self.draft_vocab_ids
+                assert ids is not None
+                self._part = target, target.head_of(ids)
+        return self._part[1]
 
     def check(self) -> None:
         """Raise `UserError` if `d2t` and `t2d` are broken or name different tokens."""

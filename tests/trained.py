@@ -105,7 +105,10 @@ def trained_artifact(target: Target) -> Artifact:
 def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
     """Four calibrated heads for `target`, trained for a few seconds."""
     heads = MedusaHeads(
-        MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head
+        MedusaConfig(4, shared_head=shared_head),
+        target.hidden_size,
+        target.vocab_size,
+        target.embedding_and_head,
     )
     copy_head(heads, target.head_weight)
     objective = MedusaObjective(MedusaLoss(), 4, target.head)

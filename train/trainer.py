@@ -123,7 +123,7 @@ class Trainer:
         """
         if (vocab_ids := getattr(self.drafter, "draft_vocab_ids", None)) is None:
             return {}
-        counts = self.batches.token_counts(self.drafter.shape.vocab_size)
+        counts = self.batches.token_counts(len(self.drafter.t2d))
         return {"vocabulary_coverage": float(counts[vocab_ids.cpu()].sum() / counts.sum())}
 
     def gather(self) -> None:

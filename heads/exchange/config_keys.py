@@ -28,7 +28,7 @@ TAPS = {"target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_stat
 USED = {
     "medusa": {
         "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "hidden_size", "vocab_size",
-        "original_lm_head",
+        "original_lm_head", "draft_vocab_size",
     },
     "eagle1": LAYER | {"bias"},
     "eagle3": LAYER | TAPS | {

@@ -154,7 +154,9 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
-    size = found.config.get("vocab_size") if shared else len(tensors[f"0.{layers}.weight"])
+    vocab = found.config.get("vocab_size")
+    drafted = None if inside else found.config.get("draft_vocab_size")
+    size = vocab if shared or drafted else len(tensors[f"0.{layers}.weight"])
     if not inside:
         found.check_vocabulary(found.target.vocab_size if size is None else size)
     _medusa_biases(found, heads, layers, hidden)
@@ -170,6 +172,9 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
         "hidden_size": hidden,
         "vocab_size": found.target.vocab_size,
     }
+    if drafted is not None:
+        _vocabulary(found, drafted, found.target.vocab_size)
+        native["draft_vocab_size"] = drafted
     return found.finished(MedusaHeads, native, "medusa v1.0" if inside else "medusa v0.1")
 
 
@@ -453,7 +458,7 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
 
     A missing `t2d` is made from `d2t`. Raises `UserError` for a missing `d2t`, and for maps that
     leave tokens out although all are drafted. Maps that contradict each other are found by
-    `EagleDrafter.check`.
+    the drafter's own `check`.
     """
     tensors = found.tensors
     if drafted == vocab:

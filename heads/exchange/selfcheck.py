@@ -35,7 +35,7 @@ from .foreign import Answers, TargetParts
 from .public import read_public
 
 # Attributes in which drafters keep functions of their target.
-BORROWED = ("embedding_and_head", "target_head")
+BORROWED = ("embedding_and_head",)
 LENGTH = 12  # positions of the forward pass that is compared
 
 

@@ -93,7 +93,7 @@ def draft_share(drafter: Any, target: CausalModel, levels: int) -> float:
     head = target.head_weight.nbytes
     if ids is not None and drafter.borrows_head:
         # A part is copied in the drafter's own dtype, see `ModelHead.head_of`.
-        head = len(ids) * target.hidden_size * drafter.fc.weight.itemsize
+        head = len(ids) * target.hidden_size * next(drafter.parameters()).itemsize
     own, heads = drafter.bytes_read(levels)
     # Of the embedding a pass reads one row, unless the matrix is the head's too.
     embedding: Any = target.model.get_input_embeddings().weight

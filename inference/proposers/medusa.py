@@ -13,6 +13,7 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
+from ...heads.vocabulary import to_target
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.device import send
@@ -38,6 +39,10 @@ class MedusaProposer(Planned):
             raise UserError(
                 f"a tree of {self.plan.length} levels needs as many heads; there are {self.longest}"
             )
+        self._draft_vocab_ids = heads.draft_vocab_ids
+        if heads.borrows_head:
+            # The target's rows are taken now: a compiled function finds no module that changes.
+            _ = heads.borrowed_head
         # [B, H]: last hidden state one position before the root, the newest that there is
         self._state: Tensor
 
@@ -50,8 +55,10 @@ class MedusaProposer(Planned):
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the tree below `root` `[B]`, filled with the heads' best tokens."""
         heads = range(self.plan.length)
-        # [B, D, V]
+        # [B, D, Vd]
         logits = torch.stack([self.drafter.logits(self._state, head) for head in heads], dim=1)
+        # [B, D, V]
+        logits = to_target(logits, self._draft_vocab_ids, self.drafter.vocab_size)
         return self.plan.draft(logits[:, 0], root, draws, Slots(logits))[0]
 
     def commit(self, accepted: Accepted) -> None:

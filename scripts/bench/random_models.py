@@ -64,7 +64,7 @@ def random_drafter(method: str, target: Target, **settings: Any) -> Any:
     with torch.device(target.device):
         if method == "medusa":
             config = MedusaConfig(**{"shared_head": True, **settings})
-            heads = MedusaHeads(config, target.hidden_size, target.vocab_size, target.head)
+            heads = MedusaHeads(config, target.hidden_size, target.vocab_size, borrowed)
             return drawn(heads)
         settings = {"taps": [2, middle, last], **settings}
         if method == "eagle":

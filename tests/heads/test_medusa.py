@@ -47,7 +47,10 @@ def test_blocks_of_a_head_are_distinct_modules() -> None:
 def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
     target = tiny_target()
     heads = MedusaHeads(
-        MedusaConfig(2, shared_head=True), target.hidden_size, target.vocab_size, target.head
+        MedusaConfig(2, shared_head=True),
+        target.hidden_size,
+        target.vocab_size,
+        target.embedding_and_head,
     )
     assert all("linear" in name for name in heads.serving_state())
     hidden = torch.randn(3, target.hidden_size)
@@ -60,7 +63,10 @@ def test_heads_of_a_smaller_type_than_their_target(shared: bool, tmp_path: Path)
     """The text is the target's own, with matrices as they are stored and with packed ones."""
     target = tiny_target(dtype=torch.float32)
     heads = MedusaHeads(
-        MedusaConfig(2, 1, shared), target.hidden_size, target.vocab_size, target.head
+        MedusaConfig(2, 1, shared),
+        target.hidden_size,
+        target.vocab_size,
+        target.embedding_and_head,
     )
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -12,7 +12,8 @@ Example: prompt 0 .. 3, reply 4 .. 8, three heads. The root of row t is t + 1.
     5     h5      x7   x8   -      p6   p7   -      1  1  0
     6     h6      x8   -    -      p7   -    -      1  0  0
 
-Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, V vocabulary.
+Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, V vocabulary, Vd
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from ...distill.divergences import (
     sum_in_chunks,
     teacher_of,
 )
-from ...distill.settings import LABELS_ONLY, Divergence
+from ...distill.settings import LABELS_ONLY, NEEDS_LABELS, Divergence
 from ...heads.artifact import Artifact
-from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.proposers.shapes import grow
@@ -49,6 +49,7 @@ from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
 from .beginnings import check_same
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
+from .vocabulary import VocabularyMap, draft_vocabulary
 
 SURENESS = 0.45
 """Factor on the target's output matrix, with which each head begins.
@@ -90,7 +91,11 @@ class MedusaObjective:
         denominators: dict[str, float],
         measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
+        """Return the loss of a batch and its metric sums, see `Objective.forward`.
+
+        With a draft vocabulary a position whose best token cannot be drafted has no loss, but
+        counts in the denominator, and metrics count it as a miss.
+        """
         batch, last = features.batch, features.last.flatten(0, 1)
         valid = self._valid(batch).flatten(0, 1)
         # Rows of deeper heads are among those of the first, since R(a .. b) only falls with b. The
@@ -107,7 +112,9 @@ class MedusaObjective:
         # The target's states may be in bfloat16, the heads learn in float32.
         dtype = next(drafter.parameters()).dtype
         loss, *tables = sum_in_chunks(
-            partial(self._table, drafter, last, batch.ids.flatten(), measured),
+            partial(
+                self._table, drafter, VocabularyMap(drafter), last, batch.ids.flatten(), measured
+            ),
             last[send(rows, last.device)].to(dtype),
             (rows, factors),
             # all of them: the states are frozen, so each parameter learns within the chunks or not
@@ -123,6 +130,7 @@ class MedusaObjective:
     def _table(
         self,
         drafter: MedusaHeads,
+        vocabulary: VocabularyMap,
         last: Tensor,
         ids: Tensor,
         measured: bool,
@@ -143,23 +151,34 @@ class MedusaObjective:
         ahead = rows[:, None] + torch.arange(1, self._num_heads + 1)
         ahead = ahead.clamp(max=ids.shape[0] - 1)
         labels = send(ids[(ahead + 1).clamp(max=ids.shape[0] - 1)], last.device)
+        labels = vocabulary.columns(labels)
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
         distributions, index, name = None, ahead, self._config.loss
-        if measured or name not in LABELS_ONLY:
+        if measured or name not in LABELS_ONLY or vocabulary.reduced:
             positions, index = (send(t, last.device) for t in ahead.unique(return_inverse=True))
             with torch.no_grad():
-                distributions = Distributions.of(self._target_head(last[positions]), name)
+                # Not kept under a name: no logits of all tokens are there beside those of heads.
+                distributions = Distributions.of(
+                    self._target_head(last[positions]), name, vocabulary, measured
+                )
         tables = []
         for i in range(self._num_heads):
             logits, mine = drafter.logits(hidden, i), None
             if distributions is not None:
                 mine = distributions.rows(index[:, i])
-            log_p, teacher = (None, None) if mine is None else (mine.log_p, mine.teacher)
-            other = teacher.p if teacher is not None and measured else None
-            found = loss_of_logits(name, logits, log_p, labels[:, i], other, teacher)
+            log_p, teacher, p = (None,) * 3 if mine is None else (mine.log_p, mine.teacher, mine.p)
+            # A label without a column is clamped to have one; its loss counts as 0 below.
+            columns = labels[:, i].clamp(min=0) if vocabulary.reduced else labels[:, i]
+            found = loss_of_logits(name, logits, log_p, columns, p if measured else None, teacher)
             entry = [found.losses]
+            if mine is not None and vocabulary.reduced:
+                outside = mine.best < 0
+                if name in NEEDS_LABELS:
+                    outside = outside | (labels[:, i] < 0)
+                entry = [found.losses.masked_fill(outside, 0.0)]
             if mine is not None and measured:
+                # A best token of -1 equals no column.
                 assert found.overlaps is not None
                 entry += [(found.best == mine.best).float(), found.overlaps]
             tables.append(entry)
@@ -173,28 +192,47 @@ class Distributions(NamedTuple):
     """The target's distributions at R positions, made once for all heads that they teach."""
 
     log_p: Tensor | None
-    """None for a loss that reads `teacher` alone."""
-    teacher: Teacher
+    """Log-probabilities `[R, Vd]` that teach; None for a loss that reads `teacher` or labels."""
+    teacher: Teacher | None
+    """Distribution that `kl` learns."""
+    p: Tensor | None
+    """Probabilities `[R, Vd]` for overlaps: with a draft vocabulary they sum to less than one."""
     best: Tensor
+    """Columns `[R]` of the best tokens, -1 for those that cannot be drafted."""
 
     @classmethod
-    def of(cls, logits: Tensor, loss: Divergence) -> Distributions:
-        """Return the distributions of `logits` `[R, V]`, as far as a loss reads them."""
-        log_p = log_probs(logits)
-        # All tokens are in the table, so that it sums to one already.
-        return cls(
-            None if loss in ("kl", "ce") else log_p, teacher_of(log_p, whole=True), best_of(logits)
-        )
+    def of(
+        cls, logits: Tensor, loss: Divergence, vocabulary: VocabularyMap, measured: bool
+    ) -> Distributions:
+        """Return the distributions of `logits` `[R, V]`, as far as a loss or metrics read them."""
+        best = vocabulary.columns(best_of(logits))
+        if not vocabulary.reduced:
+            log_p = log_probs(logits)
+            # All tokens are in the table, so that it sums to one already.
+            teacher = teacher_of(log_p, whole=True)
+            return cls(None if loss in ("kl", "ce") else log_p, teacher, teacher.p, best)
+        p = vocabulary.probs(logits) if measured else None
+        if loss in LABELS_ONLY:
+            return cls(None, None, p, best)
+        log_p = vocabulary.teacher(loss, logits, slice(None))
+        if loss == "kl":  # which is among the losses whose teacher sums to one
+            return cls(None, teacher_of(log_p, whole=True), p, best)
+        return cls(log_p, None, p, best)
 
     def rows(self, index: Tensor) -> Distributions:
         """Return those of some positions."""
         log_p = None if self.log_p is None else self.log_p[index]
-        return Distributions(log_p, self.teacher.rows(index), self.best[index])
+        teacher = None if self.teacher is None else self.teacher.rows(index)
+        if teacher is not None and self.teacher is not None and self.p is self.teacher.p:
+            p = teacher.p  # one large table for both
+        else:
+            p = None if self.p is None else self.p[index]
+        return Distributions(log_p, teacher, p, self.best[index])
 
 
 @torch.no_grad()
 def copy_head(drafter: MedusaHeads, head_weight: Tensor) -> None:
-    """Copy the target's output matrix `[V, H]` into every head that owns one."""
+    """Copy the target's rows `[Vd, H]` of the drafted tokens into every head that owns some."""
     for output in drafter.outputs:
         assert isinstance(output, nn.Linear)
         output.weight.copy_(head_weight)
@@ -212,10 +250,8 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
 
     def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
         hidden_size = target.config.hidden_size
-        heads = MedusaHeads(
-            run.heads, hidden_size, target.vocab_size, target.embedding_and_head.head
-        )
-        outputs = run.heads.num_heads * hidden_size * target.vocab_size
+        heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head)
+        outputs = run.heads.num_heads * hidden_size * heads.drafted
         head = FROZEN if run.heads.shared_head else TRAINED
         return Outline(
             heads,
@@ -229,19 +265,19 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     ) -> MedusaHeads:
         """Return heads, see `Method.make_drafter`.
 
-        An untrained head starts as the target's own output matrix, scaled by `SURENESS`.
+        An untrained head starts as the target's own rows of the tokens that it drafts, scaled by
+        `SURENESS`.
         """
+        sizes = target.hidden_size, target.vocab_size, target.embedding_and_head
         if before is not None:
             shape: MedusaConfig = before.drafter.config
             check_same(run.heads, str(run.init_from), asdict(shape))
-            if before.drafter.drafted < target.vocab_size:
-                raise UserError(
-                    f"init_from {run.init_from} has no rows for the target's added tokens, and "
-                    "Medusa heads are trained on all tokens; train new heads for this target"
-                )
-            return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
-        drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
-        copy_head(drafter, target.head_weight.float() * SURENESS)
+            return MedusaHeads(shape, *sizes)
+        drafter, rows = MedusaHeads(run.heads, *sizes), target.head_weight
+        if (ids := draft_vocabulary(drafter.drafted, target, batches)) is not None:
+            drafter.set_maps(ids)
+            rows = rows[ids]
+        copy_head(drafter, rows.float() * SURENESS)
         return drafter
 
     def make_objective(
@@ -255,7 +291,8 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     def teacher_forced(self, drafter: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `ranks_by_root`; of `hidden` only the last state is read."""
         count, last = drafter.config.num_heads, hidden.last
-        return ranks_by_root(ids, count, ids, lambda i, rows: drafter.logits(last[:rows], i))
+        columns = VocabularyMap(drafter).columns(ids)
+        return ranks_by_root(ids, count, columns, lambda i, rows: drafter.logits(last[:rows], i))
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the heads, from which their tree is grown."""

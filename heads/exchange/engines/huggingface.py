@@ -108,7 +108,7 @@ ENGINE = ServingEngine(
         "eagle1": replace(EAGLE, limits=(limits.ADDED_TOKENS,)),
         "dflash": BLOCK,
         "dspark": BLOCK,
-        "medusa": Recipe(_serve, (TRUST, limits.shared_head), None, (limits.added_tokens,), OWN),
+        "medusa": Recipe(_serve, (TRUST, limits.shared_head, limits.drafted_share), layout=OWN),
         "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST, limits.other_vocabulary)),
     },
 )

@@ -124,14 +124,19 @@ ADDED_TOKENS = remark(
 )
 
 
-@described("its heads draft fewer tokens than the target has, since some were added to it")
-def added_tokens(facts: DrafterFacts) -> str | None:
+@described(
+    "its heads draft .. of the target's .. tokens, and the engine reads no draft vocabulary of "
+    "Medusa heads; train without heads.draft_vocab_size, or export the base model's heads if "
+    "tokens were added since"
+)
+def medusa_vocabulary(facts: DrafterFacts) -> str | None:
     heads = facts.drafter
-    if heads.drafted == heads.vocab_size:
+    if heads.draft_vocab_ids is None:
         return None
     return (
-        f"its heads draft {heads.drafted:,} of the target's {heads.vocab_size:,} tokens; export "
-        "them for the target that they were trained for"
+        f"its heads draft {heads.drafted:,} of the target's {heads.vocab_size:,} tokens, and the "
+        "engine reads no draft vocabulary of Medusa heads; train without heads.draft_vocab_size, "
+        "or export the base model's heads if tokens were added since"
     )
 
 
@@ -150,9 +155,10 @@ BLOCK = (
 
 
 def drafted_share(facts: DrafterFacts) -> str | None:
-    drafted, every = facts.shape.draft_vocab_size, facts.shape.vocab_size
-    share = f"Drafts {drafted:,} of the target's {every:,} tokens ({drafted / every:.0%})."
-    return share if drafted < every else None
+    if (target_ids := facts.drafter.draft_vocab_ids) is None:
+        return None
+    drafted, every = len(target_ids), len(facts.drafter.t2d)
+    return f"Drafts {drafted:,} of the target's {every:,} tokens ({drafted / every:.0%})."
 
 
 def other_vocabulary(facts: DrafterFacts) -> str | None:

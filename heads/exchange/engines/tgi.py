@@ -48,7 +48,7 @@ ENGINE = ServingEngine(
             _serve,
             (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
             TARGETS,
-            (_shared_head_of_one_layer, limits.added_tokens),
+            (_shared_head_of_one_layer, limits.medusa_vocabulary),
         )
     },
 )

@@ -235,7 +235,7 @@ ENGINE = ServingEngine(
             partial(_serve, "medusa"),
             (limits.CHAIN, NO_MEDUSA, limits.shared_head),
             None,
-            (limits.added_tokens,),
+            (limits.medusa_vocabulary,),
             other_layout=lambda facts: (
                 MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
             ),

@@ -53,8 +53,13 @@ def heads(**config: Any) -> Artifact:
     if config:
         torch.manual_seed(3)
         drafter = type(drafter)(
-            replace(drafter.config, **config), TARGET.hidden_size, TARGET.vocab_size, TARGET.head
+            replace(drafter.config, **config),
+            TARGET.hidden_size,
+            TARGET.vocab_size,
+            TARGET.embedding_and_head,
         )
+        if drafter.d2t is not None:
+            drafter.set_maps(torch.randperm(TARGET.vocab_size)[: drafter.drafted].sort().values)
     return Artifact(drafter.eval().requires_grad_(False), TARGET.fingerprint())
 
 

@@ -303,6 +303,11 @@ def test_an_engine_that_has_to_take_it_is_asked_before_anything_is_loaded(tmp_pa
     say_engines(
         a_run(tmp_path, tmp_path / "target", "eagle", for_=["sglang"]), method_named("eagle")
     )
+    few = a_run(
+        tmp_path, tmp_path / "target", "medusa", for_=["tgi"], heads={"draft_vocab_size": 40}
+    )
+    with pytest.raises(UserError, match=r"draft 40 of the target's 2,048 tokens.*\(--for tgi\)"):
+        say_engines(few, method_named("medusa"))
     with pytest.raises(UserError, match="--for takes vllm, .*, not vlm"):
         a_run(tmp_path, tmp_path / "target", "eagle", for_=["vlm"])
 

@@ -26,6 +26,7 @@ BLOCKS = {"taps": [1, 2], "num_layers": 2, "block_size": 4, "mask_token": 2}
 CASES = [
     ("medusa", {"heads": {"num_heads": 3, "num_layers": 2}}),
     ("medusa", {"heads": {"num_heads": 3, "shared_head": True}}),
+    ("medusa", {"heads": {"num_heads": 3, "draft_vocab_size": 60}}),
     ("eagle", {"heads": {"taps": [0, 1, 2]}, "objective": {"steps": 3}}),
     (
         "eagle",

@@ -58,7 +58,7 @@ def llamacpp_scale(_rope: JsonObject, factor: float) -> float:
 
 @dataclass(frozen=True)
 class YarnReader:
-    """How an engine computes YaRN's positions."""
+    """YaRN's positions as an engine computes them, compared with a drafter's."""
 
     scale: Callable[[JsonObject, float], float]
     """Function of the rotary parameters and the factor that returns the scale."""
@@ -69,7 +69,7 @@ class YarnReader:
 
     @property
     def text(self) -> str:
-        """What documents say of it."""
+        """The limit in the words of the pages, whatever the drafter."""
         keys = ["attention_factor", "mscale or mscale_all_dim"]
         keys += ["beta_fast or beta_slow"] if self.keeps_betas else []
         keys += ["truncate false"] if self.rounds else []

@@ -57,7 +57,7 @@ TARGETS = TargetList(
     families("gemma3 gemma4 phi3 granite olmo3 smollm3"),
 )
 BLOCK_TARGETS = TargetList(TARGETS.version, families("gpt_oss"), families("gemma3 gemma4 phi3"))
-"""Of its page of supported models and the classes that were read: not all of them."""
+"""Families on its page of supported models, and of the classes that were read: not all."""
 
 ENGINE = ServingEngine(
     name="trtllm",

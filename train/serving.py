@@ -1,4 +1,4 @@
-"""What serving engines will take of a run's drafter, said before anything is loaded."""
+"""Sentences on which serving engines will take a run's drafter, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..heads.exchange.exporter import load_alone
 from ..heads.exchange.exports import facts_of, refusal, sentences
 from ..heads.fingerprint import numbers_of
 from .config import RunConfig
+from .endings import is_main_rank
 from .method import AnyMethod
 from .outline import ConfigOnly, config_at, outlined
 
@@ -24,6 +25,8 @@ def say_engines(run: RunConfig, method: AnyMethod) -> None:
     The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
     will not take it.
     """
+    if not run.for_ and not is_main_rank():  # which has nothing to say
+        return
     facts = facts_before(run, method)
     for name in run.for_:
         recipe = ENGINES[name].recipes.get(facts.kind)

@@ -95,14 +95,15 @@ class YarnReader:
                 f"its rotary positions have beta_fast {betas[0]:g} and beta_slow {betas[1]:g}, and "
                 "the engine computes with 32 and 1"
             )
+        if not self.rounds or rope.get("truncate") is not False:
+            return None
         low, high = (self.border(facts, rope, beta) for beta in betas)
-        whole = low == math.floor(low) and high == math.ceil(high)
-        if self.rounds and rope.get("truncate") is False and not whole:
-            return (
-                f"its rotary positions change between frequencies {low:.4g} and {high:.4g} "
-                "(truncate false), and the engine rounds these two numbers"
-            )
-        return None
+        if low == math.floor(low) and high == math.ceil(high):
+            return None
+        return (
+            f"its rotary positions change between frequencies {low:.4g} and {high:.4g} (truncate "
+            "false), and the engine rounds these two numbers"
+        )
 
     def border(self, facts: DrafterFacts, rope: JsonObject, turns: float) -> float:
         """Return the number of the frequency that turns `turns` times in the first context."""

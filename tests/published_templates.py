@@ -1,7 +1,7 @@
 """Published chat templates, and rows in which every field has a word of its own.
 
 The templates are those of the package `trl` and of this project. `python -m
-tests.published_templates` prints the table of docs/data.md#what-the-template-leaves-out.
+tests.published_templates` prints the table of docs/reference/templates.md.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def taken(name: str, kind: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of docs/data.md: which template refuses what."""
+    """Return the table of docs/reference/templates.md: which template refuses what."""
     lines = ["| template | refused |", "|---|---|"]
     by_outcome: dict[tuple[bool, ...], list[str]] = {}
     for name in files():

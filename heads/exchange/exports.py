@@ -110,7 +110,7 @@ def limits_table() -> str:
 
 
 def targets_table() -> str:
-    """Return for which families engines take no drafter, as the table of docs/reference/engines.md."""
+    """Return for which families engines take no drafter: a table of docs/reference/engines.md."""
     kinds_of: dict[tuple[str, str], list[str]] = {}
     for engine in ENGINES.values():
         for kind, recipe in engine.recipes.items():

@@ -36,12 +36,15 @@ def versions() -> dict[str, str | None]:
 
 def provenance() -> JsonObject:
     """Return the facts about this process that are noted with a checkpoint, as JSON."""
+    import torch  # here, since the command line imports this module before torch
+
     return {
         "command": command_line(sys.argv),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": versions(),
         "platform": platform.platform(),
+        "threads": torch.get_num_threads(),  # what is trained depends on them in its last bits
     }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from .threads import choose_threads
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _main(argv: list[str]) -> None:
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
         fail(f"unknown command {verb!r}; {hint}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
+    choose_threads(options)
     module = importlib.import_module(f"...{VERBS[verb][0]}", __package__)
 
     def if_interrupted() -> str:
@@ -97,6 +99,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
             hint = f"; did you mean {close[0]!r}?"
         fail(f"name a method to train: {methods}{hint}")
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}")
+    choose_threads(run)
     if prog == "draftsmith train":
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)

@@ -318,7 +318,7 @@ def assisted(
     try:
         if models:
             return [Assisted(target, models[0])]
-        small = "it needs a small model; give one as --drafter"
+        small = "it needs a small model among the drafters"
         reason = RECURRENT if target.mixers else small
     except UserError as error:
         reason = str(error)

@@ -377,9 +377,9 @@ class GenerateOptions(SourceOptions):
     prompt: str | None = None
     """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
     prompts: str | None = None
-    """Prompts that are decoded one after the other: a file as `draftsmith evaluate` takes it, or a
-    text file; `-` reads standard input. A line of text or standard input is a prompt, or a JSON
-    row."""
+    """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
+    takes it, or a text file; `-` reads standard input. A line of text or standard input is a
+    prompt, or a JSON row."""
     chat: bool = False
     """Read your next message after each reply, from the terminal or a line of standard input; every
     reply follows on the conversation so far."""

@@ -66,7 +66,7 @@ def test_the_header_is_what_the_hub_reads(tmp_path: Path) -> None:
         request = replace(order(engine, tmp_path / engine), target="Qwen/Qwen3-8B")
         export(artifact, request, "mit", rows)
         text = (tmp_path / engine / "README.md").read_text()
-        data = ModelCard(text).data
+        data: Any = ModelCard(text).data
         assert (data.base_model, data.datasets) == ("Qwen/Qwen3-8B", ["openai/gsm8k"])
         assert data.pipeline_tag == "text-generation" and data.model_name == engine
         in_transformers = engine == "hf"

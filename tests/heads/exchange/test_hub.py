@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,9 @@ from draftsmith.heads.exchange.hub import Drafter, hub_remedy, upload
 
 def answered(status: int) -> HfHubHTTPError:
     request = httpx.Request("POST", "http://hub")
-    return HfHubHTTPError("refused", response=httpx.Response(status, request=request))
+    # Later versions of huggingface_hub have a package of another name for it.
+    response: Any = httpx.Response(status, request=request)
+    return HfHubHTTPError("refused", response=response)
 
 
 @pytest.mark.parametrize(

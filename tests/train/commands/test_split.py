@@ -28,9 +28,9 @@ def turns(number: int, count: int) -> list[dict[str, Any]]:
 
 def split(folder: Path, rows: list[dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
     (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outs = [str(folder / name) for name in ("train.jsonl", "test.jsonl")]
-    run(SplitOptions(str(folder / "all.jsonl"), *outs, **options))
-    return [[json.loads(line) for line in Path(out).open()] for out in outs]
+    train, test = (folder / name for name in ("train.jsonl", "test.jsonl"))
+    run(SplitOptions(str(folder / "all.jsonl"), str(train), str(test), **options))
+    return [[json.loads(line) for line in out.open()] for out in (train, test)]
 
 
 def question(row: dict[str, Any]) -> str:

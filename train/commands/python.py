@@ -23,6 +23,7 @@ from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..config import Data, Source
+from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
 ROWS_FILE = "rows.jsonl"
@@ -62,7 +63,7 @@ def load(
 
 
 def train(
-    method: str,
+    method: str | type[AnyMethod],
     target: AnyPath | None = None,
     data: Any = None,
     out: AnyPath | None = None,
@@ -72,11 +73,12 @@ def train(
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, a list of
-    files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
-    the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
-    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an
-    earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
+    `method` is medusa, eagle, mtp, dflash, dspark or distill, or a `train.method.Method` of your
+    own: its class, or `module:Class`. `data` is a file of conversations, a list of files, a list of
+    rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out` the run's folder;
+    `config` a YAML file of a run. `options` are those of the run by their names, such as
+    `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an earlier
+    one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training

@@ -39,11 +39,7 @@ class GruDrafter(EngineLayout, nn.Module):
         self.out = nn.Linear(hidden + size, hidden)
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "size": self.cell.hidden_size,
-            "length": self.length,
-            "hidden": self.cell.input_size,
-        }
+        return dict(size=self.cell.hidden_size, length=self.length, hidden=self.cell.input_size)
 
     def read(self, ids: Tensor, state: Tensor) -> Tensor:
         """Return the states `[R, D, C]` after each of the tokens `ids` `[R, D]`, from `[R, C]`."""
@@ -67,7 +63,7 @@ class GruObjective(Objective):  # KL from the target's distributions
     def forward(self, drafter: Any, features: Any, denominators: Any, measured: bool = True) -> Any:
         states = features.last.flatten(0, 1)
         rows, teachers, text, valid = features.batch.roots(self.length).on(states.device)
-        last = states[rows].to(drafter.out.weight.dtype)
+        last, head = states[rows].to(drafter.out.weight.dtype), list(drafter.out.parameters())
         cell = drafter.read(text[:, :-1], drafter.begin(last))
 
         def table(cell: Tensor, last: Tensor, teachers: Any, labels: Any, factors: Any) -> Any:
@@ -76,16 +72,16 @@ class GruObjective(Objective):  # KL from the target's distributions
             right = found.best == log_p.argmax(-1)
             return (found.losses * factors).sum(), found.losses, right, found.overlaps
 
-        columns = last, teachers, text[:, 1:], valid / max(denominators["drafts"], 1)
-        loss, *tables = sum_in_chunks(table, cell, columns, list(drafter.out.parameters()), 256)
-        return loss, depth_metrics(*tables, valid) if measured else {}
+        given = last, teachers, text[:, 1:], valid / max(denominators["drafts"], 1)
+        loss, losses, right, alpha = sum_in_chunks(table, cell, given, head, 256)
+        return loss, depth_metrics(losses, right, alpha, valid) if measured else {}
 
 
 class GruProposer(NewestStateProposer):
     def __init__(self, artifact: Any, settings: Any) -> None:
         self.drafter, self.name = artifact.drafter, artifact.drafter.kind
-        settings = tree_of(settings.or_else(width=4), artifact.calibration, self.drafter.length)
-        self.replan(TreePlan(settings))
+        settings = settings.or_else(width=1 if settings.threshold else 4)
+        self.replan(TreePlan(tree_of(settings, artifact.calibration, self.drafter.length)))
 
     def propose(self, root: Tensor, draws: Any) -> Any:
         last = self.newest.to(self.drafter.out.weight.dtype)

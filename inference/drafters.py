@@ -172,8 +172,6 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     judged when it is loaded.
     """
     name, settings = parse_spec(str(spec))
-    if is_own_drafter(name) and hasattr(class_named(name), "drafter_class"):
-        name = trained_folder(name, settings.pop("folder", None))
     first = name.partition(":")[0]
     if first in UNTRAINED and first != name:
         raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
@@ -182,6 +180,8 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
     check_name(name, settings.get("name"))
+    if is_own_drafter(name) and hasattr(class_named(name), "drafter_class"):
+        name = trained_folder(name, settings.pop("folder", None))
     if is_own_drafter(name):
         check_own(name, {key: value for key, value in settings.items() if key != "name"})
     elif settings and (kind := kind_of(name)) is not None:

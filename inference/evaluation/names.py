@@ -32,7 +32,8 @@ def short_name(spec: str) -> str:
     if name in UNTRAINED:
         return PLAIN if name == "none" else with_settings(name, settings)
     if is_own(name) and not Path(name).is_dir():
-        return with_settings(own_name(name), settings)
+        shown = {key: value for key, value in settings.items() if key != "folder"}
+        return with_settings(own_name(name), shown)
     return next(longer_names(name))
 
 

@@ -90,9 +90,10 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         return _main(argv)
     method, methods = argv[0] if argv else "", ", ".join(METHODS)
     if method in ("-h", "--help"):
-        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}")
+        own = "or module:Class of your own (docs/your-own-drafter.md)"
+        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}; {own}")
         return
-    if method not in METHODS:
+    if method not in METHODS and ":" not in method:
         # The one other command that is launched.
         hint = " (or data extract)" if prog != "draftsmith train" else ""
         if close := difflib.get_close_matches(method, METHODS, n=1):
@@ -111,12 +112,12 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
 
         best = train(run, method_named(method))
         if is_main_rank():
-            say_what_came_out(best, run)
+            say_what_came_out(best, run, method)
 
     guarded(start, lambda: "the same command goes on from the last checkpoint")
 
 
-def say_what_came_out(best: Path, run: RunConfig) -> None:
+def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ...heads.errors import UserError
     from ...inference.console import Console, warn
@@ -137,7 +138,8 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     target = run.target.path
     if names_a_folder(target) and not Path(target).is_dir():
         target = "TARGET"
-    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {best} --prompts FILE")
+    drafter = f"{method}:folder={best}" if ":" in method else best
+    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {drafter} --prompts FILE")
 
 
 def named_again(target: str, run: RunConfig) -> str:

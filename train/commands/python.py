@@ -25,6 +25,7 @@ from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..config import Data, Source
+from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
 P = ParamSpec("P")
@@ -135,7 +136,7 @@ def load(
 
 @naming_arguments
 def train(
-    method: str,
+    method: str | type[AnyMethod],
     target: AnyPath | None = None,
     data: Any = None,
     out: AnyPath | None = None,
@@ -145,8 +146,8 @@ def train(
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark, mtp or distill. `target` is the model's folder or
-    name on the hub. `data` is a file of conversations, the name of a data set on the hub, a list of
+    `method` is medusa, eagle, dflash, dspark, mtp or distill, or a `train.method.Method` of your
+    own: its class, or `module:Class`. `target` is the model's folder or name on the hub. `data` is a file of conversations, the name of a data set on the hub, a list of
     them, a list of rows (dicts, such as `{"messages": [...]}`), or a `datasets.Dataset`; rows are
     kept in `out/rows.jsonl`, and the run records a hash of all texts. A data set on the hub of
     several configurations is a dict in a list: `[{"path": "openai/gsm8k", "config_name":

@@ -45,11 +45,14 @@ def drafter_title(proposer: Proposer) -> str:
     parts = [TITLES.get(method.replace("-", "_"), method)]
     # A lookup stands in for the drafts of the drafter inside it.
     plan = getattr(getattr(proposer, "trained", proposer), "plan", None)
+    said: tuple[str, ...] = ()  # settings that the size of the drafts says already
     if plan is not None and plan.width == 1:
         parts.append(f"chains of {plan.nodes}")
+        said = ("length=", "width=", "nodes=")
     elif plan is not None:
         parts.append(f"trees of {plan.nodes} nodes")
-    parts += [one for one in settings.split(",") if one]
+        said = ("nodes=",)
+    parts += [one for one in settings.split(",") if one and not one.startswith(said)]
     return ", ".join(parts)
 
 

@@ -43,7 +43,7 @@ function drawnColumn(column, turn, look) {
   const made = element("section", "column");
   const head = element("div", "head");
   head.append(element("h2", "", column.plain ? "Plain decoding" : column.title), figures(column));
-  if (turn.running) head.append(progress(column, look.limit));
+  if (turn.running) head.append(progress(column, turn.columns, look.limit));
   made.append(head, text(column, look.markdown));
   const notes = [];
   if (column.finish === "length") notes.push(`cut at ${column.total} tokens`);
@@ -68,9 +68,11 @@ function figures(column) {
   return line;
 }
 
-function progress(column, limit) {
+// How far a column is: on its way to the limit, until the other one has ended, whose text is the same.
+function progress(column, columns, limit) {
+  const ended = columns.find((one) => one.finish);
   const bar = element("progress");
-  Object.assign(bar, { max: limit, value: column.total });
+  Object.assign(bar, { max: ended ? ended.total : limit, value: column.total });
   bar.setAttribute("aria-label", `Tokens of ${column.title}`);
   return bar;
 }

@@ -38,11 +38,18 @@ def load(
     batch: int = 1,
     **options: Any,
 ) -> api.Decoder:
-    """Return a decoder of `target` that drafts with `drafter`; see `draftsmith.inference.load`.
+    """Return a decoder of `target` that drafts with `drafter`. Raises `UserError`.
 
-    With the `profile` that draftsmith tune wrote, the drafter has the settings that were best for
-    this `temperature` and `batch`. `options` are tokenizer and compile, and for a target by its
-    path dtype, device, adapter and attention. Raises `UserError`.
+    `target` is a folder, a name on the hub, a `TargetConfig`, a loaded `Target`, or a model that
+    transformers has loaded. `drafter` is an artifact's folder, a draft model's folder, or none,
+    ngram, suffix, lookahead or early-exit, with settings after a colon (`ngram:length=6`); a
+    `Drafter`; or a `Proposer`. With the `profile` that draftsmith tune wrote, the drafter has the
+    settings that were best for this `temperature` and `batch`.
+
+    `options` are `dtype`, `device`, `adapter` and `attention`, the fields of `TargetConfig`, for a
+    target by its path or name; `tokenizer`, for a model that transformers has loaded, read from
+    where the model came from if not given; and `compile`, which compiles the rounds: the first ones
+    with each kind of sampling take a minute or two.
 
     >>> import draftsmith
     >>> decoder = draftsmith.load("scripts/quickstart/target", "ngram", device="cpu")
@@ -72,7 +79,7 @@ def train(
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, a list of
+    `method` is medusa, eagle, mtp, dflash, dspark or distill; `data` a file of conversations, a list of
     files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
     the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
     such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an

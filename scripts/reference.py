@@ -18,13 +18,12 @@ from draftsmith.train.command_line.fields import (
     joined,
     options_of_class,
 )
-from draftsmith.train.command_line.help_text import CONFIG_TEXT, pairs_together, usage_of, wrapped
+from draftsmith.train.command_line.help_text import pairs_together, usage_of, wrapped
 from draftsmith.train.command_line.values import takes
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, run_class_named
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-NEWLINE = "\n"
 COLUMNS = 100
 CODE_COLUMNS = 80
 MADE = "<!-- Made by `python scripts/reference.py` from the options; change their docstrings. -->"
@@ -39,7 +38,8 @@ options that matter most, `--help-all` all of them. `draftsmith --version` print
 An option is written `--name VALUE` or `--name=VALUE`. A switch takes no value; `--no-NAME` turns
 off one that is on. Numbers may end in K, M, B or T, such as `300M`.
 
-{NEWLINE.join(wrapped(CONFIG_TEXT, COLUMNS))}
+`--config FILE` reads options from a YAML file with the same names; options after it win.
+`--print-config` prints all values as such a file, and does nothing else.
 
 A command ends with status 0 if all went well and 2 for a mistake that its one line of error
 explains. [Configuration](configuration.md) has the keys of a training run.

@@ -11,6 +11,7 @@ The word behind a block's language says how it is kept true:
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from collections import Counter
@@ -31,7 +32,7 @@ from tests.conftest import ROOT
 
 HISTORY = ("CHANGELOG.md", "EXPERIMENTS.md")  # older entries name what was there at the time
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")}
+    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[a-z]*/README.md")}
     - {ROOT / name for name in HISTORY}
 )
 FENCE = re.compile(
@@ -218,3 +219,12 @@ def check_yaml(text: str) -> None:
         except UserError as error:
             mistakes.append(f"{method}: {error}")
     raise UserError("; ".join(mistakes))
+
+
+def module_of(script: str) -> Any:
+    """Return a script of the checkout as a module."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -13,7 +14,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.command_line.fields import fields_of
 from draftsmith.train.method import METHODS, run_class_named
 from tests.conftest import QUICKSTART, ROOT
-from tests.pages import HISTORY, PAGES
+from tests.pages import HISTORY, PAGES, module_of
 
 DOCUMENTS = [*PAGES, *(ROOT / name for name in HISTORY)]
 CODE = sorted(
@@ -123,6 +124,45 @@ def test_no_document_outside_of_the_repository_is_cited() -> None:
     names = ("drafter-" + "recipes", "verification-and-" + "trees", "reference/" + "checkpoint")
     cited = [f for f in [*CODE, *DOCUMENTS] if any(name in f.read_text() for name in names)]
     assert not [file for file in cited if file.name not in HISTORY]
+
+
+def test_the_site_has_every_page() -> None:
+    """All pages are in its navigation, and it names no page that there is not."""
+    navigation = (ROOT / "scripts/site/mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(ROOT)) for page in PAGES} - {"scripts/README.md"}
+    made = {f"docs/{name}.md" for name in ("api", "notebook")}  # by scripts/site.sh
+    assert {*re.findall(r"[\w./-]+\.md\b", navigation)} == pages | made | {"CHANGELOG.md"}
+
+
+def test_the_site_shows_marks_and_notices_as_its_markdown_reads_them() -> None:
+    hooks = module_of("scripts/site/hooks.py")
+    page = """> **Status: new.** Little
+> has run.
+
+```bash not run: needs a GPU
+ls > out
+```
+
+> A quotation.
+"""
+    file = SimpleNamespace(src_uri="README.md")
+    shown = hooks.on_page_markdown(
+        page, SimpleNamespace(file=file), SimpleNamespace(repo_url="https://x")
+    )
+    assert (
+        shown
+        == """!!! warning "Status"
+
+    **new.** Little
+    has run.
+
+```bash
+ls > out
+```
+
+> A quotation.
+"""
+    )
 
 
 def test_the_picture_of_the_readme_shows_what_the_code_does(quickstart: Target) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 # What stands behind a block's language for the tests, see tests/pages.py.
 MARK = re.compile(r"^( *```\w+) .+$", re.MULTILINE)
 # A quotation that begins with a bold title: a box.
 NOTICE = re.compile(r"^> \*\*([^*:.]+)[:.]?(.*?)\*\*(.*\n(?:>.*\n)*)", re.MULTILINE)
-MADE_HERE = ("docs/api.md", "docs/notebook.md")  # pages that have no source to edit
+MADE_HERE = ("api.md", "notebook.md")  # pages that have no source to edit
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Return a page's Markdown without the marks of its blocks, its notices as boxes."""
-    if page.file.src_uri in MADE_HERE:
+    if Path(page.file.src_uri).name in MADE_HERE or not config.repo_url:
         page.edit_url = None
     return NOTICE.sub(boxed, MARK.sub(r"\1", markdown))
 

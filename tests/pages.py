@@ -56,7 +56,7 @@ class Block:
     text: str
     """Without the indent of the fence."""
     printed: str | None = None
-    """Block of text that stands directly behind it: what it prints."""
+    """Block of text that stands directly behind it: lines that it prints."""
 
     @property
     def place(self) -> str:
@@ -117,6 +117,8 @@ for block in "$@"; do eval "$block"; BLOCK=$((BLOCK + 1)); done
 
 No program can be found (`PATH` is empty), so that nothing else has an effect.
 """
+INPUT = re.compile(r"(?<![<\d&])<(?![<&(]) *[\w./-]+")
+"""Input from a file, which is not there when the words of a command are recorded."""
 STARTS = re.compile(r"(?:^|[;&|({]|\b(?:do|then)) *(?:[A-Z_]+=\S+ +)*draftsmith +([a-z]+)", re.M)
 
 
@@ -130,8 +132,9 @@ def commands_of(blocks: list[Block], folder: Path) -> list[tuple[Block, list[str
     records = folder / "records"
     for name in ("runs/docs", "exports"):  # commands write into them
         (folder / name).mkdir(parents=True)
+    texts = [INPUT.sub("< /dev/null", block.text) for block in scripts]
     done = subprocess.run(
-        ["/bin/bash", "-c", RECORDING, "bash", *(block.text for block in scripts)],
+        ["/bin/bash", "-c", RECORDING, "bash", *texts],
         cwd=folder, env={"PATH": "", "RECORDS": str(records), "HOME": str(folder)},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
     )  # fmt: skip

@@ -147,9 +147,10 @@ def train(
     """Train a drafter, and return the folder of the best one.
 
     `method` is medusa, eagle, dflash, dspark, mtp or distill, or a `train.method.Method` of your
-    own: its class, or `module:Class`. `target` is the model's folder or name on the hub. `data` is a file of conversations, the name of a data set on the hub, a list of
-    them, a list of rows (dicts, such as `{"messages": [...]}`), or a `datasets.Dataset`; rows are
-    kept in `out/rows.jsonl`, and the run records a hash of all texts. A data set on the hub of
+    own: its class, or `module:Class`. `target` is the model's folder or name on the hub. `data` is
+    a file of conversations, the name of a data set on the hub, a list of them, a list of rows
+    (dicts, such as `{"messages": [...]}`), or a `datasets.Dataset`; rows are kept in
+    `out/rows.jsonl`, and the run records a hash of all texts. A data set on the hub of
     several configurations is a dict in a list: `[{"path": "openai/gsm8k", "config_name":
     "main"}]` (also `split`, `revision`, `streaming: bool`, `weight: float`).
     `out` is the run's folder. `config` is a YAML file of a run, whose values the arguments replace.

@@ -56,20 +56,25 @@ class Kind:
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
-        known = [*self.tree, *self.own]
-        known += ["dtype"] if self.trained else []
-        known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.module != "plain" else []
-        if unknown := sorted(settings.keys() - set(known)):
+        if unknown := sorted(settings.keys() - set(self.known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
-                f"{', '.join(known) or 'no settings'}"
+                f"{', '.join(self.known) or 'no settings'}"
             )
         arguments = {name: value for name, value in settings.items() if name not in self.tree}
         if self.tree:
             tree = {name: value for name, value in settings.items() if name in self.tree}
             arguments["settings"] = TreeSettings(**tree)
         return arguments
+
+    @property
+    def known(self) -> list[str]:
+        """Names of all settings that a user may give."""
+        known = [*self.tree, *self.own]
+        known += ["dtype"] if self.trained else []
+        known += LOOKUP_SETTINGS if self.lookups else []
+        known += ["name"] if self.module != "plain" else []
+        return known
 
     @property
     def trained(self) -> bool:

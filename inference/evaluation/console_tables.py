@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import Console, plain_table
-from .remarks import remarks
+from .remarks import headline
 from .results import (
     SHOWN,
     DrafterFigures,
@@ -59,7 +59,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def show_settings(report: Report, console: Console) -> None:
-    """Print the table of all settings, what its marks mean, and the warnings."""
+    """Print the headline, the table of all settings, what its marks mean, and the warnings."""
     titles = list(COLUMNS)
     for title in LEFT_OUT_FIRST:
         if wide(settings_table(report, titles), console) <= console.width:
@@ -68,6 +68,9 @@ def show_settings(report: Report, console: Console) -> None:
     # A name is folded only where it has to be.
     spare = console.width - wide(settings_table(report, titles), console)
     longest = LONGEST_NAME + max(spare, 0)
+    for line in headline(report):
+        console.print(line, style="bold", highlight=False, markup=False)
+    console.print()
     console.print(settings_table(report, titles, longest))
     notes = [
         f"{FASTEST}: the fastest of its setting. tau: tokens a round.",
@@ -78,7 +81,7 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    lines = [" ".join(filter(None, notes)), *remarks(report), *uncut_lines(report.settings)]
+    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{caption(setting)}, {name}"

@@ -99,9 +99,10 @@ class DraftsAsEngine:
         # has its default tree, since the tree of `spec` is not used and need not fit.
         proposer = load_proposer(without_tree(spec), target, lambda message: None)
         self.spec = spec
-        self.given = Given(without_tree(spec), f" as in {engine.label}")
-        self.name = proposer.name + self.given.suffix
         self.setting = engine.shape(proposer, target.config)
+        # without the settings that the engine's own replace
+        self.given = Given(without_tree(spec, tuple(self.setting)), f" as in {engine.label}")
+        self.name = proposer.name + self.given.suffix
         self._rule = engine.rule(proposer)
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)

@@ -36,7 +36,7 @@ from ..console import Progress, warn
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
-from ..drafters import is_own_drafter, load_proposer, parse_spec
+from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
@@ -351,7 +351,8 @@ def tuned_and_served(
             try:
                 engines.append(DraftsAsEngine(engine, spec, target))
             except UserError as error:
-                left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
+                named = short_name(without_tree(spec))
+                left_out[f"{named} as in {engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:

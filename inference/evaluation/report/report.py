@@ -14,7 +14,7 @@ from pathlib import Path
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
-from ..remarks import remarks
+from ..remarks import headline
 from ..results import Report, read_report
 from ..training_log import METRICS_FILE, read_metrics
 from . import sections, speed
@@ -163,8 +163,8 @@ def html(found: Found) -> bytes:
         if several:
             links.append((f"report-{index}", part.title))
             body.append(f'<h2 id="report-{index}">{escape(part.title)}</h2>')
-        body += [sections.alerts(report), sections.headline(report, colours)]
-        body.append(sections.verdict(report))
+        body += [sections.alerts(report), sections.verdict(report)]
+        body.append(sections.tau_and_speed(report, colours))
         level = "h3" if several else "h2"
         for name, text in parts_of(part, report, colours):
             # Several reports repeat the same sections, so the number keeps the ids apart.
@@ -232,7 +232,7 @@ def markdown(found: Found) -> str:
         blocks.append(f"## {report.target_name}\n\n{report.scope}, {part.title}\n")
         if where := report.measured_on:
             blocks.append(f"Measured on {where}.\n")
-        blocks += [f"{escape(line)}.\n" for line in remarks(report)]
+        blocks += [f"{escape(line)}.\n" for line in headline(report)]
         tables = [
             compare_table(part),
             summary(report) if report.settings else None,

@@ -11,7 +11,7 @@ from html import escape
 
 from ....heads.files import JsonObject
 from ..console_tables import over_untuned
-from ..remarks import remarks
+from ..remarks import headline
 from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
@@ -21,8 +21,6 @@ from .tables import (
     Colours,
     caption,
     categories,
-    factor,
-    fastest,
     finite_pair,
     firsts,
     interval,
@@ -101,12 +99,10 @@ def _reply_limits(options: JsonObject) -> str | None:
 
 
 def alerts(report: Report) -> str:
-    """Return what a reader has to know before any figure; "" for a report without remarks."""
+    """Return what a reader has to know before any figure: a report that is not whole, or lossy."""
     said = ""
     if report.partial:
         said = f'<p class="alert">Not whole: only {escape(report.partial)} so far.</p>\n'
-    for line in remarks(report):
-        said += f'<p class="note">{escape(line[0].upper() + line[1:])}.</p>\n'
     lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
     if lossy:
         said += (
@@ -117,7 +113,7 @@ def alerts(report: Report) -> str:
     return said
 
 
-def headline(report: Report, colours: Colours) -> str:
+def tau_and_speed(report: Report, colours: Colours) -> str:
     """Return tau and speed-up of each drafter as bars, at the smallest batch of each temperature.
 
     Further temperatures are left out where the bars would become too many.
@@ -147,27 +143,13 @@ def headline(report: Report, colours: Colours) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Return a line on losslessness, and one for each temperature with its fastest drafter.
-
-    The line is about the smallest batch of that temperature.
-    """
+    """Return a line on losslessness, and the headline that the terminal shows too."""
     lines = []
     if report.settings and all(setting.lossless for setting in report.settings):
         lines.append(
             '<p class="lossless">✓ lossless: every rule used keeps the target\'s distribution</p>'
         )
-    for setting in firsts(report):
-        said = "no drafter is faster than plain decoding."
-        if (name := fastest(setting)) is not None:
-            s = setting.drafters[name]
-            # Of fewer than five prompts or batches there is no interval.
-            known = finite_pair(s.speedup_ci95)
-            between = f" (95% {interval(known)})" if known else ""
-            said = (
-                f"<strong>{escape(name)}</strong> is fastest, <strong>{factor(s.speedup)}</strong> "
-                f"plain decoding{between}, at {number(s.tau_incl_bonus)} tokens a round."
-            )
-        lines.append(f'<p class="verdict">{caption(setting)}: {said}</p>')
+    lines += [f'<p class="verdict">{escape(line)}.</p>' for line in headline(report)]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
+from ..remarks import fastest
 from ..results import DrafterFigures, Report, SettingFigures, caption
 
 # Typographic signs, written as codes because they look like others.
@@ -145,15 +146,6 @@ def loop_shares(report: Report) -> str:
             known.append(f"{share:.0%} ({caption(setting)})")
     said = f"Loop share (replies that repeat an 8-gram): {', '.join(known)}"
     return f"{said}; loops flatter every drafter." if known else ""
-
-
-def fastest(setting: SettingFigures) -> str | None:
-    """Return the drafter of the highest speed-up; `None` if none is faster than plain decoding."""
-    name, gain = None, 1.0
-    for drafter, figures in setting.drafting.items():
-        if figures.speedup is not None and figures.speedup > gain:
-            name, gain = drafter, figures.speedup
-    return name
 
 
 def summary(report: Report) -> Table:

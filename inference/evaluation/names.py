@@ -73,7 +73,7 @@ def longer_names(drafter: str) -> Iterator[str]:
     if drafter in UNTRAINED:
         yield PLAIN if drafter == "none" else drafter
         return
-    if is_own(drafter) and not Path(drafter).is_dir():
+    if not Path(drafter).is_dir() and is_own(drafter):
         yield own_name(drafter)
         yield drafter
         return

@@ -46,7 +46,7 @@ from . import replayed
 from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
-from .engines import DraftsAsEngine, ImitatedEngine
+from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
@@ -352,7 +352,7 @@ def tuned_and_served(
                 engines.append(DraftsAsEngine(engine, spec, target))
             except UserError as error:
                 named = short_name(without_tree(spec))
-                left_out[f"{named} as in {engine.label}"] = str(error)
+                left_out[f"{named}{AS_IN}{engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:

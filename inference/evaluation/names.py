@@ -43,7 +43,9 @@ def short_name(spec: str) -> str:
     return with_settings(next(longer_names(name)), settings)
 
 
-def with_settings(name: str, settings: dict[str, object], distinguishing: Iterable[str] = ()) -> str:
+def with_settings(
+    name: str, settings: dict[str, object], distinguishing: Iterable[str] = ()
+) -> str:
     """Return `name:key=value,... + lookup` with all settings that change what is drafted.
 
     The numbers of a lookup are in it only if its length was given, or if one of them is among

@@ -29,6 +29,7 @@ LOSS = 0.995  # speed-ups below it are printed as 0.99 or less
 GAIN = 1.005  # speed-ups from it on are printed as 1.01 or more
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
 LOOPING = 0.2  # share of replies that loop from which tau is doubtful
+UNTRAINED_MARK = "untrained"
 UNTRAINED_KIND = re.compile(rf"({'|'.join(UNTRAINED)})([ :]|$)")
 
 
@@ -151,13 +152,13 @@ def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str 
 
 
 def untrained_part(name: str, figures: DrafterFigures) -> str:
-    """Return `untrained` or `its lookup is untrained` for a drafter that owes drafts to no training.
+    """Return `untrained` or `its lookup is untrained` for drafts that come from no training.
 
     Returns "" for any other, and for a class of the user's own, of which nothing is known. `name`
     is what tables call it, which is looked at in reports without `kind`.
     """
     kind = figures.kind or name
     if UNTRAINED_KIND.match(kind):
-        return "untrained"
+        return UNTRAINED_MARK
     looks_up = "lookup=" in kind or LOOKUP in kind
     return "its lookup is untrained" if looks_up else ""

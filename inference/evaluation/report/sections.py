@@ -15,17 +15,16 @@ from ..remarks import headline
 from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
-from .page import Figure, others_folded, side_by_side
+from .page import Figure, folded, others_folded, side_by_side
 from .tables import (
     UNNAMED,
     Colours,
+    Table,
     caption,
     categories,
     finite_pair,
     firsts,
-    interval,
     loop_shares,
-    number,
     summary,
 )
 
@@ -174,7 +173,14 @@ def summaries(report: Report, colours: Colours) -> str:
             if s.untuned is not None:
                 notes.append(f"{caption(setting)}, {name}: {over_untuned(s)}.")
     remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-    return summary(report).html(colours) + remarks
+    return with_all_columns(summary(report), colours) + remarks
+
+
+def with_all_columns(table: Table, colours: Colours | None = None) -> str:
+    """Return a table of the most important columns; one of all, if it has more, is folded."""
+    cut = table.cut()
+    whole = table.html() if len(cut.columns) < len(table.columns) else ""
+    return cut.html(colours) + folded(f"All {len(table.columns)} columns", whole)
 
 
 def few_prompts(report: Report) -> str:

@@ -299,7 +299,7 @@ def show(
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
         table = plain_table(title, title_justify="left")
         table.add_column("category", overflow="fold")
-        for column in ("requests", "before", "after", "change", "95%"):
+        for column in ("n", "before", "after", "change", "95%"):
             table.add_column(column, justify="right", no_wrap=True)
         regressed = []
         for row in setting.rows:
@@ -320,7 +320,7 @@ def show(
         if regressed:
             console.print(f"REGRESSED: {', '.join(regressed)}", style="bold")
     console.print(
-        "tau with 95% intervals over prompts; those of the change are of pairs."
+        "n: requests. tau with 95% intervals over prompts; those of the change are of pairs."
         f" Fewer than {FEWEST} prompts have none."
     )
     tests, level = comparisons[0].tests, comparisons[0].level

@@ -31,6 +31,7 @@ ACCEPTED = f"accepted 1-{SHOWN}"
 COLUMNS = ("tau", "95%", ACCEPTED, "tok/s", "speed-up", "identical", "loops")
 LEFT_OUT_FIRST = (ACCEPTED, "tok/s", "95%", "loops")
 """Columns that a narrow terminal leaves out, the first one first."""
+MOST = 8  # columns of a table
 LONGEST_NAME = 30  # longer names of drafters are folded
 IN_A_FILE = 120  # columns of a table that goes to a file
 FASTEST = "*"
@@ -195,7 +196,7 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     categories = sorted({category for figures in drafted for category in figures.by_category})
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
     # A column has ten characters for the name, which may be folded, and two next to them.
-    columns = max((width - first - 4) // 12, 1)
+    columns = min(max((width - first - 4) // 12, 1), MOST - 1)
     tables = []
     for start in range(0, len(names), columns):
         shown = names[start : start + columns]

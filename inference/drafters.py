@@ -273,7 +273,8 @@ def load_proposer(
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
-    drafter without settings drafts the tree that is expected to pay on the target's device, and
+    drafter without settings drafts the tree that its artifact names for the target's device, or
+    else the one that is expected to pay there, and
     `inform` gets a line about it (`warn`, if none is expected to); otherwise it drafts as it was
     evaluated in training. `warn` gets notices for the user. Raises `UserError`.
     """
@@ -311,7 +312,9 @@ def load_proposer(
                 chosen = best.settings
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
                 device = target.device.type
-                if best.gain > 1:
+                if best.gain is None:
+                    inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
+                elif best.gain > 1:
                     inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
                 else:
                     warn(

@@ -25,8 +25,9 @@ CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 """Folders within that of a training run, which say nothing of the drafter."""
 SAYS_NOTHING = re.compile(r"drafter|draft|model|out|output|runs?")
 """Names of folders that any drafter may have; such a drafter is called after its method."""
-HIDDEN = ("name", "dtype")
-"""Settings that do not change what is drafted. Names have them only where they distinguish."""
+HIDDEN = ("name", "dtype", "folder")
+"""Settings that do not change what is drafted, and the folder of a drafter of one's own. Names have
+them only where they distinguish."""
 LOOKUP = " + lookup"
 """End of the name of a drafter whose drafts an n-gram lookup may replace."""
 

@@ -253,7 +253,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
         format="%(message)s",
         stream=sys.stderr,
     )
-    for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
+    for noisy in ("httpx", "httpx2", "datasets", "filelock", "fsspec", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # It reports at every save that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

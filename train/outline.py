@@ -64,6 +64,7 @@ class ConfigOnly:
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
         self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
+        self.hidden_size = self.config.hidden_size
         # One id, a list of ids, or None.
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
+from ..conversations.benchmarks import check_prompts
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, read_prompts
-from ..conversations.sources import source_files
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
@@ -60,7 +60,7 @@ def check(options: Options) -> list[Setting]:
         read_profile(options.profile)
     check_server(options)
     if options.prompts is not None:
-        source_files(options.source(options.prompts))
+        check_prompts(options.source(options.prompts))
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)

@@ -33,6 +33,7 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
+from ..conversations.benchmarks import benchmark_of
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
@@ -317,7 +318,7 @@ def assisted(
     try:
         if models:
             return [Assisted(target, models[0])]
-        small = "it needs a small model; give one as --drafter"
+        small = "it needs a small model among the drafters"
         reason = RECURRENT if target.mixers else small
     except UserError as error:
         reason = str(error)
@@ -418,6 +419,7 @@ def facts_of(
             sha256=hashlib.sha256(texts.encode()).hexdigest(),
             prompts=len(prompts),
             categories=dict(Counter(prompt.category for prompt in prompts)),
+            benchmark=benchmark_of(options.source(options.prompts or "")),
         ),
         peak_memory_bytes=peak_memory(target),
         definitions=DEFINITIONS,

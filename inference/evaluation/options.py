@@ -28,6 +28,7 @@ class EvaluateOptions(SourceOptions):
         " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-sizes 1,8",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
         "held_out.jsonl",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --prompts gsm8k --limit 80",
         "draftsmith evaluate --target TARGET --server http://127.0.0.1:8000 --prompts "
         "held_out.jsonl",
     )
@@ -44,8 +45,9 @@ class EvaluateOptions(SourceOptions):
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
-    """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on
-    the hub. Spec-Bench's and MT-Bench's questions are taken with all their turns."""
+    """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
+    from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
+    on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

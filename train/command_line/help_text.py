@@ -92,8 +92,9 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
     lines = [f"usage: {prog}{''.join(f' {word}...' for word in bare)} [--option VALUE ...]", ""]
     for paragraph in (config_class.__doc__ or "").split("\n\n"):
         lines += [*wrapped(paragraph, width), ""]
-    lines.append("examples:")
-    for example in config_class.examples:
+    given = getattr(config_class, "examples", ())  # a method of another package may have none
+    lines += ["examples:"] if given else []
+    for example in given:
         lines += wrapped(pairs_together(example), width, "  ", "      ", " \\")
     if everything:
         own = [option for option in options.values() if not option.group]

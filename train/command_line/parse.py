@@ -40,7 +40,7 @@ class Place:
 
 
 COMMAND_LINE = Place(written, quote=written)
-PYTHON = Place(lambda name: "target" if name == "target.path" else name)
+PYTHON = Place(lambda name: {"target.path": "target", "data.sources": "data"}.get(name, name))
 
 
 class Values(Generic[T]):

@@ -107,7 +107,10 @@ def table_of(item: Any, value: Any, kind: Any) -> dict[str, Any]:
     table = {}
     for key, option in options.items():
         if (one := value.get(key, option.default)) is MISSING:
-            raise WrongValue(f": {key} is missing")
+            # As users of other libraries name a data set; here it is what counts call a source.
+            named = key == "path" and "name" in value
+            label = " (name is a label, not the data set's name)" if named else ""
+            raise WrongValue(f": {key} is missing{label}")
         try:
             table[key] = converted(option.kind, one)
         except WrongValue as wrong:

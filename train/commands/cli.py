@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from .threads import choose_threads
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _main(argv: list[str]) -> None:
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
         fail(f"unknown command {verb!r}; {hint}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
+    choose_threads(options)
     module = importlib.import_module(f"...{VERBS[verb][0]}", __package__)
 
     def if_interrupted() -> str:
@@ -88,15 +90,17 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         return _main(argv)
     method, methods = argv[0] if argv else "", ", ".join(METHODS)
     if method in ("-h", "--help"):
-        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}")
+        own = "or module:Class of your own (docs/your-own-drafter.md)"
+        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}; {own}")
         return
-    if method not in METHODS:
+    if method not in METHODS and ":" not in method:
         # The one other command that is launched.
         hint = " (or data extract)" if prog != "draftsmith train" else ""
         if close := difflib.get_close_matches(method, METHODS, n=1):
             hint = f"; did you mean {close[0]!r}?"
         fail(f"name a method to train: {methods}{hint}")
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}")
+    choose_threads(run)
     if prog == "draftsmith train":
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
@@ -108,12 +112,12 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
 
         best = train(run, method_named(method))
         if is_main_rank():
-            say_what_came_out(best, run)
+            say_what_came_out(best, run, method)
 
     guarded(start, lambda: "the same command goes on from the last checkpoint")
 
 
-def say_what_came_out(best: Path, run: RunConfig) -> None:
+def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ...heads.errors import UserError
     from ...inference.console import Console, warn
@@ -134,7 +138,8 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     target = run.target.path
     if names_a_folder(target) and not Path(target).is_dir():
         target = "TARGET"
-    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {best} --prompts FILE")
+    drafter = f"{method}:folder={best}" if ":" in method else best
+    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {drafter} --prompts FILE")
 
 
 def named_again(target: str, run: RunConfig) -> str:

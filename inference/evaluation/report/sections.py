@@ -83,6 +83,8 @@ def _prompt_set(prompts: PromptSet) -> str:
     """Return how many prompts there are, of which file, and their categories if several."""
     path = prompts.path or "an unnamed set"
     text = f"{prompts.prompts} of {path}, SHA-256 {prompts.sha256[:12]}"
+    if (benchmark := prompts.benchmark) is not None:
+        text += f", from {benchmark.path} (licence {benchmark.license})"
     categories = [name for name in prompts.categories if name]
     if len(categories) > 1:
         text += f", {len(categories)} categories: {', '.join(categories)}"

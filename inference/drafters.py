@@ -57,20 +57,25 @@ class Kind:
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
-        known = [*self.tree, *self.own]
-        known += ["dtype"] if self.trained else []
-        known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.module != "plain" else []
-        if unknown := sorted(settings.keys() - set(known)):
+        if unknown := sorted(settings.keys() - set(self.known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
-                f"{', '.join(known) or 'no settings'}"
+                f"{', '.join(self.known) or 'no settings'}"
             )
         arguments = {name: value for name, value in settings.items() if name not in self.tree}
         if self.tree:
             tree = {name: value for name, value in settings.items() if name in self.tree}
             arguments["settings"] = TreeSettings(**tree)
         return arguments
+
+    @property
+    def known(self) -> list[str]:
+        """Names of all settings that a user may give."""
+        known = [*self.tree, *self.own]
+        known += ["dtype"] if self.trained else []
+        known += LOOKUP_SETTINGS if self.lookups else []
+        known += ["name"] if self.module != "plain" else []
+        return known
 
     @property
     def trained(self) -> bool:
@@ -288,7 +293,8 @@ def load_proposer(
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
-    drafter without settings drafts the tree that is expected to pay on the target's device, and
+    drafter without settings drafts the tree that its artifact names for the target's device, or
+    else the one that is expected to pay there, and
     `inform` gets a line about it (`warn`, if none is expected to); otherwise it drafts as it was
     evaluated in training. `warn` gets notices for the user. Raises `UserError`.
     """
@@ -326,7 +332,9 @@ def load_proposer(
                 chosen = best.settings
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
                 device = target.device.type
-                if best.gain > 1:
+                if best.gain is None:
+                    inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
+                elif best.gain > 1:
                     inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
                 else:
                     warn(

@@ -37,8 +37,14 @@ def check(options: Options) -> list[Setting]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if (options.features is None) == (options.prompts is None):
-        raise UserError("give either --target and --prompts to decode, or --features to replay")
+    if options.features is not None and options.prompts is not None:
+        raise UserError("give either --prompts to decode, or --features to replay, not both")
+    if options.features is None and options.prompts is None:
+        replay = "" if options.target.path else ", or --features STORE to replay"
+        missing = "--prompts is" if options.target.path else "--target and --prompts are"
+        raise UserError(
+            f"{missing} missing: name held-out prompts with --prompts FILE.jsonl{replay}"
+        )
     only_decoding = (
         "temperatures", "batch_sizes", "spec_bench", "profile", "like", "chat_template_kwargs"
     )  # fmt: skip

@@ -37,7 +37,7 @@ from ..conversations.benchmarks import benchmark_of
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
-from ..drafters import is_own_drafter, load_proposer, parse_spec
+from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
@@ -47,7 +47,7 @@ from . import replayed
 from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
-from .engines import DraftsAsEngine, ImitatedEngine
+from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
@@ -352,7 +352,8 @@ def tuned_and_served(
             try:
                 engines.append(DraftsAsEngine(engine, spec, target))
             except UserError as error:
-                left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
+                named = short_name(without_tree(spec))
+                left_out[f"{named}{AS_IN}{engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:

@@ -63,7 +63,7 @@ WRONG = [
         "tune --target T --prompts x --out y --drafter ngram --budget soon",
         "--budget takes a number",
     ),
-    ("report --format pdf x", "--format takes html or md, not pdf"),
+    ("report --format pdf x", "--format takes html, md, csv or tex, not pdf"),
     ("train eagle --config no.yaml", "no.yaml does not exist; check the path"),
     ("train eagle --config configs", "--config takes a YAML file, not configs"),
     ("train eagle --config", "--config needs a value: a YAML file"),

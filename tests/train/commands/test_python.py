@@ -197,7 +197,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert asked_in_python.prompt_set.sha256 == report.prompt_set.sha256
     (setting,) = report.settings
-    assert list(setting.drafters) == ["plain", "run", "ngram"]
+    assert list(setting.drafters) == ["plain", "medusa", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
     with pytest.raises(draftsmith.UserError, match="is for the command"):
         draftsmith.evaluate(QUICKSTART, best, prompts, json="-")

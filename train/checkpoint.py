@@ -242,8 +242,8 @@ def former_config(path: Path) -> JsonObject | None:
 # be named in another way: its weights are compared (`RunFolder.check_identity`).
 FREE_TO_CHANGE = {
     "target.path", "target.adapter",
-    "batch_rows", "for_", "log_every", "tracker", "project", "checkpoints.resume",
-    "checkpoints.keep",
+    "batch_rows", "for_", "log_every", "tracker", "project", "push", "push_each_best",
+    "checkpoints.resume", "checkpoints.keep",
     "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.server_layers", "features.concurrency",

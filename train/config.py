@@ -20,6 +20,11 @@ from ..inference.settings import BadRows, RowSource, Rule, Sampling, TargetConfi
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
+Tracker = Literal[
+    "none", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio",
+    "wandb",
+]  # fmt: skip
+"""Trackers of accelerate, whose names are those of their packages."""
 
 
 @dataclass
@@ -388,10 +393,17 @@ class RunConfig:
     """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10
     """Number of steps between log lines."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Tracker that gets the metrics besides the log (wandb honours WANDB_MODE=offline)."""
+    tracker: Tracker = "none"
+    """Tracker of accelerate that gets the metrics and this configuration besides the log. Each
+    reads its own variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
     project: str = "draftsmith"
     """Name of the project in the tracker."""
+    push: str | None = None
+    """Repository on the hub that gets the best drafter at the end of the training, exported with
+    its card as draftsmith export does it, such as me/eagle3-mine; private if it is new. The engine
+    is the first of `for`, or else the first that takes the drafter."""
+    push_each_best: bool = False
+    """Push each checkpoint that is the best so far, too; training waits for the upload."""
 
     def __post_init__(self) -> None:
         if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:
@@ -404,6 +416,8 @@ class RunConfig:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
+        if self.push_each_best and self.push is None:
+            raise UserError("push_each_best needs push, a repository on the hub")
         # A feature store has data of its own.
         if self.features.store is None:
             check_held_out(self.data)

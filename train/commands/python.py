@@ -22,6 +22,7 @@ from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
+from ..callbacks import Callback
 from ..config import Data, Source
 
 AnyPath = str | PathLike[str]
@@ -68,14 +69,16 @@ def train(
     out: AnyPath | None = None,
     *,
     config: AnyPath | None = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, a list of
+    `method` is medusa, eagle, mtp, dflash, dspark or distill; `data` a file of conversations, a list of
     files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
     the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
-    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an
+    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. `callbacks` get the metrics and
+    checkpoints, see `draftsmith.Callback`. The same call goes on where an
     earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
@@ -83,6 +86,10 @@ def train(
     from ..method import method_named
 
     chosen = method_named(method)
+    if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
+        raise UserError(
+            f"callbacks are objects of draftsmith.Callback, not {type(wrong[0]).__name__}"
+        )
     rows = None if data is None or _names_files(data) else given_rows(data, "data")
     source = data if rows is None else [Source(ROWS_FILE, name="data")]
     values: dict[str, Any] = {"target": target, "data": source, "out": out}
@@ -93,7 +100,7 @@ def train(
         file = Path(run.out) / ROWS_FILE
         write_rows(rows, file)
         run.data.sources[0].path = str(file)
-    return run_training(run, chosen)
+    return run_training(run, chosen, callbacks)
 
 
 def evaluate(

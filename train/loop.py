@@ -42,6 +42,7 @@ from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
 from .objectives import Sums, add_sums, check_backend, means
+from .outline import ConfigOnly
 from .parallel import (
     end_training,
     engine_of,
@@ -52,6 +53,7 @@ from .parallel import (
 )
 from .profiling import profiler
 from .pushing import pushing
+from .resolved import resolve, target_of_run
 from .schedule import rate_at
 from .serving import say_engines
 from .tracking import check_tracker, start_tracker, track
@@ -69,6 +71,9 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     run was asked to end, and `UserError` for what the user can correct.
     """
     check_before_loading(run, method)
+    # From here on the run says what is trained: so do its folder, its trackers and its checks.
+    target = target_of_run(run)
+    resolve(run, method, target)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided(run, ranks)
     check_affordable(run, method, ranks)
@@ -78,17 +83,23 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     log_engine(accelerator)
     load_models_whole(accelerator)
     with only_launch(run.out):
-        return _train(run, method, accelerator, callbacks)
+        return _train(run, method, target, accelerator, callbacks)
 
 
 def _train(
-    run: RunConfig, method: AnyMethod, accelerator: Accelerator, callbacks: Sequence[Callback]
+    run: RunConfig,
+    method: AnyMethod,
+    target: ConfigOnly,
+    accelerator: Accelerator,
+    callbacks: Sequence[Callback],
 ) -> Path:
     """Train in a folder that no other launch writes; see `train`."""
     folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
-    resume_from = on_first(lambda: find_resume(folder, run))
+    resume_from = on_first(
+        lambda: find_resume(folder, run, lambda stored: resolve(stored, method, target))
+    )
     if resume_from is not None:
         check_resume(run, folder, resume_from, accelerator)
     division = divided(run, accelerator.num_processes)

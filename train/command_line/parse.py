@@ -103,11 +103,21 @@ class Values(Generic[T]):
             raise (error.__cause__ or error) from None
 
 
-def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
+def as_given(values: Values[Any]) -> str:
+    """Return values as a config file, None where there are none."""
+    return yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True)
+
+
+def parse(
+    config_class: type[T],
+    argv: Sequence[str],
+    prog: str,
+    shown: Callable[[Values[T]], str] = as_given,
+) -> T:
     """Return an instance of the dataclass.
 
     Values come from `--config FILE` (YAML) and from options; later ones win. Prints one line and
-    exits with status 2 on a mistake.
+    exits with status 2 on a mistake. `--print-config` prints what `shown` returns.
     """
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
@@ -123,7 +133,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
                 values.put(name, plain, COMMAND_LINE, name in given)
             given.add(name)
         if "print_config" in given:
-            print(yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True), end="")
+            print(shown(values), end="")
             raise SystemExit(0)
         values.check_complete(COMMAND_LINE)
     except UserError as error:

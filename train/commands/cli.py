@@ -13,7 +13,7 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
@@ -96,7 +96,13 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         if close := difflib.get_close_matches(method, METHODS, n=1):
             hint = f"; did you mean {close[0]!r}?"
         fail(f"name a method to train: {methods}{hint}")
-    run = parse(run_class_named(method), argv[1:], f"{prog} {method}")
+
+    def shown(values: Any) -> str:
+        from ..resolved import config_text
+
+        return config_text(method, values)
+
+    run = parse(run_class_named(method), argv[1:], f"{prog} {method}", shown)
     if prog == "draftsmith train":
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)

@@ -74,12 +74,12 @@ def train(
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, mtp, dflash, dspark or distill; `data` a file of conversations, a list of
-    files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
-    the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
-    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. `callbacks` get the metrics and
-    checkpoints, see `draftsmith.Callback`. The same call goes on where an
-    earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
+    `method` is medusa, eagle, mtp, dflash, dspark or distill; `data` a file of conversations, a
+    list of files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`;
+    `out` the run's folder; `config` a YAML file of a run. `callbacks` get the metrics and the
+    checkpoints, see `draftsmith.Callback`. `options` are those of the run by their names, such as
+    `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an earlier
+    one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training

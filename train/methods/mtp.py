@@ -40,6 +40,9 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     def features_of(self, run: MtpRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         return (), True
 
+    def resolve(self, run: MtpRun, target: ConfigOnly) -> None:
+        run.objective = run.objective.resolved()
+
     def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()

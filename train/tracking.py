@@ -14,8 +14,8 @@ from accelerate.tracking import get_available_trackers
 from ..heads.errors import UserError, first_line
 from .config import RunConfig
 
-# The only tracker that refuses a character of our metrics' names: the @ of surv@1.
-WITHOUT_AT = ("mlflow",)
+# mlflow refuses these characters, which names of metrics have: surv@1, tau@<256, tau@>=4096.
+SPELLED = {"mlflow": {"@": "_at_", "<": "below_", ">=": "from_"}}
 
 
 def check_tracker(name: str) -> None:
@@ -46,8 +46,14 @@ def start_tracker(accelerator: Accelerator, run: RunConfig) -> None:
 def track(accelerator: Accelerator, metrics: Mapping[str, float], step: int) -> None:
     """Send metrics to the run's tracker, if it has one."""
     for tracker in accelerator.trackers:
-        plain = tracker.name in WITHOUT_AT
-        tracker.log({k.replace("@", "_at_") if plain else k: v for k, v in metrics.items()}, step)
+        tracker.log({spelled(name, tracker.name): x for name, x in metrics.items()}, step)
+
+
+def spelled(metric: str, tracker: str) -> str:
+    """Return the name of a metric as a tracker takes it."""
+    for characters, word in SPELLED.get(tracker, {}).items():
+        metric = metric.replace(characters, word)
+    return metric
 
 
 def flat(values: Any, name: str = "") -> dict[str, Any]:

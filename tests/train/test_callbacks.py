@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import draftsmith
 from draftsmith.train.config import Tracker
-from draftsmith.train.tracking import flat
+from draftsmith.train.tracking import flat, spelled
 from tests.train.commands.test_exporting import Hub, hub  # noqa: F401
 from tests.train.test_loop import make_config
 
@@ -99,7 +99,10 @@ def test_the_best_drafter_is_pushed_and_a_failing_push_ends_nothing(
         best = draftsmith.train("medusa", **given)
     assert [line for line in caplog.messages if line.startswith("pushed: http")]
     assert len(Hub.created) == 1, "at the new best; at the end the same drafter is there already"
-    assert "private" in (Hub.created[0].get("visibility"), *(["private"] * Hub.created[0].get("private", False)))
+    assert "private" in (
+        Hub.created[0].get("visibility"),
+        *(["private"] * Hub.created[0].get("private", False)),
+    )
     assert {"README.md", "config.json", "draftsmith.json"} <= Hub.files.keys()
     assert b"# Medusa" in Hub.files["README.md"]
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -155,7 +158,9 @@ def test_a_tracker_that_is_not_there_is_one_line(tmp_path: Path, saved_tiny: Pat
     config = make_config(tmp_path, saved_tiny, **SHORT)
     with pytest.raises(draftsmith.UserError, match="pip install swanlab, or leave the tracker out"):
         draftsmith.train("medusa", config=config, tracker="swanlab")
-    with pytest.raises(draftsmith.UserError, match="tracker takes none, aim, .* or wandb, not mlfow"):
+    with pytest.raises(
+        draftsmith.UserError, match="tracker takes none, aim, .* or wandb, not mlfow"
+    ):
         draftsmith.train("medusa", config=config, tracker="mlfow")
 
 
@@ -189,18 +194,16 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
         found = {
             (one.step, name)
             for name in names
-            for one in client.get_metric_history(run.info.run_id, name.replace("@", "_at_"))
+            for one in client.get_metric_history(run.info.run_id, spelled(name, "mlflow"))
         }
     else:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         (run,) = trackio.Api().runs("mine")
         params = run.config
-        found = set()
-        for row in run.history():
-            found |= {(row["step"], name) for name in row}
+        logs = SQLiteStorage.get_logs("mine", run.name, run_id=run.id)
+        found = {(row["step"], name) for row in logs for name in row}
     assert wanted <= found
     assert params["target.path"] == str(saved_tiny) and str(params["optim.lr"]) == "0.001"
     assert {"data.sources.0.path", "heads.num_heads", "data.held_out.sources"} <= {*params}
-
-

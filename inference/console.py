@@ -52,6 +52,8 @@ class Progress(tqdm):
     first.
     """
 
+    quiet: ClassVar[bool] = False
+    """True if no progress is shown at all."""
     _open: ClassVar[list[Progress]] = []
     # Until `__init__` has run: Python closes an object whose making was interrupted too.
     disable = True
@@ -69,7 +71,7 @@ class Progress(tqdm):
         **more: Any,
     ) -> None:
         """Start to show progress; `show=False` shows nothing. `more` goes to tqdm."""
-        show = show and os.environ.get("RANK", "0") == "0"
+        show = show and not Progress.quiet and os.environ.get("RANK", "0") == "0"
         # None: tqdm disables itself without a terminal, unless it is in a notebook
         super().__init__(
             iterable,
@@ -115,6 +117,8 @@ class Progress(tqdm):
 
     def say(self, text: str) -> None:
         """Print a line on standard output, in place of the next line of progress."""
+        if Progress.quiet:
+            return
         self.write(text, file=sys.stdout)
         sys.stdout.flush()
         self._last, self._said = time.monotonic(), self._done

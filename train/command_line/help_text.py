@@ -37,6 +37,10 @@ FORMS = {
 
 Where an option of that name takes something else, its field says so: `metadata={"form": "FILE"}`.
 """
+SAID_TEXT = (
+    "--quiet prints warnings and results alone, --verbose also what is done in detail, --debug the "
+    "traceback of an unforeseen error."
+)
 CONFIG_TEXT = (
     "--config FILE reads options from a YAML file with the same names; options after it win. "
     "--print-config prints all values as such a file, and does nothing else."
@@ -105,6 +109,7 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
                 own = [option for option in options.values() if option.group == part.name]
                 lines += ["", *wrapped(f"{part.name}: {title}{how}", width), *explained(own, width)]
         lines += ["", *wrapped(CONFIG_TEXT, width)] * ("config" not in options)
+        lines += ["", *wrapped(SAID_TEXT, width)]
         return "\n".join(lines)
     first = [options[name] for name in config_class.first]
     lines += ["", "the options that matter most:", *explained(first, width)]

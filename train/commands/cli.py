@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 
@@ -103,7 +104,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         return config_text(method, values)
 
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}", shown)
-    if prog == "draftsmith train":
+    if prog == "draftsmith train" and not quiet():
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
 
@@ -170,7 +171,7 @@ def _usage(of: str = "") -> str:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
             lines.append(_folded(f"  {verb:<{width}}  ", what))
     if not of:
-        what = "completion of commands in bash or zsh"
+        what = "completion of commands in a shell: bash, zsh, tcsh, fish, powershell"
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
         lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
     return "\n".join(lines)

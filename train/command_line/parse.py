@@ -7,7 +7,8 @@ made. Every mistake is answered in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -25,6 +26,8 @@ from .values import TABLES, WrongValue, converted, from_python, from_word, takes
 
 T = TypeVar("T")
 # What options take of which the type does not say it.
+USUAL_FIRST = ("target.path", "target", "prompt", "drafter", "config", "prompts", "data", "out")
+"""Options that a user expects not to have to name, the most usual first."""
 VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
 
 
@@ -181,6 +184,25 @@ def check_known(name: str, types: dict[str, Any], place: Place) -> None:
         raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
 
 
+def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
+    """Return what is said of a word that follows no option, of a command that takes none such.
+
+    It may be a setting as Hydra has it, `optim.lr=1e-4`, or a value without its option's name.
+    """
+    key, equals, value = word.lstrip("+").partition("=")
+    if equals and (name := known_name(key.replace("-", "_"), types)):
+        meant = [name] if name in types else near(name, types)
+        if meant:
+            return f"{word!r} has no hyphens; write {written(meant[0])} {shlex.quote(value)}"
+    texts = {name for name, kind in types.items() if not is_dataclass(kind)}
+    usual = [name for name in USUAL_FIRST if name in texts and name not in given]
+    such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
+    return (
+        f"{word!r} belongs to no option: a value follows the name of its option{such}; put quotes "
+        "around a value with spaces"
+    )
+
+
 def given_options(
     argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
 ) -> Iterator[tuple[str, Any]]:
@@ -196,8 +218,7 @@ def given_options(
         word, equals, value = words[0].partition("=")
         if not word.startswith("--"):
             if bare_goes_to is None or word.startswith("-"):
-                says = "belongs to no option; put quotes around a value with spaces"
-                raise UserError(f"{words[0]!r} {says}")
+                raise UserError(about_bare(words[0], types, given))
             yield bare_goes_to, words.pop(0)
             continue
         bare = len(words) > 1 and not words[1].startswith("--") and not equals

@@ -22,6 +22,12 @@ from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 if TYPE_CHECKING:
     from ..config import RunConfig
 
+OTHER_COMMANDS = {
+    "chat": ["serve", "generate --chat"], "bench": ["evaluate"], "benchmark": ["evaluate"],
+    "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
+}  # fmt: skip
+"""Commands of other tools, and ours for the same."""
+
 # Nothing that imports torch may be here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
 
@@ -55,10 +61,7 @@ def _main(argv: list[str]) -> None:
         print(_usage(f"{verb} "))
         return
     if verb not in VERBS:
-        known = [*VERBS, "train", "completion"]
-        close = difflib.get_close_matches(verb, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
-        fail(f"unknown command {verb!r}; {hint}")
+        fail(f"unknown command {verb!r}; {hint_for(verb)}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
     module = importlib.import_module(f"...{VERBS[verb][0]}", __package__)
 
@@ -70,6 +73,25 @@ def _main(argv: list[str]) -> None:
         return "nothing was written"
 
     guarded(lambda: module.run(options), if_interrupted)
+
+
+def hint_for(word: str) -> str:
+    """Return what a user may have meant by a command that there is not, or all commands.
+
+    Besides commands that is the last word of one, a method, and what other tools call a command.
+    """
+    from ..method import METHODS
+
+    known = [*VERBS, "train", "completion"]
+    meant = {verb: [verb] for verb in known} | {name: [f"train {name}"] for name in METHODS}
+    for verb in VERBS:
+        meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
+    meant |= OTHER_COMMANDS
+    if close := difflib.get_close_matches(word, meant, n=1):
+        # One that is written like a command by chance is not preferred to the word itself.
+        found = meant.get(word, meant[close[0]])
+        return f"did you mean {' or '.join(map(repr, dict.fromkeys(found)))}?"
+    return f"there are: {', '.join(known)}"
 
 
 def train_main(argv: list[str] | None = None) -> None:
@@ -88,8 +110,13 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     if argv[:2] == ["data", "extract"]:
         return _main(argv)
     method, methods = argv[0] if argv else "", ", ".join(METHODS)
-    if method in ("-h", "--help"):
-        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}")
+    if method in ("-h", "--help", "--help-all"):
+        width = max(map(len, METHODS))
+        lines = [f"usage: {prog} METHOD --config FILE [--option VALUE ...]", "", "methods:"]
+        for name in METHODS:
+            what = (run_class_named(name).__doc__ or "").splitlines()[0].removesuffix(".")
+            lines.append(_folded(f"  {name:<{width}}  ", what))
+        print("\n".join([*lines, "", f"{prog} METHOD --help-all explains every option."]))
         return
     if method not in METHODS:
         # The one other command that is launched.

@@ -16,7 +16,15 @@ import yaml
 from ..heads.errors import UserError
 from ..heads.exchange.engines import ENGINES
 from ..heads.files import JsonObject
-from ..inference.settings import BadRows, RowSource, Rule, Sampling, TargetConfig, check_url
+from ..inference.settings import (
+    BadRows,
+    RowSource,
+    Rule,
+    Sampling,
+    TargetConfig,
+    check_url,
+    choice_named,
+)
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
@@ -412,6 +420,7 @@ class RunConfig:
             )
         if self.seed < 0 or not self.data.sources:
             raise UserError("seed must be at least 0, and data.sources name at least one source")
+        self.for_ = [choice_named(name, ENGINES) for name in self.for_]
         if unknown := [name for name in self.for_ if name not in ENGINES]:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:

@@ -130,7 +130,7 @@ def test_a_size_is_a_number() -> None:
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("vLLM", "vllm"), ("llama.cpp", "llamacpp"), ("TensorRT-LLM", "trtllm"), ("SGLang", "sglang"),
+        ("vLLM", "vllm"), ("llama.cpp", "llamacpp"), ("TensorRT-LLM", "trtllm"),
         ("transformers", "hf"), ("h100", "H100"), ("RTX4090", "RTX 4090"), ("rtx-3090", "RTX 3090"),
         ("H100-PCIe", "H100 PCIe"), ("gb300", "gb300"),
     ],

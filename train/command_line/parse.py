@@ -7,6 +7,7 @@ made. Every mistake is answered in one line.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
@@ -43,6 +44,7 @@ class Place:
 
 
 COMMAND_LINE = Place(written, quote=written)
+SETTING = Place(lambda name: f"--set {name}", quote=lambda name: f"--set {name}")
 PYTHON = Place(lambda name: "target" if name == "target.path" else name)
 
 
@@ -147,14 +149,46 @@ def parse(
         fail(str(error))
 
 
-def config_with(config_class: type[T], path: str, changes: list[str], prog: str) -> T:
+def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
     """Return the config of the YAML file `path` with `changes`, each KEY=VALUE as in `--set`.
 
-    Raises `UserError` for a change without a value, and ends as `parse` does on other mistakes.
+    Raises `UserError`, also for a change without a value.
     """
     if wrong := [change for change in changes if "=" not in change]:
         raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
-    return parse(config_class, ["--config", path, *(f"--{change}" for change in changes)], prog)
+    values, given = Values(config_class), set()
+    values.read(path)
+    for change in changes:
+        key, _, value = change.partition("=")
+        name = known_name(key.replace("-", "_"), values.types)
+        plain = from_word(values.types.get(name, Any), value)
+        values.put(name, plain, SETTING, name in given)
+        given.add(name)
+    values.check_complete(SETTING)
+    return values.made()
+
+
+def by_settings(message: str, own: Any) -> str:
+    """Return a message about a run for a command that takes the run's options by `--set`.
+
+    `own` is the dataclass of that command. `--rows-per-step 8` becomes `--set rows_per_step=8`.
+    """
+    from ..config import RunConfig
+
+    types = {option.name: option.kind for option in fields_of(RunConfig)}
+
+    def setting(found: re.Match[str]) -> str:
+        name = known_name(found[1].replace("-", "_"), types)
+        kind = types.get(name)
+        if kind is None or is_dataclass(kind) or name in {one.name for one in fields_of(own)}:
+            return found[0]
+        if kind is bool:
+            return f"--set {name}=true{found[2]}"
+        return f"--set {name}={found[2].strip() or '...'}"
+
+    # A value is what follows a space, as far as it cannot be a word of the sentence.
+    values = r"((?: (?:\d[\w.]*|bfloat16|float32|sdpa|row|skip)\b)?)"
+    return re.sub(rf"--([a-z][a-z.-]*[a-z]){values}", setting, message)
 
 
 def options_from(

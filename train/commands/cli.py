@@ -72,7 +72,18 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    guarded(lambda: module.run(options), if_interrupted)
+    def work() -> None:
+        from ...heads.errors import UserError
+        from ..command_line.parse import by_settings
+
+        try:
+            module.run(options)
+        except UserError as error:
+            if not hasattr(options, "set"):
+                raise
+            raise UserError(by_settings(str(error), type(options))) from error
+
+    guarded(work, if_interrupted)
 
 
 def hint_for(word: str) -> str:

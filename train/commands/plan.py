@@ -114,16 +114,17 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
     `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
-    Raises `UserError` for a target without a config, and exits with status 2 for a config file that
-    is not one.
+    Raises `UserError` for a target without a config, for a config file that is not one, and for
+    rows that the GPUs cannot share.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
-    config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
+    config = config_with(method.run_class, options.config, changes)
     # A plan may be made before the drafter is there that the run begins with.
     if config.init_from is not None and Path(config.init_from).is_dir():
         take_heads_before(config)
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
+    divided(config, options.gpus)  # before the seconds that the shapes take
     try:
         shape = shape_of(method, config)
     except UserError as error:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ..heads.errors import UserError
 from .config import RunConfig
 
+LEAST_STEPS = 50  # between two evaluations that are asked for as a share of a run
+
 
 @dataclass(frozen=True)
 class Division:
@@ -50,7 +52,9 @@ def interval(every: int | float, total_steps: int) -> int:
     """Return the steps between two events of which one comes `every` steps.
 
     A float of at most 1 is a share of the run: 0.1 of 1,000 steps are 100, and 1.0 all of them,
-    where the integer 1 is a single step.
+    where the integer 1 is a single step. A share is at least `LEAST_STEPS`, or half of the run if
+    that is less: ten evaluations of a run of 30 steps would take most of its time.
     """
-    share = isinstance(every, float) and every <= 1
-    return max(1, round(every * total_steps if share else every))
+    if isinstance(every, float) and every <= 1:
+        return max(1, round(every * total_steps), min(LEAST_STEPS, total_steps // 2))
+    return max(1, round(every))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..heads.errors import UserError
+from ..inference.console import several
 from .config import RunConfig
 
 LEAST_STEPS = 50  # between two evaluations that are asked for as a share of a run
@@ -36,8 +37,9 @@ def divided(run: RunConfig, ranks: int) -> Division:
     if left_over or not share:
         nearest = [number * ranks for number in (share, share + 1) if number]
         raise UserError(
-            f"a step of {rows} rows cannot be shared evenly by {ranks} ranks; use --rows-per-step "
-            f"{' or '.join(map(str, nearest))}, or {most_ranks(rows, ranks)} ranks"
+            f"a step of {several(rows, 'row')} cannot be shared evenly by "
+            f"{several(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}, or "
+            f"{several(most_ranks(rows, ranks), 'rank')}"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
     return Division(share // passes, passes)

@@ -23,7 +23,7 @@ from accelerate.utils import set_seed
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder, whole_file
-from ..inference.console import Progress
+from ..inference.console import Progress, several
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
 from ..inference.targets.ranks import on_first
@@ -252,6 +252,7 @@ class TrainingLoop:
             initial=state.step,
             desc=f"training {trainer.drafter.method}",
             unit=" steps",
+            smoothing=0.0,  # so that a bar shows the estimate of the lines, by the whole time
         )
 
     def run(self) -> None:
@@ -323,17 +324,18 @@ class TrainingLoop:
         start = f", going on from step {self.state.step}" if self.state.step else ""
         total, rows = trainer.total_steps, batches.rows_per_step
         log.info(
-            "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full)",
-            trainer.drafter.method, size / 1e6, trainer.target.name, batches.packs,
-            100 * batches.fill,
+            "%s drafter of %.2fM parameters for %s; %s (%.0f%% full)",
+            trainer.drafter.method, size / 1e6, trainer.target.name,
+            several(batches.packs, "packed row"), 100 * batches.fill,
         )  # fmt: skip
         log.info(
-            "a step has %d rows, at most %d tokens: %d on each of %d ranks in %d passes; %d steps, "
-            "%d of warm-up, %d evaluations%s",
-            rows, rows * batches.max_length, rows // self.accelerator.num_processes,
-            self.accelerator.num_processes, batches.accumulation, total,
+            "a step has %s, at most %s: %s on each of %s in %s; %s, %d of warm-up, %s%s",
+            several(rows, "row"), several(rows * batches.max_length, "token"),
+            several(rows // self.accelerator.num_processes, "row"),
+            several(self.accelerator.num_processes, "rank"),
+            several(batches.accumulation, "pass"), several(total, "step"),
             round(self.config.optim.warmup_share * total),
-            math.ceil(total / self._evaluate_every), start,
+            several(math.ceil(total / self._evaluate_every), "evaluation"), start,
         )  # fmt: skip
 
     def _log_possible(self, step: int) -> bool:
@@ -376,9 +378,7 @@ class TrainingLoop:
             **self.trainer.pace.report(),
             "skipped": state.skipped,
         }
-        # As if all rows to come were full.
-        rows = (total - state.step) * self.trainer.batches.rows_per_step
-        left_s = rows * self.config.data.max_length / metrics["tokens_s"]
+        left_s = self.progress.left_s()
         self._log(metrics, step_line(state.step, total, metrics, left_s))
         if not math.isfinite(metrics["loss"]):
             raise UserError(

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -440,6 +440,16 @@ def test_errors_of_a_plan_name_its_own_options(
         main([*DEEPSEEK, "--target-shape", "deepseek-v3", *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and says in line
+
+
+def test_a_plan_of_few_steps_says_so() -> None:
+    steps = {"steps": 1145, "rows": 64}
+    adamw: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="adamw"))
+    said = plan.few_steps(steps, adamw)
+    assert "1,145 steps are few" in said and "by the square root of k (arXiv 2205.10287)" in said
+    muon: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="muon"))
+    assert "square root" not in plan.few_steps(steps, muon)
+    assert plan.few_steps({"steps": 9156, "rows": 8}, adamw) == ""
 
 
 def test_options_of_training_become_settings() -> None:

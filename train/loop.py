@@ -42,7 +42,7 @@ from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
 from .objectives import Sums, add_sums, check_backend, means
-from .outline import ConfigOnly
+from .outline import ConfigOnly, target_of_run
 from .parallel import (
     end_training,
     engine_of,
@@ -52,8 +52,6 @@ from .parallel import (
     only_launch,
 )
 from .profiling import profiler
-from .pushing import pushing
-from .resolved import resolve, target_of_run
 from .schedule import rate_at
 from .serving import say_engines
 from .tracking import check_tracker, start_tracker, track
@@ -73,12 +71,11 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     check_before_loading(run, method)
     # From here on the run says what is trained: so do its folder, its trackers and its checks.
     target = target_of_run(run)
-    resolve(run, method, target)
+    method.resolve(run, target)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided(run, ranks)
     check_affordable(run, method, ranks)
     say_engines(run, method)
-    callbacks = [*callbacks, *pushing(run, method)]
     accelerator = make_accelerator(run)
     log_engine(accelerator)
     load_models_whole(accelerator)
@@ -98,7 +95,7 @@ def _train(
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
     resume_from = on_first(
-        lambda: find_resume(folder, run, lambda stored: resolve(stored, method, target))
+        lambda: find_resume(folder, run, lambda stored: method.resolve(stored, target))
     )
     if resume_from is not None:
         check_resume(run, folder, resume_from, accelerator)

@@ -13,8 +13,7 @@ from ..heads.fingerprint import numbers_of
 from .config import RunConfig
 from .endings import is_main_rank
 from .method import AnyMethod
-from .outline import outlined
-from .resolved import target_of_run
+from .outline import outlined, target_of_run
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ def test_a_step_by_hand(rows: int, most: int, ranks: int, found: tuple[int, int]
         (8, 3, "--rows-per-step 6 or 9, or 2 ranks"),
         (8, 16, "--rows-per-step 16, or 8 ranks"),
         (8, 512, "--rows-per-step 512, or 8 ranks"),
-        (7, 4, "--rows-per-step 4 or 8, or 1 ranks"),
+        (7, 4, "--rows-per-step 4 or 8, or 1 rank"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can(

@@ -13,7 +13,7 @@ from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.commands.cli import main
 from draftsmith.train.method import method_named
-from draftsmith.train.resolved import resolve, target_of_run
+from draftsmith.train.outline import target_of_run
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.test_loop import METHODS, make_config, weights
 
@@ -56,7 +56,7 @@ def test_what_is_derived_is_printed(
     chosen = method_named(method.rstrip("1"))
     run = options_from(chosen.run_class, {}, file)
     before = run.as_json()
-    resolve(run, chosen, target_of_run(run))
+    chosen.resolve(run, target_of_run(run))
     assert run.as_json() == before, "nothing is left to fill in"
 
 

@@ -137,7 +137,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         fail(f"name a method to train: {methods}{hint}")
 
     def shown(values: Any) -> str:
-        from ..resolved import config_text
+        from .printed import config_text
 
         return config_text(method, values)
 
@@ -150,8 +150,10 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         # Imported under `guarded`, so that an interrupt during the import ends in one line.
         from ..loop import train
         from ..method import method_named
+        from .pushing import pushing
 
-        best = train(run, method_named(method))
+        chosen = method_named(method)
+        best = train(run, chosen, pushing(run, chosen))
         if is_main_rank():
             say_what_came_out(best, run)
 

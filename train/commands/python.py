@@ -84,6 +84,7 @@ def train(
     from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
+    from .pushing import pushing
 
     chosen = method_named(method)
     if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
@@ -100,7 +101,7 @@ def train(
         file = Path(run.out) / ROWS_FILE
         write_rows(rows, file)
         run.data.sources[0].path = str(file)
-    return run_training(run, chosen, callbacks)
+    return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
 
 
 def evaluate(

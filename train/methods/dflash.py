@@ -57,7 +57,7 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before
+from .beginnings import shape_before, take_heads_before
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import attend_nearby, block_weights, rescale, start_uncertain
 from .mask_token import mask_token_for, warn_of_mask_token
@@ -327,6 +327,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         return shape.taps, False
 
     def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
         shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
         run.heads = replace(
             run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size

@@ -29,7 +29,7 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before
+from .beginnings import shape_before, take_heads_before
 from .first_weights import start_uncertain
 from .recycling import RecyclingMethod
 from .runs import EagleRun
@@ -52,6 +52,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         return shape.taps, eagle.CLASSES[shape.version].reads_last
 
     def resolve(self, run: EagleRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
         run.objective = run.objective.resolved(run.heads.version)
         shape = shape_for(run.heads, target.config)
         run.heads = replace(

@@ -46,7 +46,7 @@ from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .beginnings import check_same
+from .beginnings import check_same, take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -247,6 +247,9 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
 
     def features_of(self, run: MedusaRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         return (), False
+
+    def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
 
     def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
         hidden_size = target.config.hidden_size

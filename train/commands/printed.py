@@ -1,17 +1,15 @@
-"""Values of a run that its target or its drafter's shape determine, filled in before it begins."""
+"""`--print-config`: the config of a run with what its target determines, and comments."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from ..heads.errors import UserError
-from .command_line.parse import COMMAND_LINE, Values, as_given
-from .config import RunConfig
-from .method import AnyMethod, method_named
-from .methods.beginnings import take_heads_before
-from .outline import ConfigOnly, config_at
-from .planning.shapes import folder_of, name_of
+from ...heads.errors import UserError
+from ..command_line.parse import COMMAND_LINE, Values, as_given
+from ..config import RunConfig
+from ..method import method_named
+from ..outline import ConfigOnly, config_at, target_of_run
+from ..planning.shapes import folder_of, name_of
 
 KNOWN_LATER = {
     "max_steps": "by epochs, which become steps with the data",
@@ -23,13 +21,6 @@ KNOWN_LATER = {
     "objective.gamma": "of weighting decay alone",
 }
 """What a null means that is left in a resolved run, by the name of the option."""
-
-
-def target_of_run(run: RunConfig) -> ConfigOnly:
-    """Return the config of a run's target, or of its feature store. Raises `UserError`."""
-    path, store = run.target.path, run.features.store
-    where = path if store is None else str(Path(store, "target"))
-    return ConfigOnly(config_at(where, run.target.trust_remote_code))
 
 
 def known_target(run: RunConfig) -> ConfigOnly:
@@ -46,15 +37,6 @@ def known_target(run: RunConfig) -> ConfigOnly:
             return ConfigOnly(config_at(folder))
 
 
-def resolve(run: RunConfig, method: AnyMethod, target: ConfigOnly) -> None:
-    """Fill in what the run leaves to its target, in place. Raises `UserError`.
-
-    A run with these values trains the same as one without them.
-    """
-    take_heads_before(run)
-    method.resolve(run, target)
-
-
 def config_text(name: str, values: Values[RunConfig]) -> str:
     """Return the config file of a run of the method `name`, resolved where that is possible.
 
@@ -63,7 +45,7 @@ def config_text(name: str, values: Values[RunConfig]) -> str:
     try:
         values.check_complete(COMMAND_LINE)
         run, method = values.made(), method_named(name)
-        resolve(run, method, known_target(run))
+        method.resolve(run, known_target(run))
     except UserError as error:
         return f"# Not resolved: {error}.\n{as_given(values)}"
     return with_comments(run.as_yaml())

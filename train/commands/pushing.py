@@ -11,15 +11,17 @@ from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..heads.errors import UserError
-from ..heads.exchange.exports import INSIDE, takers
-from ..heads.exchange.hub import upload
-from ..inference.targets.target_files import names_a_folder
-from .callbacks import Callback
-from .config import RunConfig
-from .endings import is_main_rank
-from .method import AnyMethod
-from .serving import facts_before
+from ...heads.errors import UserError
+from ...heads.exchange.exports import INSIDE, takers
+from ...heads.exchange.hub import upload
+from ...inference.targets.target_files import names_a_folder
+from ..callbacks import Callback
+from ..config import RunConfig
+from ..endings import is_main_rank
+from ..method import AnyMethod
+from ..serving import facts_before
+from .exporting import write_export
+from .options import ExportOptions
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,6 @@ class Pushing(Callback):
             self._push(best)
 
     def _push(self, drafter: Path) -> None:
-        from .commands.exporting import write_export
-        from .commands.options import ExportOptions
-
         name, drafter = self._repository, drafter.resolve()
         options = ExportOptions(str(drafter), self._engine, "", target=self._target)
         try:

@@ -75,6 +75,13 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """
         return (), False
 
+    def resolve(self, run: RunT, target: ConfigOnly) -> None:
+        """Fill in the options of the run that the target determines where they are None.
+
+        `make_drafter` and `make_objective` would come to the same. By default there are none.
+        """
+        return
+
     @abstractmethod
     def outline(self, run: RunT, target: ConfigOnly) -> Outline:
         """Return the run's `Outline`, from the target's config alone.

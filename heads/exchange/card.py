@@ -188,7 +188,7 @@ def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int)
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
         lines.append(
-            f"{left_out} measurement(s) with trees are left out: {request.engine} drafts chains."
+            f"Measurements with trees are left out ({left_out}): {request.engine} drafts chains."
         )
     if not shown and measured:
         lines.append(

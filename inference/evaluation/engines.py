@@ -22,7 +22,7 @@ from ..proposers.draft_model import DraftModelProposer
 from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
-from ..settings import Rule, Sampling
+from ..settings import Rule, Sampling, choice_named
 from ..targets.target import Target
 from ..tree_settings import positive
 
@@ -39,8 +39,9 @@ class ImitatedEngine:
 
         Raises `UserError` for an engine or a setting that is not known.
         """
-        self.name, given = parse_spec(spec)
-        self.label = spec
+        name, given = parse_spec(spec)
+        self.name = choice_named(name, IMITATED)
+        self.label = self.name + spec.removeprefix(name)
         if self.name not in IMITATED:
             raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(IMITATED)}")
         self._like = IMITATED[self.name]

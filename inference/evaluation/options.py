@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...heads.errors import UserError
-from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
+from ..settings import BadRows, Sampling, SourceOptions, TargetConfig, choice_named
 from .gains import GPUS
 
 
@@ -199,5 +199,6 @@ class SimulateOptions:
             raise UserError("--compute-share and --bandwidth-share must be above 0 and at most 1")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
+        self.gpu = None if self.gpu is None else choice_named(self.gpu, GPUS)
         if self.gpu is not None and self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")

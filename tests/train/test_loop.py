@@ -471,7 +471,7 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     )
     medusa = method_named("medusa")
     run = config_with(
-        medusa.run_class, str(make_config(tmp_path, saved_tiny, "medusa", **more)), [], ""
+        medusa.run_class, str(make_config(tmp_path, saved_tiny, "medusa", **more)), []
     )
     with pytest.raises(UserError, match="is a drafter of method eagle; this run trains medusa"):
         check_before_loading(run, medusa)

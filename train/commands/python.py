@@ -24,6 +24,7 @@ from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
+from ..callbacks import Callback
 from ..config import Data, Source
 from ..method import AnyMethod
 
@@ -142,6 +143,7 @@ def train(
     out: AnyPath | None = None,
     *,
     config: AnyPath | None = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
@@ -168,14 +170,21 @@ def train(
       `**{"data.max_length": 512}`.
     - `seed: int` (0), `dtype: str`, `device: str`, `adapter: str`: as for `load`.
 
-    All of them, with defaults: `draftsmith train METHOD --help-all`. The same call goes on where an
+    `callbacks` get the metrics and the checkpoints, see `draftsmith.Callback`.
+
+    All options, with defaults: `draftsmith train METHOD --help-all`. The same call goes on where an
     earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
+    from .pushing import pushing
 
     chosen = method_named(method)
+    if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
+        raise UserError(
+            f"callbacks are objects of draftsmith.Callback, not {type(wrong[0]).__name__}"
+        )
     rows = None if data is None or _names_files(data) else given_rows(data, "data")
     source = data if rows is None else [Source(ROWS_FILE, name="data")]
     values: dict[str, Any] = {"target": target, "data": source, "out": out}
@@ -186,7 +195,7 @@ def train(
         file = Path(run.out) / ROWS_FILE
         write_rows(rows, file)
         run.data.sources[0].path = str(file)
-    return run_training(run, chosen)
+    return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
 
 
 @naming_arguments

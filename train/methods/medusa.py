@@ -46,7 +46,7 @@ from ..data.features import Features
 from ..method import Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .beginnings import check_same
+from .beginnings import check_same, take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -228,6 +228,9 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     run_class = MedusaRun
     drafter_class = MedusaHeads
     replays_chain = False
+
+    def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
 
     def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
         hidden_size = target.config.hidden_size

@@ -1,7 +1,7 @@
 """Published chat templates, and rows in which every field has a word of its own.
 
 The templates are those of the package `trl` and of this project. `python -m
-tests.published_templates` prints the table of docs/data.md#what-the-template-leaves-out.
+tests.published_templates` prints the table of docs/reference/templates.md.
 """
 
 from __future__ import annotations
@@ -175,16 +175,19 @@ def taken(name: str, kind: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of docs/data.md: which template takes what."""
-    lines = [f"| template | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    """Return the table of docs/reference/templates.md: which template refuses what."""
+    lines = ["| template | refused |", "|---|---|"]
     by_outcome: dict[tuple[bool, ...], list[str]] = {}
     for name in files():
         if name.endswith("_training") or "/" in name or name == "quickstart":
             continue
         by_outcome.setdefault(tuple(taken(name, kind) for kind in COLUMNS), []).append(name)
     for outcome, names in by_outcome.items():
-        cells = ["yes" if yes else "-" for yes in outcome]
-        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
+        takes = [kind for kind, yes in zip(COLUMNS, outcome, strict=True) if yes]
+        refused = ", ".join(kind for kind in COLUMNS if kind not in takes) or "nothing"
+        if len(takes) < 2:
+            refused = " but ".join(["all", *takes])
+        lines.append(f"| {', '.join(names)} | {refused} |")
     return "\n".join(lines)
 
 

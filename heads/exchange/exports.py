@@ -89,7 +89,7 @@ def sentences(facts: DrafterFacts) -> list[str]:
 
 
 def limits_table() -> str:
-    """Return what engines refuse, as the Markdown table of docs/checkpoint-formats.md.
+    """Return what engines refuse, as the Markdown table of docs/reference/engines.md.
 
     What a sentence takes from a drafter is left open.
     """
@@ -110,7 +110,7 @@ def limits_table() -> str:
 
 
 def targets_table() -> str:
-    """Return for which families engines take no drafter, as the table of docs/serving.md."""
+    """Return for which families engines take no drafter: a table of docs/reference/engines.md."""
     kinds_of: dict[tuple[str, str], list[str]] = {}
     for engine in ENGINES.values():
         for kind, recipe in engine.recipes.items():

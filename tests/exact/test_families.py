@@ -1,7 +1,7 @@
 """Every family of causal language models that transformers has: decoded as its `generate` does, or
 refused in one line.
 
-docs/decoding.md#which-targets has the list, which the full counts compare with what they find.
+docs/model-families.md has the list, which the full counts compare with what they find.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LISTED = {
 
 
 def listed() -> dict[str, set[str]]:
-    """Return the families of each outcome in docs/decoding.md."""
-    text = (ROOT / "docs" / "decoding.md").read_text()
+    """Return the families of each outcome in docs/model-families.md."""
+    text = (ROOT / "docs" / "model-families.md").read_text()
     found = {}
     for kind, title in LISTED.items():
-        row = re.search(rf"^\| {title}[^|]*\|([^|]*)\|$", text, re.M)
-        assert row is not None, title
-        found[kind] = set(re.findall(r"`([^`]+)`", row[1]))
+        section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        assert section is not None, title
+        found[kind] = set(re.findall(r"`([^`]+)`", section[1]))
     return found
 
 

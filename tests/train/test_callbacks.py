@@ -184,7 +184,7 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     wanted = {(row["step"], name) for row in rows for name in row if name != "step"}
     if tracker == "mlflow":
-        import mlflow
+        import mlflow  # type: ignore[import-not-found]
 
         (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
         params, client = run.data.params, mlflow.MlflowClient()
@@ -195,8 +195,8 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
             for one in client.get_metric_history(run.info.run_id, spelled(name, "mlflow"))
         }
     else:
-        import trackio
-        from trackio.sqlite_storage import SQLiteStorage
+        import trackio  # type: ignore[import-not-found]
+        from trackio.sqlite_storage import SQLiteStorage  # type: ignore[import-not-found]
 
         (run,) = trackio.Api().runs("mine")
         params = run.config

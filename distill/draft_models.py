@@ -110,6 +110,11 @@ def _from_scratch(path: str, target: TargetSource) -> nn.Module:
         raise UserError(f"cannot make a draft model from {path}: {first_line(error)}") from error
 
 
+def default_layers(total: int) -> int:
+    """Return how many of a target's layers a cut keeps if its config does not say it."""
+    return max(total // 8, 1)
+
+
 def chosen_layers(
     config: DraftModelConfig, total: int, importance: Callable[[], list[float]]
 ) -> list[int]:
@@ -126,7 +131,7 @@ def chosen_layers(
                 f"{total - 1}"
             )
         return config.layers
-    count = config.layers if config.layers is not None else max(total // 8, 1)
+    count = config.layers if config.layers is not None else default_layers(total)
     if not 1 <= count <= total:
         raise UserError(
             f"draft_model.layers must be between 1 and the target's {total}, not {count}"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .inference.api import Reply as Reply
     from .inference.proposer import Proposer as Proposer
     from .inference.settings import Sampling as Sampling
+    from .train.callbacks import Callback as Callback
     from .train.commands.python import evaluate as evaluate
     from .train.commands.python import export as export
     from .train.commands.python import load as load
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "Callback": ".train.callbacks",
     "Decoder": ".inference.api",
     "Drafter": ".heads.exchange.hub",
     "Proposer": ".inference.proposer",
@@ -44,8 +46,8 @@ _MODULES = {
     "load": ".train.commands.python",
 }
 __all__ = [
-    "Decoder", "Drafter", "Proposer", "Reply", "Sampling", "UserError", "__version__", "evaluate",
-    "export", "load", "train",
+    "Callback", "Decoder", "Drafter", "Proposer", "Reply", "Sampling", "UserError", "__version__",
+    "evaluate", "export", "load", "train",
 ]  # fmt: skip
 
 

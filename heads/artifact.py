@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,8 +212,29 @@ def check_shape(
             )
 
 
+def own_method(name: str) -> Any:
+    """Return the `Method` of another package that `module:Class` names; None if it is not there.
+
+    Only modules that are imported already are looked at: an artifact never chooses what code runs.
+    """
+    module, _, attribute = name.partition(":")
+    found = getattr(sys.modules.get(module), attribute, None) if attribute else None
+    known = getattr(getattr(found, "drafter_class", None), "method", None) == name
+    return found if known else None
+
+
 def drafter_class(method: str) -> Any:
-    """Return the class `Drafter` of the module `method`. Raises `UserError` if there is none."""
+    """Return the class `Drafter` of the module `method`, or that of a method of another package.
+
+    Raises `UserError` if there is none.
+    """
+    if (own := own_method(method)) is not None:
+        return own.drafter_class
+    if ":" in method:
+        raise UserError(
+            f"the drafter is of the method {method[:80]!r} of another package, whose code a folder "
+            "does not name; name both, such as --drafter my_package.drafters:Mine:folder=FOLDER"
+        )
     # A name with dots, from a damaged file, could import a module from anywhere.
     known = method.isidentifier() and importlib.util.find_spec(f".{method}", __package__)
     module = importlib.import_module(f".{method}", __package__) if known else None

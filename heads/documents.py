@@ -97,6 +97,17 @@ class Confidence(Struct):
     """Temperature of the confidence's logit, by draft of the block."""
 
 
+class Tree(Struct, forbid_unknown_fields=True):
+    """Draft tree, as a user names it: `length=3,width=2,nodes=4`."""
+
+    length: Annotated[int, Meta(ge=1, le=1 << 10)]
+    width: Annotated[int, Meta(ge=1, le=1 << 10)]
+    nodes: Annotated[int, Meta(ge=1, le=1 << 10)]
+
+    def __post_init__(self) -> None:
+        demand(self.nodes >= self.length, "nodes of a tree are fewer than its length")
+
+
 class Calibration(Struct):
     """Measurements on held-out texts; each method notes some of them."""
 
@@ -112,6 +123,8 @@ class Calibration(Struct):
     """Number of positions at which `rank_accuracy` was counted."""
     adaptive: list[tuple[float, Annotated[int, Meta(ge=1)], float, float]] = []
     """Rows (threshold, longest chain, tau, drafts a round) for chains that stop early."""
+    trees: dict[Literal["cpu", "cuda"], Tree] = {}
+    """Tree to draft on a type of device where a user names none: the one of published figures."""
     confidence: Confidence = msgspec.field(default_factory=Confidence)
 
 

@@ -176,7 +176,6 @@ class LayeredDrafter(VocabularyMaps, EngineLayout):
     """
 
     read_in_parts = ("fc", "qkv")
-    weights_file = "model.safetensors"
     layers: nn.ModuleList
     shape: DrafterShape
     embedding_and_head: EmbeddingAndHead

@@ -44,6 +44,8 @@ class DrafterModule(ABC):
     """Facts of a drafter's module, and its files."""
 
     method: str
+    """Module of its method in `heads`; of a drafter of another package, its `Method` as
+    `module:Class`."""
     taps: tuple[int, ...] = ()
     kind: str
     """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
@@ -63,9 +65,9 @@ class DrafterModule(ABC):
     """Names of layers of which rows or columns of the matrix are read: it must stay as it is."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
     """Fields of the fingerprint in which a target has to equal the one of the training."""
-    resizable = True
+    resizable: bool = False
     """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
-    other_remedy = ""
+    other_remedy = "train the drafter again for this target"
     """Remedy for such a target, if the drafter cannot be widened."""
 
     def bytes_read(self, levels: int) -> tuple[float, float]:
@@ -102,26 +104,30 @@ def linear_bytes(module: Any) -> int:
 
 
 class EngineLayout(DrafterModule):
-    """Base of drafters that get `save` and `load` from a description of their files."""
+    """Base of drafters that get `save` and `load` from a description of their files.
 
-    weights_file: str
+    One that no engine reads has only `facts`: the arguments of its class after the target's
+    `embedding_and_head`, which are its `config.json` too.
+    """
+
+    weights_file: str = "model.safetensors"
     """Name of the safetensors file."""
-    document: type
+    document: type = dict
     """Type in `documents` that `config.json` has to fit."""
 
-    @abstractmethod
     def serving_state(self) -> dict[str, Tensor]:
         """Return this module's tensors under their names on disk.
 
         They are views of its parameters and buffers, so that loading can fill them.
         """
+        assert isinstance(self, nn.Module)
+        return self.state_dict()
 
-    @abstractmethod
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors."""
+        return self.facts()
 
     @classmethod
-    @abstractmethod
     def from_serving_config(
         cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
@@ -130,6 +136,8 @@ class EngineLayout(DrafterModule):
         Raises `UserError` if the module needs `embedding_and_head` and they are None, and
         `KeyError` if a key is missing.
         """
+        make: Any = cls
+        return make(embedding_and_head, **config)
 
     def check(self) -> None:  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""

@@ -20,6 +20,7 @@ from .errors import UserError
 class VocabularyMaps(nn.Module):
     """Base of drafters that may have a draft vocabulary: its maps, as buffers."""
 
+    resizable = True
     d2t: Tensor | None
     t2d: Tensor | None
     embedding_and_head: Any

@@ -52,6 +52,8 @@ class Progress(tqdm):
     first.
     """
 
+    quiet: ClassVar[bool] = False
+    """True if no progress is shown at all."""
     _open: ClassVar[list[Progress]] = []
     # Until `__init__` has run: Python closes an object whose making was interrupted too.
     disable = True
@@ -69,7 +71,7 @@ class Progress(tqdm):
         **more: Any,
     ) -> None:
         """Start to show progress; `show=False` shows nothing. `more` goes to tqdm."""
-        show = show and os.environ.get("RANK", "0") == "0"
+        show = show and not Progress.quiet and os.environ.get("RANK", "0") == "0"
         # None: tqdm disables itself without a terminal, unless it is in a notebook
         super().__init__(
             iterable,
@@ -115,6 +117,8 @@ class Progress(tqdm):
 
     def say(self, text: str) -> None:
         """Print a line on standard output, in place of the next line of progress."""
+        if Progress.quiet:
+            return
         self.write(text, file=sys.stdout)
         sys.stdout.flush()
         self._last, self._said = time.monotonic(), self._done
@@ -140,18 +144,34 @@ class Progress(tqdm):
         often = large_share or now - self._began <= DENSE_S
         return waited >= (LINE_S if often else SPARSE_S)
 
+    def left_s(self, now: float | None = None) -> float | None:
+        """Return an estimate of the seconds left at the time `now`, None before any work is done.
+
+        It is by the average of the whole time, evaluations and the like included.
+        """
+        # What was done before the start (a resumed run) took none of the elapsed time.
+        done = self._done - self._first
+        if not self.total or done <= 0:
+            return None
+        now = time.monotonic() if now is None else now
+        return (now - self._began) * (self.total - self._done) / done
+
     def line(self, now: float) -> str:
         """Return a line with the work done, the time it took, and an estimate of the time left."""
         elapsed, of_total, time_left = now - self._began, "", ""
         if self.total:
             of_total = f" of {self.total:,}"
-            if self._done > self._first:
-                # what was done before the start (a resumed run) took none of the elapsed time
-                left_s = elapsed * (self.total - self._done) / (self._done - self._first)
+            if (left_s := self.left_s(now)) is not None:
                 time_left = f", about {clock(left_s)} left"
         detail = f" ({self._detail})" if self._detail else ""
         count = f"{self._done:,.0f}{of_total} {self._unit}"
         return f"{self._what}: {count} after {clock(elapsed)}{time_left}{detail}"
+
+
+def several(number: int, what: str) -> str:
+    """Return a number of things, such as `1 row`, `2 passes`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{plural if number != 1 else ''}"
 
 
 def clock(seconds: float) -> str:

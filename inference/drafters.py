@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.artifact import OWN_FILE, Artifact, own_method, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
-from .own_drafters import check_own, is_own, make_own
+from .own_drafters import check_own, class_named, guarded, is_own, make_own
 from .proposer import Proposer
 from .settings import DTYPES, dtype_named
 from .targets.packed import pack_drafter
@@ -42,7 +42,8 @@ class Kind:
     """Module in `proposers/`."""
     make: str = MADE_OF_ARTIFACT
     """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` is not empty, and
-    the settings `own` by their names."""
+    the settings `own` by their names. In place of it a method of another package, `module`, has
+    a `proposer_class`."""
     tree: tuple[str, ...] = ()
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
@@ -56,20 +57,25 @@ class Kind:
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `make` for a user's settings. Raises `UserError` for others."""
-        known = [*self.tree, *self.own]
-        known += ["dtype"] if self.trained else []
-        known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.module != "plain" else []
-        if unknown := sorted(settings.keys() - set(known)):
+        if unknown := sorted(settings.keys() - set(self.known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
-                f"{', '.join(known) or 'no settings'}"
+                f"{', '.join(self.known) or 'no settings'}"
             )
         arguments = {name: value for name, value in settings.items() if name not in self.tree}
         if self.tree:
             tree = {name: value for name, value in settings.items() if name in self.tree}
             arguments["settings"] = TreeSettings(**tree)
         return arguments
+
+    @property
+    def known(self) -> list[str]:
+        """Names of all settings that a user may give."""
+        known = [*self.tree, *self.own]
+        known += ["dtype"] if self.trained else []
+        known += LOOKUP_SETTINGS if self.lookups else []
+        known += ["name"] if self.module != "plain" else []
+        return known
 
     @property
     def trained(self) -> bool:
@@ -79,6 +85,8 @@ class Kind:
     @property
     def maker(self) -> Callable[..., Any]:
         """The class or function itself."""
+        if (own := own_method(self.module)) is not None:
+            return own.proposer_class
         return getattr(importlib.import_module(f".proposers.{self.module}", __package__), self.make)
 
 
@@ -164,8 +172,9 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
 def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     """Return name and settings of `spec`, before target and drafter are loaded.
 
-    Raises `UserError` unless the name may be a drafter's, and for settings that no drafter of its
-    kind can have. The files of a folder are judged when it is loaded.
+    The name of a trained drafter is its folder. Raises `UserError` unless the name may be a
+    drafter's, and for settings that no drafter of its kind can have. The files of a folder are
+    judged when it is loaded.
     """
     name, settings = parse_spec(str(spec))
     first = name.partition(":")[0]
@@ -176,11 +185,25 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
     check_name(name, settings.get("name"))
+    if is_own_drafter(name) and hasattr(class_named(name), "drafter_class"):
+        name = trained_folder(name, settings.pop("folder", None))
     if is_own_drafter(name):
         check_own(name, {key: value for key, value in settings.items() if key != "name"})
     elif settings and (kind := kind_of(name)) is not None:
         check_settings(kind, name, settings)
     return name, settings
+
+
+def trained_folder(method: str, folder: object) -> str:
+    """Return the folder of a drafter that a method of another package has trained.
+
+    Raises `UserError` if it is not given, or is that of another method.
+    """
+    if not isinstance(folder, str):
+        raise UserError(f"drafter {method} is trained; name its folder: {method}:folder=RUN/best")
+    if (found := read_own_file(Path(folder)).method) != method:
+        raise UserError(f"{folder} is a drafter of method {found}, not {method}")
+    return folder
 
 
 def is_own_drafter(name: str) -> bool:
@@ -222,6 +245,8 @@ def kind_of(name: str) -> Kind | None:
 
 def trained_kind(method: str) -> Kind | None:
     """Return the kind of a method's drafters, `KIND` in its file in `proposers/`; None without."""
+    if (own := own_method(method)) is not None:
+        return Kind(method, tree=own.tree_settings)
     # A name with dots, from a damaged file, could import a module from anywhere.
     name = f"{__package__}.proposers.{method}"
     known = method.isidentifier() and importlib.util.find_spec(name)
@@ -268,7 +293,8 @@ def load_proposer(
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
-    drafter without settings drafts the tree that is expected to pay on the target's device, and
+    drafter without settings drafts the tree that its artifact names for the target's device, or
+    else the one that is expected to pay there, and
     `inform` gets a line about it (`warn`, if none is expected to); otherwise it drafts as it was
     evaluated in training. `warn` gets notices for the user. Raises `UserError`.
     """
@@ -306,7 +332,9 @@ def load_proposer(
                 chosen = best.settings
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
                 device = target.device.type
-                if best.gain > 1:
+                if best.gain is None:
+                    inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
+                elif best.gain > 1:
                     inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
                 else:
                     warn(
@@ -330,6 +358,8 @@ def load_proposer(
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
+    if own_method(kind.module) is not None:
+        proposer = guarded(proposer, kind.module, target.vocab_size)
     proposer.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
         beside = ",".join(f"{key}={value}" for key, value in lookup.items())

@@ -50,7 +50,7 @@ def check_own(name: str, settings: dict[str, Any]) -> Any:
 
     Raises `UserError` for a module that cannot be imported, and settings that it does not take.
     """
-    make = _maker(name)
+    make = class_named(name)
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError) as error:
@@ -109,16 +109,19 @@ def with_name(proposer: Proposer) -> Proposer:
 def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
     """Return the files that decide what a drafter does, as far as they are known.
 
-    These are the module of its class, and files that its settings name.
+    These are the module of its class, and files that its settings name, or the weights in a folder
+    that they name.
     """
-    make = _maker(name)
+    make = class_named(name)
     try:
         source = inspect.getsourcefile(make)
     except TypeError:  # of an object that can be called
         module = sys.modules.get(name.partition(":")[0])
         source = getattr(module, "__file__", None)
-    named = (Path(value) for value in settings.values() if isinstance(value, str))
-    return [*([Path(source)] if source else []), *(path for path in named if path.is_file())]
+    named = [Path(value) for value in settings.values() if isinstance(value, str)]
+    weights = [file for path in named for file in sorted(path.glob("*.safetensors"))]
+    files = [path for path in named if path.is_file()]
+    return [*([Path(source)] if source else []), *files, *weights]
 
 
 def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
@@ -205,7 +208,7 @@ def wrong_tree(tree: DraftTree, root: Tensor, most: int, vocab_size: int) -> str
     return None
 
 
-def _maker(name: str) -> Any:
+def class_named(name: str) -> Any:
     """Return the class or function that `name` stands for. Raises `UserError`."""
     try:
         if (point := entry_point_names().get(name)) is not None:
@@ -216,8 +219,8 @@ def _maker(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"drafter {name} cannot be imported: {first_line(error)}; start the command in the "
+            f"{name} cannot be imported: {first_line(error)}; start the command in the "
             "folder of the module, or install its package"
         ) from error
     except Exception as error:
-        raise UserError(f"drafter {name} cannot be imported: {_said(error)}") from error
+        raise UserError(f"{name} cannot be imported: {_said(error)}") from error

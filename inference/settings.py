@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -47,6 +48,26 @@ SHORT_DTYPES = {
 def dtype_named(name: str) -> str:
     """Return the full name of a type of weights, bfloat16 for bf16; another text as it is."""
     return SHORT_DTYPES.get(name, name)
+
+
+# Names of engines that differ from ours in more than upper case, spaces and points.
+OTHER_SPELLINGS = {"tensorrtllm": "trtllm", "huggingface": "hf", "transformers": "hf"}
+
+
+def choice_named(word: str, choices: Iterable[Any]) -> Any:
+    """Return the one of `choices` that `word` means, whatever its case and signs; else the word.
+
+    Examples: h100 and H-100 are H100, RTX4090 is RTX 4090, llama.cpp is llamacpp, tensorrt-llm is
+    trtllm.
+    """
+    wanted = letters(word)
+    wanted = {wanted, OTHER_SPELLINGS.get(wanted, wanted)}
+    return next((choice for choice in choices if letters(str(choice)) in wanted), word)
+
+
+def letters(word: str) -> str:
+    """Return the letters and digits of a word in lower case."""
+    return "".join(c for c in word.lower() if c.isalnum())
 
 
 def check_dtype(name: str) -> str:

@@ -1,8 +1,9 @@
 # Sourced by the scripts here: makes .venv once, installs draftsmith into it, and activates it.
 #   DRAFTSMITH_VENV  another place for the environment
 #   PYTHON           another interpreter (3.11 or newer)
-# A script that needs more than draftsmith and its server sets extras=dev before. The exact versions of constraints.txt are used. On Linux the registry's torch brings CUDA along; on a machine without a GPU, name
-# PyTorch's CPU index in PIP_EXTRA_INDEX_URL to save several gigabytes.
+# A script that needs more than draftsmith and its server sets extras=dev before. The exact versions of constraints.txt are used.
+# The registry's torch for Linux brings gigabytes of CUDA libraries, so on a machine without an NVIDIA driver torch comes from
+# PyTorch's index of CPU builds, if that can be reached. PIP_INDEX_URL or PIP_EXTRA_INDEX_URL, where set, decide instead.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -20,9 +21,16 @@ if [ ! -e "$stamp-dev" ] && [ ! -e "$stamp-${extras:=serve}" ]; then
     echo "installing into $venv (about two minutes the first time)" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     quiet=(-q --disable-pip-version-check)
-    # torch first and alone: pulled in as a dependency it would bring gigabytes of CUDA libraries.
     torch=$(grep -E '^torch==' constraints.txt)
-    "$venv/bin/pip" install "${quiet[@]}" "$torch"
+    builds=https://download.pytorch.org/whl/cpu
+    answers() { "$python" -c "import urllib.request as u; u.urlopen('$1', timeout=5)" 2>/dev/null; }
+    # --no-deps: only torch is looked for there. What it needs is installed with the rest.
+    if [ -z "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ] && [ "$(uname)" = Linux ] &&
+        ! command -v nvidia-smi >/dev/null && answers $builds/torch/; then
+        "$venv/bin/pip" install "${quiet[@]}" --no-deps --extra-index-url $builds "$torch"
+    else
+        "$venv/bin/pip" install "${quiet[@]}" "$torch"
+    fi
     "$venv/bin/pip" install "${quiet[@]}" -c constraints.txt -c constraints-dev.txt -e ".[$extras]"
     rm -f "$venv"/.draftsmith-*
     touch "$stamp-$extras"

@@ -1,9 +1,10 @@
-"""Draw the picture of the README: the chat page with one reply, in a Chromium of this machine.
+"""Draw the picture of the README: the chat page while it writes one reply with drafts and without.
 
     python scripts/picture.py --out docs/page.png
 
-It needs the packages of the extra dev. The target is the quickstart's with its committed EAGLE-3
-drafter, greedy.
+It needs a Chromium, the packages of the extra dev, and SmolLM2-135M-Instruct
+(scripts/smollm2/get.sh), which drafts with the EAGLE-3 of this repository, greedy. The picture is
+taken when the reply with drafts has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
-QUICKSTART = Path("scripts/quickstart")
-PROMPT = "def __eq__(self, other):"
+TARGET = Path("models/smollm2-135m-instruct")
+DRAFTER = Path("scripts/smollm2/drafter")
+PROMPT = "Write a Python function that returns the largest number of a list."
+TAU = "3.03 tokens a round"
+"""What the page shows then, and the caption in the README says."""
 
 
 def main() -> None:
@@ -30,9 +34,11 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("error: there is no Chromium; install the package chromium")
+    if not TARGET.is_dir():
+        sys.exit(f"error: there is no {TARGET}; run scripts/smollm2/get.sh")
     command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
-    command += ["serve", "--target", str(QUICKSTART / "target"), "--target.device", "cpu"]
-    command += ["--drafter", str(QUICKSTART / "drafters" / "eagle3"), "--port", "0"]
+    command += ["serve", "--target", str(TARGET), "--target.device", "cpu"]
+    command += ["--drafter", str(DRAFTER), "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         draw(address_of(server), chromium, out)
@@ -51,19 +57,18 @@ def address_of(server: subprocess.Popen[str]) -> str:
 
 
 def draw(address: str, chromium: str, out: str) -> None:
-    """Send the prompt on the page, wait for the figures of the reply, and save a screenshot."""
+    """Send the prompt on the page, and save a screenshot when the reply with drafts has ended."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 860, "height": 430})
+        page = browser.new_page(viewport={"width": 1060, "height": 730}, device_scale_factor=1.5)
         page.goto(address)
-        page.click("#settings summary")
-        page.fill("#limit", "64")
-        page.fill("#temperature", "0")
-        page.click("#settings summary")
+        page.locator(".example").first.wait_for()
         page.fill("#words", PROMPT)
         page.press("#words", "Enter")
-        expect(page.locator(".figures").last).to_contain_text("with drafts", timeout=60_000)
+        drafted = page.locator(".column").first
+        drafted.locator(".notes").wait_for(timeout=300_000)
         page.screenshot(path=out)
+        expect(drafted.locator(".figures")).to_contain_text(TAU)
         browser.close()
 
 

@@ -18,11 +18,12 @@ mkdir "$source_folder/pages"
 files() { git ls-files -z 2>/dev/null || find . -type f -not -path './.venv/*' -not -path './runs/*' -not -path './models/*' -print0 | sed -z 's#^\./##'; }
 files | grep -zE '\.(md|yaml|png|ipynb|sh|py|sbatch|Dockerfile)$|^(LICENSE|CITATION.cff)$' |
     grep -zvE '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
-# Blocks that tests run are marked as such, which this Markdown does not take for blocks.
-find "$source_folder/pages" -name '*.md' | xargs perl -pi -e 's/^```(bash|python) runnable$/```$1/'
 pages=$source_folder/pages/docs
 cp scripts/site/api.md "$pages/"
-cp scripts/site/mkdocs.yml scripts/site/doctests.py "$source_folder/"
+cp scripts/site/mkdocs.yml scripts/site/doctests.py scripts/site/hooks.py "$source_folder/"
+cp scripts/site/site.css "$source_folder/pages/"
 python scripts/site/notebook.py docs/draftsmith.ipynb "$pages/notebook.md"
-NO_MKDOCS_2_WARNING=1 PYTHONPATH="$root" python -m mkdocs build --strict --quiet -f "$source_folder/mkdocs.yml" -d "$out"
+# The link to the repository is set in one place, project.urls.Repository of pyproject.toml.
+url='import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"].get("urls", {}).get("Repository", ""))'
+DRAFTSMITH_URL=$(python -c "$url") NO_MKDOCS_2_WARNING=1 PYTHONPATH="$root" python -m mkdocs build --strict --quiet -f "$source_folder/mkdocs.yml" -d "$out"
 echo "wrote $out/index.html" >&2

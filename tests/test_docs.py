@@ -1,44 +1,28 @@
-"""Documents: every reference resolves inside the repository, every block marked runnable runs."""
+"""Documents: every reference resolves inside the repository, every key that is named exists."""
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
-from draftsmith.inference.api import load
-from draftsmith.inference.targets.target import Target
-from draftsmith.train.command_line.fields import fields_of, positional
-from draftsmith.train.command_line.parse import given_options
-from draftsmith.train.commands.verbs import GROUPS, options_of_verb
-from draftsmith.train.method import METHODS, method_named, run_class_named
-from tests.conftest import PYTHON, QUICKSTART, ROOT
+from draftsmith.train.command_line.fields import fields_of
+from draftsmith.train.method import METHODS, run_class_named
+from tests.conftest import ROOT
+from tests.pages import HISTORY, PAGES, module_of
 
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")})
-LOGS = ("CHANGELOG.md", "EXPERIMENTS.md")  # their older entries name what was there at the time
+DOCUMENTS = [*PAGES, *(ROOT / name for name in HISTORY)]
 CODE = sorted(
     file
     for folder in ("heads", "inference", "distill", "train", "scripts", "tests", "configs")
     for file in (ROOT / folder).rglob("*")
     if file.suffix in (".py", ".sh", ".yaml", ".md") and ".path" not in file.parts
 )
-REFERENCE = re.compile(r"\bdocs/([\w-]+\.md)(?:#([\w-]+))?")
+REFERENCE = re.compile(r"\bdocs/([\w/-]+\.md)(?:#([\w-]+))?")
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
-BLOCK = re.compile(
-    r"^```(bash|python) runnable\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE
-)
-"""Block that runs, and the output that stands behind it, if any does."""
-COMMANDS = """
-set -euo pipefail
-draftsmith() { "$PYTHON" -c 'from draftsmith.train.commands.cli import main; main()' "$@"; }
-accelerate() { shift; "$PYTHON" -m accelerate.commands.launch "$@"; }
-python() { "$PYTHON" "$@"; }
-"""
 
 
 def anchors_of(path: Path) -> set[str]:
@@ -67,7 +51,7 @@ def missing(path: Path, anchor: str | None) -> str | None:
 def test_references_in_code_resolve() -> None:
     wrong = []
     for file in [*CODE, *DOCUMENTS]:
-        if file.name in LOGS:
+        if file.name in HISTORY:
             continue
         for name, anchor in REFERENCE.findall(file.read_text()):
             if reason := missing(ROOT / "docs" / name, anchor):
@@ -81,7 +65,7 @@ def test_links_of_documents_resolve(document: Path) -> None:
     wrong = []
     for name, anchor in LINK.findall(text):
         target = (document.parent / name).resolve() if name else document
-        if document.name not in LOGS and (reason := missing(target, anchor)):
+        if document.name not in HISTORY and (reason := missing(target, anchor)):
             wrong.append(reason)
     assert not wrong, wrong
 
@@ -137,83 +121,54 @@ def test_no_document_outside_of_the_repository_is_cited() -> None:
     """Notes that the code once rested on, by their names."""
     names = ("drafter-" + "recipes", "verification-and-" + "trees", "reference/" + "checkpoint")
     cited = [f for f in [*CODE, *DOCUMENTS] if any(name in f.read_text() for name in names)]
-    assert not [file for file in cited if file.name not in LOGS]
+    assert not [file for file in cited if file.name not in HISTORY]
 
 
-def commands_of(text: str) -> list[list[str]]:
-    """Return the words of every draftsmith command in the blocks of a document.
-
-    Variables that the document sets to options, such as `SAMPLING="--top-k 20"`, are replaced.
-    """
-    for name, options in re.findall(r'^([A-Z]+)="(--[^"]*)"', text, flags=re.MULTILINE):
-        text = text.replace(f"${name}", options)
-    fenced = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in fenced.findall(text) if language == "bash"]
-    blocks += re.findall(r"\n    ((?:draftsmith|accelerate launch) .*)", fenced.sub("", text))
-    commands = []
-    for block in blocks:
-        lines = re.sub(r"\\\n", " ", block).split("\n")
-        for line in lines:
-            if not re.match(r"\s*(draftsmith|accelerate launch|python -m draftsmith.train) ", line):
-                continue
-            words = shlex.split(line, comments=True)
-            end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", ";")), None)
-            commands.append(words[:end])
-    return commands
+def test_the_site_has_every_page() -> None:
+    """All pages are in its navigation, and it names no page that there is not."""
+    navigation = (ROOT / "scripts/site/mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(ROOT)) for page in PAGES} - {"scripts/README.md"}
+    made = {f"docs/{name}.md" for name in ("api", "notebook")}  # by scripts/site.sh
+    assert {*re.findall(r"[\w./-]+\.md\b", navigation)} == pages | made | {"CHANGELOG.md"}
 
 
-def options_of(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the class of a command's options, and the words behind the command."""
-    if words[:2] == ["draftsmith", "train"]:
-        return method_named(words[2]).run_class, words[3:]
-    if words[0] == "draftsmith":
-        count = 2 if words[1] in GROUPS else 1
-        return options_of_verb(" ".join(words[1 : 1 + count])), words[1 + count :]
-    at = words.index("draftsmith.train") + 1
-    if words[at : at + 2] == ["data", "extract"]:
-        return options_of_verb("data extract"), words[at + 2 :]
-    return method_named(words[at]).run_class, words[at + 1 :]
+def test_the_site_shows_marks_and_notices_as_its_markdown_reads_them() -> None:
+    hooks = module_of("scripts/site/hooks.py")
+    page = """> **Status: new.** Little
+> has run.
+
+```bash not run: needs a GPU
+ls > out
+```
+
+> A quotation.
+"""
+    file = SimpleNamespace(src_uri="README.md")
+    shown = hooks.on_page_markdown(
+        page, SimpleNamespace(file=file), SimpleNamespace(repo_url="https://x")
+    )
+    assert (
+        shown
+        == """!!! warning "Status"
+
+    **new.** Little
+    has run.
+
+```bash
+ls > out
+```
+
+> A quotation.
+"""
+    )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_of_documents_exist_with_their_options(document: Path) -> None:
-    if document.name in LOGS:
-        return
-    for words in commands_of(document.read_text()):
-        if "METHOD" in words or "..." in words or len(words) < 2:
-            continue  # a form, not a command
-        options, arguments = options_of(words)
-        arguments = arguments[: arguments.index("&")] if "&" in arguments else arguments
-        types = {option.name: option.kind for option in fields_of(options)}
-        # raises an error where an option does not exist
-        assert [*given_options(arguments, types, positional(options))] or not arguments
-
-
-RUNNABLE = [file for file in DOCUMENTS if BLOCK.search(file.read_text())]
-
-
-@pytest.mark.parametrize("document", RUNNABLE, ids=lambda p: p.stem)
-def test_runnable_blocks_run(document: Path, tmp_path: Path) -> None:
-    """In the order of the document, from a folder that looks like the checkout's root."""
-    for name in ("scripts", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "runs" / "docs").mkdir(parents=True)
-    environment = {**os.environ, "PYTHON": PYTHON, "ACCELERATE_USE_CPU": "true"}
-    for language, block, printed in BLOCK.findall(document.read_text()):
-        command = ["bash", "-c", COMMANDS + block] if language == "bash" else [PYTHON, "-c", block]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        assert not printed or done.stdout == printed, block
-
-
-def test_the_picture_of_the_readme_shows_what_the_code_does(quickstart: Target) -> None:
-    """scripts/picture.py draws it; its caption has the figure that the page shows."""
+def test_the_picture_of_the_readme_shows_what_the_code_does() -> None:
+    """scripts/picture.py draws it, and fails unless the page shows the caption's figure."""
     (caption,) = re.findall(
         r"^!\[(.*)\]\(docs/page.png\)$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
-    (prompt,) = re.findall(r'of the reply to "(.*)"', caption)
-    assert f'PROMPT = "{prompt}"' in (ROOT / "scripts" / "picture.py").read_text()
-    reply = load(quickstart, str(QUICKSTART.parent / "drafters" / "eagle3")).generate(prompt, 64)
-    assert f"{reply.tau:.2f} tokens a round" in caption
+    script = (ROOT / "scripts" / "picture.py").read_text()
+    (prompt,) = re.findall(r'reply to "(.*)"', caption)
+    (figure,) = re.findall(r"[\d.]+ tokens a round", caption)
+    assert f'PROMPT = "{prompt}"' in script and f'TAU = "{figure}"' in script

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 from tests.conftest import QUICKSTART, ROOT
 
 PACKAGES = ("draftsmith", "heads", "inference", "distill", "train")
+BESIDES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 EAGLE3 = QUICKSTART.parent / "drafters" / "eagle3"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BROKEN = """
 import sys
 from importlib.machinery import ModuleSpec
@@ -54,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.splitlines():
-        wanted = name.startswith(PACKAGES) or name in ("pyproject.toml", "README.md", "LICENSE")
+        wanted = name.startswith(PACKAGES) or name in BESIDES
         if wanted and (ROOT / name).exists():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
@@ -75,6 +79,33 @@ def test_the_wheel_holds_the_files_of_the_tree(wheel: Path) -> None:
     files = {name.removeprefix("draftsmith/") for name in files}
     assert inside == {f"draftsmith/{name}" for name in files}
     assert {"draftsmith/py.typed", "draftsmith/inference/serving/page/page.js"} <= inside
+
+
+@pytest.fixture(scope="module")
+def sdist(wheel: Path) -> Path:
+    """The source distribution, built from the same copy."""
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    tree = wheel.parent / "tree"
+    subprocess.run(
+        [sys.executable, "-c", build, str(wheel.parent)], cwd=tree, check=True, capture_output=True
+    )
+    (built,) = wheel.parent.glob("*.tar.gz")
+    return built
+
+
+def test_the_source_distribution_holds_what_the_wheel_is_made_of(wheel: Path, sdist: Path) -> None:
+    assert sdist.name == f"draftsmith-{VERSION}.tar.gz"
+    tree = wheel.parent / "tree"
+    with tarfile.open(sdist) as archive:
+        files = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    made = {name for name in files if ".egg-info" in name} | {"PKG-INFO", "setup.cfg"}
+    listed = {str(f.relative_to(tree)) for f in tree.rglob("*") if f.is_file()}
+    kept = {name for name in listed if name.split("/")[0] in (*PACKAGES, *BESIDES)}
+    assert files - made == {name for name in kept if ".egg-info" not in name}
+
+
+def test_the_version_is_said_once() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +144,7 @@ def test_the_wheel_works_far_from_the_checkout(installed: Path, tmp_path: Path) 
     command = subprocess.run(
         [installed / "draftsmith", "--version"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert command.stdout.startswith("draftsmith "), command.stderr
+    assert command.stdout == f"draftsmith {VERSION}\n", command.stderr
 
 
 def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(
@@ -149,21 +180,33 @@ def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(
 
 
 @pytest.mark.full
-def test_the_wheel_installs_from_the_registry(wheel: Path, tmp_path: Path) -> None:
-    """A clean environment with nothing but what the wheel asks for."""
+def test_packages_install_alone(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    """A clean environment with nothing but what the package asks for: the wheel, then the sdist."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    pip = [tmp_path / "venv" / "bin" / "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    (torch,) = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    ]
+    folder = tmp_path / "venv" / "bin"
+    pip = [folder / "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    (torch,) = [line for line in lines if line.startswith("torch==")]
     subprocess.run([*pip, torch], check=True)
     subprocess.run([*pip, f"{wheel}[serve]"], check=True)
-    subprocess.run([tmp_path / "venv" / "bin" / "pip", "check"], check=True)
-    done = subprocess.run(
-        [tmp_path / "venv/bin/draftsmith", "generate", "--target", QUICKSTART, "--drafter", EAGLE3,
-         "--prompt", "def add(a, b):", "--max-new-tokens", "8"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "tau" in done.stderr
+    subprocess.run([folder / "pip", "check"], check=True)
+    works_alone(folder, tmp_path)
+    subprocess.run([*pip, "--force-reinstall", "--no-deps", sdist], check=True)
+    works_alone(folder, tmp_path)
+
+
+def works_alone(folder: Path, elsewhere: Path) -> None:
+    """Run a command of each kind from an environment, outside of the checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    prompt = ["--prompt", "def add(a, b):", "--max-new-tokens", "8"]
+    for words, said in (
+        (["--version"], f"draftsmith {VERSION}"),
+        (["serve", "--help"], "usage: draftsmith serve"),
+        (["doctor", "--target", QUICKSTART], "torch"),
+        (["generate", "--target", QUICKSTART, "--drafter", EAGLE3, *prompt], "tau"),
+    ):
+        done = subprocess.run(
+            [folder / "draftsmith", *words], cwd=elsewhere, env=environment,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and said in done.stdout + done.stderr, (words, done)

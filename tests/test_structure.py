@@ -162,7 +162,7 @@ ANSWERED_AT_ONCE = [
     ("evaluate --drafters x", 2, "did you mean --drafter?"),
     ("generate --temprature 1", 2, "did you mean --sampling.temperature?"),
     ("data --help", 0, "data regenerate"),
-    ("train --help", 0, "methods: medusa"),
+    ("train --help", 0, "medusa   Train"),
     ("train egle", 2, "did you mean 'eagle'?"),
     *((f"train {name} --help", 0, "examples:") for name in METHODS),
     ("train eagle --optim.learning-rate 1", 2, "did you mean --optim.lr?"),

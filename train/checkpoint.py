@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -179,9 +179,12 @@ class RunFolder:
         aside.replace(old)
 
 
-def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
+def find_resume(
+    folder: RunFolder, run: RunConfig, fill_in: Callable[[RunConfig], None] = lambda stored: None
+) -> int | None:
     """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
 
+    `fill_in` fills in what the stored config leaves to the target, as `run` has it.
     Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
     the run does not resume, without an undamaged one, or of another config: going on would mix two
     runs, and starting again would destroy one. A damaged checkpoint is passed over with a warning.
@@ -209,6 +212,7 @@ def find_resume(folder: RunFolder, run: RunConfig) -> int | None:
         else:
             rows = folder.state_of(steps[-1]).rows_per_step
             stored = options_from(type(run), {**former, "rows_per_step": rows})
+        fill_in(stored)
     except UserError as error:  # a run of another method has other keys
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
@@ -242,8 +246,8 @@ def former_config(path: Path) -> JsonObject | None:
 # be named in another way: its weights are compared (`RunFolder.check_identity`).
 FREE_TO_CHANGE = {
     "target.path", "target.adapter",
-    "batch_rows", "for_", "log_every", "tracker", "project", "checkpoints.resume",
-    "checkpoints.keep",
+    "batch_rows", "for_", "log_every", "tracker", "project", "push", "push_each_best",
+    "checkpoints.resume", "checkpoints.keep",
     "evaluation.every", "evaluation.patience", "profile.first",
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.server_layers", "features.concurrency",

@@ -16,10 +16,23 @@ import yaml
 from ..heads.errors import UserError
 from ..heads.exchange.engines import ENGINES
 from ..heads.files import JsonObject
-from ..inference.settings import BadRows, RowSource, Rule, Sampling, TargetConfig, check_url
+from ..inference.settings import (
+    BadRows,
+    RowSource,
+    Rule,
+    Sampling,
+    TargetConfig,
+    check_url,
+    choice_named,
+)
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 """Type of the features in a store."""
+Tracker = Literal[
+    "none", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio",
+    "wandb",
+]  # fmt: skip
+"""Trackers of accelerate, whose names are those of their packages."""
 
 
 @dataclass
@@ -140,7 +153,8 @@ class Evaluation:
 
     every: int | float = 0.1
     """Number of steps between evaluations, or the share of the run if it is a fraction: 0.5 is
-    twice in a run, 1.0 once, 1 after every step. There is always one at the end."""
+    twice in a run, 1.0 once, 1 after every step. A share is at least 50 steps, or half of a run
+    of fewer than 100. There is always one at the end."""
     prompts: int = 32
     """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128
@@ -388,10 +402,17 @@ class RunConfig:
     """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10
     """Number of steps between log lines."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Tracker that gets the metrics besides the log (wandb honours WANDB_MODE=offline)."""
+    tracker: Tracker = "none"
+    """Tracker of accelerate that gets the metrics and this configuration besides the log. Each
+    reads its own variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
     project: str = "draftsmith"
     """Name of the project in the tracker."""
+    push: str | None = None
+    """Repository on the hub that gets the best drafter at the end of the training, exported with
+    its card as draftsmith export does it, such as me/eagle3-mine; private if it is new. The engine
+    is the first of `for`, or else the first that takes the drafter."""
+    push_each_best: bool = False
+    """Push each checkpoint that is the best so far, too; training waits for the upload."""
 
     def __post_init__(self) -> None:
         if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:
@@ -400,10 +421,13 @@ class RunConfig:
             )
         if self.seed < 0 or not self.data.sources:
             raise UserError("seed must be at least 0, and data.sources name at least one source")
+        self.for_ = [choice_named(name, ENGINES) for name in self.for_]
         if unknown := [name for name in self.for_ if name not in ENGINES]:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
+        if self.push_each_best and self.push is None:
+            raise UserError("push_each_best needs push, a repository on the hub")
         # A feature store has data of its own.
         if self.features.store is None:
             check_held_out(self.data)

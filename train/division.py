@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..heads.errors import UserError
+from ..inference.console import several
 from .config import RunConfig
+
+LEAST_STEPS = 50  # between two evaluations that are asked for as a share of a run
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ def divided(run: RunConfig, ranks: int) -> Division:
     if left_over or not share:
         nearest = [number * ranks for number in (share, share + 1) if number]
         raise UserError(
-            f"a step of {rows} rows cannot be shared evenly by {ranks} ranks; use --rows-per-step "
-            f"{' or '.join(map(str, nearest))}, or {most_ranks(rows, ranks)} ranks"
+            f"a step of {several(rows, 'row')} cannot be shared evenly by "
+            f"{several(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}, or "
+            f"{several(most_ranks(rows, ranks), 'rank')}"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
     return Division(share // passes, passes)
@@ -50,7 +54,9 @@ def interval(every: int | float, total_steps: int) -> int:
     """Return the steps between two events of which one comes `every` steps.
 
     A float of at most 1 is a share of the run: 0.1 of 1,000 steps are 100, and 1.0 all of them,
-    where the integer 1 is a single step.
+    where the integer 1 is a single step. A share is at least `LEAST_STEPS`, or half of the run if
+    that is less: ten evaluations of a run of 30 steps would take most of its time.
     """
-    share = isinstance(every, float) and every <= 1
-    return max(1, round(every * total_steps if share else every))
+    if isinstance(every, float) and every <= 1:
+        return max(1, round(every * total_steps), min(LEAST_STEPS, total_steps // 2))
+    return max(1, round(every))

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import signal
@@ -27,6 +26,7 @@ import psutil
 
 from ..heads.errors import UserError, first_line, out_of_memory
 from ..heads.files import write_failure
+from .command_line.verbosity import set_up_logging, take_verbosity
 from .provenance import versions
 
 MAIN_SPEAKS_S = 5.0  # seconds that another rank waits for the first one to report the error
@@ -98,14 +98,14 @@ def is_main_rank() -> bool:
 def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
     """Run a whole command; whatever happens, it ends with a line and a status of this module.
 
-    `--debug`, which is taken out of `argv`, or DRAFTSMITH_DEBUG=1 lets Python print the traceback
-    of an unforeseen error.
+    `--debug`, which is taken out of `argv` as `--quiet` and `--verbose` are, or DRAFTSMITH_DEBUG=1
+    lets Python print the traceback of an unforeseen error.
     """
     debug = "--debug" in argv or os.environ.get(DEBUG, "") not in ("", "0")
     _open_closed_streams()
     _listen()
     try:
-        command([argument for argument in argv if argument != "--debug"])
+        command(take_verbosity([argument for argument in argv if argument != "--debug"]))
         # A full disk or a closed pipe as the output has to show here, not after `main`.
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -246,19 +246,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
     An interrupt ends in the line of `if_interrupted` and status 130, or 143 for SIGTERM; so does,
     with status 1, the loss of another rank. A run that was asked to stop ends with its own status.
     """
-    from transformers.utils import logging as transformers_logging
-
-    logging.basicConfig(
-        level=logging.INFO if is_main_rank() else logging.WARNING,
-        format="%(message)s",
-        stream=sys.stderr,
-    )
-    for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    # It reports at every save that tied weights are stored once.
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+    set_up_logging(is_main_rank())
     try:
         work()
     except Stopped as stopped:

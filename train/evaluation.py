@@ -149,6 +149,7 @@ class HeldOutEvaluation:
             hidden = text.hidden.map(lambda states: states.to(weight))
             yield text.start, torch.tensor(text.ids, device=weight.device), hidden
 
+    @torch.no_grad()
     def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
 

@@ -22,13 +22,13 @@ SHARES = {
 }
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float) -> str:
-    """Return the line of the steps since the last one; those to come take `left_s` seconds."""
+def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> str:
+    """Return the line of the steps since the last one; the rest of the run takes `left_s`."""
     parts = [f"step {step}/{total}", f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
         parts.append(f"tau_rows {tau:.2f}")
     parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
-    if step < total:
+    if step < total and left_s is not None:
         parts.append(f"{clock(left_s)} left")
     return "  ".join(parts)
 

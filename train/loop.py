@@ -14,25 +14,23 @@ import math
 import os
 import shutil
 import signal
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 
 from ..heads.artifact import Artifact, read_own_file
-from ..heads.errors import UserError, first_line
+from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder, whole_file
-from ..inference.console import Progress
+from ..inference.console import Progress, several
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
 from ..inference.targets.ranks import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
+from .callbacks import Callback
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .data.batches import Batches
@@ -43,7 +41,8 @@ from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
-from .objectives import Sums, acceptance_lengths, add_sums, check_backend
+from .objectives import Sums, add_sums, check_backend, means
+from .outline import ConfigOnly, target_of_run
 from .parallel import (
     end_training,
     engine_of,
@@ -55,6 +54,7 @@ from .parallel import (
 from .profiling import profiler
 from .schedule import rate_at
 from .serving import say_engines
+from .tracking import check_tracker, start_tracker, track
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,16 @@ log = logging.getLogger(__name__)
 CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
 
 
-def train(run: RunConfig, method: AnyMethod) -> Path:
+def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ()) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    Raises `Stopped` after a last checkpoint if the run was asked to end, and `UserError` for what
-    the user can correct.
+    Every rank has the same number of `callbacks`. Raises `Stopped` after a last checkpoint if the
+    run was asked to end, and `UserError` for what the user can correct.
     """
     check_before_loading(run, method)
+    # From here on the run says what is trained: so do its folder, its trackers and its checks.
+    target = target_of_run(run)
+    method.resolve(run, target)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided(run, ranks)
     check_affordable(run, method, ranks)
@@ -77,15 +80,23 @@ def train(run: RunConfig, method: AnyMethod) -> Path:
     log_engine(accelerator)
     load_models_whole(accelerator)
     with only_launch(run.out):
-        return _train(run, method, accelerator)
+        return _train(run, method, target, accelerator, callbacks)
 
 
-def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
+def _train(
+    run: RunConfig,
+    method: AnyMethod,
+    target: ConfigOnly,
+    accelerator: Accelerator,
+    callbacks: Sequence[Callback],
+) -> Path:
     """Train in a folder that no other launch writes; see `train`."""
     folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
-    resume_from = on_first(lambda: find_resume(folder, run))
+    resume_from = on_first(
+        lambda: find_resume(folder, run, lambda stored: method.resolve(stored, target))
+    )
     if resume_from is not None:
         check_resume(run, folder, resume_from, accelerator)
     division = divided(run, accelerator.num_processes)
@@ -123,17 +134,20 @@ def _train(run: RunConfig, method: AnyMethod, accelerator: Accelerator) -> Path:
         with whole_file(folder.path / "config.yaml") as aside:
             aside.write_text(run.as_yaml())
         repair_metrics(folder.path / METRICS_FILE)
-    if run.tracker != "none":
-        accelerator.init_trackers(run.project, config={"config": run.as_yaml()})
+    start_tracker(accelerator, run)
     try:
-        TrainingLoop(trainer, folder, state, held_out).run()
+        TrainingLoop(trainer, folder, state, held_out, callbacks).run()
     finally:
         end_training(accelerator)
     if trainer.stopping:
         # Another rank may have been the one that was asked; this one then ends as SIGTERM does.
         raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
-    return folder.path / "best"
+    best = folder.path / "best"
+    if accelerator.is_main_process:
+        for callback in callbacks:
+            callback.on_end(best)
+    return best
 
 
 def check_resume(run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator) -> None:
@@ -206,14 +220,7 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
             raise UserError(
                 f"init_from {run.init_from} is a drafter of method {before}; this run trains {name}"
             )
-    if run.tracker != "none":
-        try:
-            import_module(run.tracker)
-        except ImportError as error:
-            raise UserError(
-                f"tracker is {run.tracker}, but it cannot be imported ({first_line(error)}); "
-                f"pip install {run.tracker}, or leave the tracker out"
-            ) from error
+    check_tracker(run.tracker)
 
 
 class TrainingLoop:
@@ -229,10 +236,12 @@ class TrainingLoop:
         folder: RunFolder,
         state: TrainerState,
         held_out: HeldOutEvaluation,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """Log what is about to be trained, and begin to show the progress."""
         self.trainer, self.folder, self.state, self.held_out = trainer, folder, state, held_out
         self.config, self.accelerator = trainer.run, trainer.accelerator
+        self.callbacks, self._ended = callbacks, False  # ended: a callback asked for it
         self._evaluate_every = interval(self.config.evaluation.every, trainer.total_steps)
         self._announce()
         self.progress = Progress(
@@ -240,6 +249,7 @@ class TrainingLoop:
             initial=state.step,
             desc=f"training {trainer.drafter.method}",
             unit=" steps",
+            smoothing=0.0,  # so that a bar shows the estimate of the lines, by the whole time
         )
 
     def run(self) -> None:
@@ -277,6 +287,8 @@ class TrainingLoop:
                 if sums and (evaluating or saving or state.step % self.config.log_every == 0):
                     self._log_training(sums, norm)
                     sums = {}
+                    # The drafter of a run that a callback ends is evaluated as at the last step.
+                    evaluating = evaluating or self._ended
                 # A scheduler that asks a run to stop gives it little time, so it saves without an
                 # evaluation.
                 if evaluating and not trainer.stopping:
@@ -309,17 +321,18 @@ class TrainingLoop:
         start = f", going on from step {self.state.step}" if self.state.step else ""
         total, rows = trainer.total_steps, batches.rows_per_step
         log.info(
-            "%s drafter of %.2fM parameters for %s; %d packed rows (%.0f%% full)",
-            trainer.drafter.method, size / 1e6, trainer.target.name, batches.packs,
-            100 * batches.fill,
+            "%s drafter of %.2fM parameters for %s; %s (%.0f%% full)",
+            trainer.drafter.method, size / 1e6, trainer.target.name,
+            several(batches.packs, "packed row"), 100 * batches.fill,
         )  # fmt: skip
         log.info(
-            "a step has %d rows, at most %d tokens: %d on each of %d ranks in %d passes; %d steps, "
-            "%d of warm-up, %d evaluations%s",
-            rows, rows * batches.max_length, rows // self.accelerator.num_processes,
-            self.accelerator.num_processes, batches.accumulation, total,
+            "a step has %s, at most %s: %s on each of %s in %s; %s, %d of warm-up, %s%s",
+            several(rows, "row"), several(rows * batches.max_length, "token"),
+            several(rows // self.accelerator.num_processes, "row"),
+            several(self.accelerator.num_processes, "rank"),
+            several(batches.accumulation, "pass"), several(total, "step"),
             round(self.config.optim.warmup_share * total),
-            math.ceil(total / self._evaluate_every), start,
+            several(math.ceil(total / self._evaluate_every), "evaluation"), start,
         )  # fmt: skip
 
     def _log_possible(self, step: int) -> bool:
@@ -346,7 +359,7 @@ class TrainingLoop:
     def _finished(self) -> bool:
         """Return whether no step is left to do, now or at all."""
         done = self.state.step >= self.trainer.total_steps or self._out_of_patience()
-        return done or self.trainer.stopping
+        return done or self._ended or self.trainer.stopping
 
     def _log_training(self, sums: Sums, norm: float) -> None:
         """Log the metrics `sums` of the steps since the last log.
@@ -362,14 +375,13 @@ class TrainingLoop:
             **self.trainer.pace.report(),
             "skipped": state.skipped,
         }
-        # As if all rows to come were full.
-        rows = (total - state.step) * self.trainer.batches.rows_per_step
-        left_s = rows * self.config.data.max_length / metrics["tokens_s"]
+        left_s = self.progress.left_s()
         self._log(metrics, step_line(state.step, total, metrics, left_s))
         if not math.isfinite(metrics["loss"]):
             raise UserError(
                 f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no"
             )
+        self._call(lambda callback: callback.on_step(state.step, metrics))
 
     def _skip(self) -> None:
         """Count a step that was skipped because its gradient was not finite.
@@ -447,6 +459,7 @@ class TrainingLoop:
             }
         best = state.best_tau, state.best_step
         self._log(metrics, evaluation_line(state.step, trainer.total_steps, metrics, *best))
+        self._call(lambda callback: callback.on_evaluate(state.step, metrics))
 
     def _save(self, artifact: Artifact) -> None:
         """Write the checkpoint of the state, link it, and delete old ones."""
@@ -458,6 +471,17 @@ class TrainingLoop:
                 # Before the former best is deleted, so that the link never points to nothing.
                 folder.link("best", state.step)
             folder.prune(self.config.checkpoints.keep, state.best_step)
+        drafter, best = folder.at(state.step) / "drafter", state.best_step == state.step
+        self._call(lambda callback: callback.on_checkpoint(state.step, drafter, best))
+
+    def _call(self, event: Callable[[Callback], bool | None]) -> None:
+        """Tell the callbacks of an event, on the main process, and note if one ends the training.
+
+        All ranks call this, and have to decide alike; without callbacks nothing is sent.
+        """
+        if self.callbacks:
+            ended = on_first(lambda: any([event(callback) is True for callback in self.callbacks]))
+            self._ended = self._ended or ended
 
     def _log(self, metrics: dict[str, float], line: str) -> None:
         """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
@@ -470,25 +494,4 @@ class TrainingLoop:
             with (self.folder.path / METRICS_FILE).open("a") as file:
                 file.write(json.dumps(found) + "\n")
             self.progress.say(line)
-        if self.accelerator.trackers:
-            self.accelerator.log(metrics, step=step)
-
-
-def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
-    """Return the metrics of all ranks since the last log: sums are reduced, then divided once.
-
-    A metric without a count is NaN. All ranks call this.
-    """
-    # The loss has row 0, so that its count can be corrected below.
-    names = ["loss", *(name for name in sums if name != "loss")]
-    # In float64, which holds counts above 2^24 exactly, as float32 does not.
-    table = torch.stack([torch.stack([x.double().cpu() for x in sums[name]]) for name in names])
-    if accelerator.num_processes > 1:
-        table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
-        # The other metrics are means over roots. The loss is one number for each step, of which
-        # every rank holds its share, while each of them has counted the step.
-        table[0, 1] /= accelerator.num_processes
-    metrics = {}
-    for name, (total, count) in zip(names, table.tolist(), strict=True):
-        metrics[name] = total / count if count else math.nan
-    return metrics | acceptance_lengths(metrics)
+        track(self.accelerator, metrics, step)

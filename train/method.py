@@ -58,13 +58,29 @@ class Method(ABC, Generic[RunT, DrafterT]):
     """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
     by default. True needs `length` and `width` among the settings of the proposer's `KIND`, and
     `width=1` has to make a chain."""
+    proposer_class: Any = None
+    """Of a method of another package: class of its proposer, made of an `Artifact` and `settings`,
+    a `TreeSettings`."""
+    tree_settings: tuple[str, ...] = (
+        "length", "width", "nodes", "threshold", "score_temperature", "shape",
+    )  # fmt: skip
+    """Of such a method: the fields of `TreeSettings` that its proposer follows; these are those of
+    a `Planned` one."""
 
-    @abstractmethod
     def features_of(self, run: RunT, target: TargetSource | ConfigOnly) -> FeaturesRead:
         """Return the taps that the run reads, and whether it reads every last state.
 
-        They are those of the drafter and of the objective; this is asked before either exists.
+        They are those of the drafter and of the objective; this is asked before either exists. By
+        default there are no taps, and the last states suffice where a reply token comes next.
         """
+        return (), False
+
+    def resolve(self, run: RunT, target: ConfigOnly) -> None:
+        """Fill in the options of the run that the target determines where they are None.
+
+        `make_drafter` and `make_objective` would come to the same. By default there are none.
+        """
+        return
 
     @abstractmethod
     def outline(self, run: RunT, target: ConfigOnly) -> Outline:
@@ -135,20 +151,46 @@ FeaturesRead = tuple[tuple[int, ...], bool]
 AnyMethod = Method[Any, Any]
 
 
-def method_named(name: str) -> AnyMethod:
+def method_named(name: str | type[AnyMethod]) -> AnyMethod:
     """Return the method of a training command, and import its module.
 
-    Raises `UserError` for an unknown method.
+    A method of another package is given as its class, or named `module:Class`. Raises `UserError`
+    for an unknown method, and for a class that cannot be one.
     """
+    if isinstance(name, type) or ":" in name:
+        return _own_method(name)
     module_name, _ = _entry(name)
     return importlib.import_module(f".methods.{module_name}", __package__).METHOD
+
+
+def _own_method(given: str | type[AnyMethod]) -> AnyMethod:
+    """Return a method of another package, by its class or as `module:Class`."""
+    from ..heads.artifact import own_method
+    from ..inference.own_drafters import class_named
+
+    made: Any = class_named(given) if isinstance(given, str) else given
+    name = given if isinstance(given, str) else f"{given.__module__}:{given.__name__}"
+    if not (isinstance(made, type) and issubclass(made, Method)):
+        raise UserError(f"method {name} is not a subclass of draftsmith.train.method.Method")
+    if missing := sorted(made.__abstractmethods__) or [
+        one for one in ("run_class", "drafter_class") if not hasattr(made, one)
+    ]:
+        raise UserError(f"method {name} lacks {', '.join(missing)}")
+    if made.proposer_class is None or own_method(name) is not made:
+        raise UserError(
+            f"method {name} needs a proposer_class, and a drafter_class whose attribute method is "
+            f"{name!r}"
+        )
+    return made()
 
 
 def run_class_named(name: str) -> type[RunConfig]:
     """Return the class of a method's run config, for which torch is not imported.
 
-    Raises `UserError` for an unknown method.
+    That of another package is imported with its module. Raises `UserError` for an unknown method.
     """
+    if ":" in name:
+        return method_named(name).run_class
     _, class_name = _entry(name)
     return getattr(importlib.import_module(".methods.runs", __package__), class_name)
 

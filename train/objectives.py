@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..heads.errors import UserError
@@ -36,9 +37,9 @@ class Objective(Protocol):
     def begin(self, progress: float) -> None:
         """Prepare for an optimiser step; `progress` is the share of the run that lies before it.
 
-        For objectives that change during the run.
+        For objectives that change during the run; by default nothing changes.
         """
-        ...
+        return
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the sum of weights in this batch for each term of the loss, from masks alone.
@@ -176,3 +177,23 @@ def check_backend(backend: str, device: torch.device) -> None:
     """Raise `UserError` for a backend of attention that has no gradients on this device."""
     if backend == "flex" and device.type == "cpu":
         raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
+
+
+def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
+    """Return the metrics of all ranks since the last log: sums are reduced, then divided once.
+
+    A metric without a count is NaN. All ranks call this.
+    """
+    # The loss has row 0, so that its count can be corrected below.
+    names = ["loss", *(name for name in sums if name != "loss")]
+    # In float64, which holds counts above 2^24 exactly, as float32 does not.
+    table = torch.stack([torch.stack([x.double().cpu() for x in sums[name]]) for name in names])
+    if accelerator.num_processes > 1:
+        table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
+        # The other metrics are means over roots. The loss is one number for each step, of which
+        # every rank holds its share, while each of them has counted the step.
+        table[0, 1] /= accelerator.num_processes
+    metrics = {}
+    for name, (total, count) in zip(names, table.tolist(), strict=True):
+        metrics[name] = total / count if count else math.nan
+    return metrics | acceptance_lengths(metrics)

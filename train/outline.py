@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
 from ..inference.settings import TargetConfig
 from ..inference.targets.target_files import base_and_adapter
+from .config import RunConfig
 
 # Floating point operations of a training step for each number of a matrix and each of its rows: two
 # in the forward pass, two for the gradient of the matrix, two for the gradient of its input.
@@ -64,6 +66,7 @@ class ConfigOnly:
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
         self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
+        self.hidden_size = self.config.hidden_size
         # One id, a list of ids, or None.
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
@@ -112,3 +115,10 @@ def config_at(path: str, trust: bool = False) -> Any:
     path, _ = base_and_adapter(TargetConfig(path))
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)
+
+
+def target_of_run(run: RunConfig) -> ConfigOnly:
+    """Return the config of a run's target, or of its feature store. Raises `UserError`."""
+    path, store = run.target.path, run.features.store
+    where = path if store is None else str(Path(store, "target"))
+    return ConfigOnly(config_at(where, run.target.trust_remote_code))

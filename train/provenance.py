@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..heads.files import JsonObject
+from ..inference.conversations.sources import rows_of, source_files
+from ..inference.settings import RowSource
 
 PACKAGES = (
     "draftsmith",
@@ -36,13 +39,33 @@ def versions() -> dict[str, str | None]:
 
 def provenance() -> JsonObject:
     """Return the facts about this process that are noted with a checkpoint, as JSON."""
+    import torch  # here, since the command line imports this module before torch
+
     return {
         "command": command_line(sys.argv),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": versions(),
         "platform": platform.platform(),
+        "threads": torch.get_num_threads(),  # what is trained depends on them in its last bits
     }
+
+
+def data_sets(sources: Sequence[RowSource]) -> list[str]:
+    """Return the names of the data sets on the hub that sources are, or were regenerated from.
+
+    Of a file its first row says it. Raises `UserError` for a source that cannot be read.
+    """
+    names = []
+    for source in sources:
+        if source_files(source) is None:
+            names.append(source.path)
+            continue
+        _, row = next(rows_of(source), ("", None))
+        written = row.get("regenerated") if isinstance(row, dict) else None
+        if isinstance(written, dict) and isinstance(name := written.get("dataset"), str):
+            names.append(name)
+    return list(dict.fromkeys(names))
 
 
 def command_line(argv: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from ..heads.errors import UserError
 from ..heads.exchange.engines import ENGINES
@@ -14,7 +13,7 @@ from ..heads.fingerprint import numbers_of
 from .config import RunConfig
 from .endings import is_main_rank
 from .method import AnyMethod
-from .outline import ConfigOnly, config_at, outlined
+from .outline import outlined, target_of_run
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +45,7 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     """
     if run.init_from is not None:
         return facts_of(load_alone(run.init_from))
-    path, store = run.target.path, run.features.store
-    config = config_at(
-        path if store is None else str(Path(store, "target")), run.target.trust_remote_code
-    )
-    target = ConfigOnly(config)
+    target = target_of_run(run)
     drafter = outlined(method, run, target).drafter
     return DrafterFacts(
         drafter.kind, drafter, target.config.model_type, target.vocab_size,

@@ -28,7 +28,7 @@ from .objectives import Objective, Sums, TrainingModule, add_sums
 from .outline import FORWARD, ConfigOnly, outlined
 from .pace import Pace
 from .parallel import check_optimizer, fuses_optimizer, gather, norm_of, prepare, twin_of
-from .provenance import provenance
+from .provenance import data_sets, provenance
 from .schedule import make_optimizer, rate_at
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class Trainer:
         live = target.decoder.parameters() if isinstance(target, Target) else ()
         self._target_size = sum(p.numel() for p in live)
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
+        if run.features.store is None and (names := data_sets(run.data.sources)):
+            self.provenance["data"]["datasets"] = names
         self.pace = Pace(target.device, accelerator.num_processes)
         self.stopping = False
         """True on every rank once any of them was asked to end."""

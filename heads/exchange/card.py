@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
+from huggingface_hub import EvalResult, ModelCardData
 
 from ..artifact import Artifact
 from ..files import JsonObject
@@ -16,6 +18,19 @@ from .engines.engine import ExportRequest
 from .exports import PAPERS, TITLES, also_read_by
 
 HEADINGS = TITLES | {"draft_model": "Draft model"}
+
+
+@dataclass(frozen=True)
+class CardPrompts:
+    """Prompts of a measurement, as the hub names a data set."""
+
+    name: str
+    """Name of the benchmark or of the file."""
+    path: str = "custom"
+    """Data set on the hub; custom if the prompts are from elsewhere."""
+    config_name: str | None = None
+    split: str | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,8 @@ class CardFigures:
     """Type of the weights that were measured, without its module."""
     source: str
     """Name of the report's file, number of its prompts and the start of their SHA-256."""
+    prompt_set: CardPrompts = CardPrompts("custom")
+    """Prompts that were decoded."""
 
 
 def card(
@@ -54,23 +71,10 @@ def card(
     the hub's name of one; None leaves it out, since nobody has said which it is.
     `measured` are the table's rows, possibly none.
     """
-    kind = artifact.drafter.kind
+    kind, engine = artifact.drafter.kind, ENGINES[request.engine]
     stored = max(weight.dtype.itemsize for weight in artifact.drafter.parameters())
-    header = ["---"]
-    if licence is not None:
-        header.append(f"license: {licence}")
-    # The hub links `base_model` to a repository, so a local folder is not named there.
-    if request.target.count("/") == 1 and not Path(request.target).exists():
-        header.append(f"base_model: {request.target}")
-    header += [
-        "library_name: draftsmith",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- speculative-decoding",
-        f"- {kind.replace('_', '-')}",
-        "---",
-    ]
-    how = f"## Serve with {request.engine}\n\n```\n{serve}\n```"
+    verb = "Decode" if engine.in_process else "Serve"
+    how = f"## {verb} with {engine.title}\n\n```bash\n{serve}\n```"
     if others := also_read_by(request.engine, artifact):
         how += (
             f"\n\nThe same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` "
@@ -84,7 +88,7 @@ def card(
         *notes,
     ]
     sections = [
-        "\n".join(header),
+        f"---\n{_header(artifact, request, licence, measured).to_yaml()}\n---",
         f"# {HEADINGS[kind]} for {request.target}",
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
         "the text stays the target's own.",
@@ -96,20 +100,67 @@ def card(
     return "\n\n".join(sections) + "\n"
 
 
+def _header(
+    artifact: Artifact,
+    request: ExportRequest,
+    licence: str | None,
+    measured: Sequence[CardFigures],
+) -> ModelCardData:
+    """Return the card's metadata: what the hub searches, links and shows beside the text."""
+    kind, engine = artifact.drafter.kind, ENGINES[request.engine]
+    in_transformers = engine.in_process or artifact.drafter.whole_model
+    # The hub links `base_model` to a repository, so a local folder is not named there.
+    on_hub = request.target.count("/") == 1 and not Path(request.target).exists()
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row.prompt_set.path,
+            dataset_name=row.prompt_set.name,
+            dataset_config=row.prompt_set.config_name,
+            dataset_split=row.prompt_set.split,
+            dataset_revision=row.prompt_set.revision,
+            dataset_args={"prompts": row.prompts},
+            metric_type="tau",
+            metric_name="tau (tokens emitted a round)",
+            metric_value=round(row.tau, 3),
+            metric_args={
+                "drafts": row.drafts, "temperature": row.temperature, "batch": row.batch
+            },
+        )
+        for row in _shown(request, measured)
+        if isfinite(row.tau)
+    ]  # fmt: skip
+    return ModelCardData(
+        license=licence,
+        base_model=request.target if on_hub else None,
+        datasets=artifact.provenance.get("data", {}).get("datasets") or None,
+        library_name="transformers" if in_transformers else "draftsmith",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", kind.replace("_", "-"), *engine.card_tags],
+        model_name=Path(request.out).resolve().name if results else None,
+        eval_results=results or None,
+    )
+
+
+def _shown(request: ExportRequest, measured: Sequence[CardFigures]) -> list[CardFigures]:
+    """Return the figures that hold for the engine: those of trees only if it drafts trees."""
+    return [row for row in measured if row.chain or not ENGINES[request.engine].chains_only]
+
+
 def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
     Figures of trees are left out, and counted, where the engine drafts chains. `stored` is
     the size in bytes of a weight of the drafter that is exported.
     """
-    shown = [row for row in measured if row.chain or not ENGINES[request.engine].chains_only]
+    shown = _shown(request, measured)
     left_out = len(measured) - len(shown)
     lines = []
     if not measured:
         lines.append("Nothing yet: no report was given (`draftsmith export --report`).")
     if shown:
         lines += [
-            "| drafts | T | batch | tau (95%) | accepted at least 1, 2, .. | prompts |",
+            "| prompts | drafts | T | batch | tau (95%) | accepted at least 1, 2, .. |",
             "|---|---|---|---|---|---|",
         ]
         for row in shown:
@@ -117,8 +168,8 @@ def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int)
             rates = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.survival)
             tau = f"{row.tau:.2f} ({low:.2f}-{high:.2f})"
             lines.append(
-                f"| {row.drafts} | {row.temperature:g} | {row.batch} | {tau} | {rates} | "
-                f"{row.prompts} |"
+                f"| {row.prompts} of {row.prompt_set.name} | {row.drafts} | {row.temperature:g} | "
+                f"{row.batch} | {tau} | {rates} |"
             )
         lines += [
             "",
@@ -137,7 +188,7 @@ def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int)
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
         lines.append(
-            f"{left_out} measurement(s) with trees are left out: {request.engine} drafts chains."
+            f"Measurements with trees are left out ({left_out}): {request.engine} drafts chains."
         )
     if not shown and measured:
         lines.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def export(
             "engine": request.engine,
             "layout": layout.name,
             "serve": written.serve,
-            "measured": [vars(row) for row in measured],
+            "measured": [asdict(row) for row in measured],
             "sha256": {
                 path.name: checksum(path) for path in sorted(folder.iterdir()) if path.is_file()
             },

@@ -58,7 +58,7 @@ def refusal(engine: str, facts: DrafterFacts) -> str | None:
     if facts.kind not in recipes:
         found = ", ".join(takers(facts))
         where = f"this one can be exported to {found}" if found else "no engine takes this one"
-        return f"{engine} takes {titles(recipes)}, not {TITLES[facts.kind]}; {where}"
+        return f"{engine} takes {titles(recipes)}, not {titles([facts.kind])}; {where}"
     reason = ENGINES[engine].obstacle(facts)
     return None if reason is None else f"{engine} cannot serve this drafter: {reason}"
 
@@ -83,7 +83,7 @@ def sentences(facts: DrafterFacts) -> list[str]:
         for remark in engine.recipes[facts.kind].remarks_for(facts):
             said.setdefault(remark, []).append(name)
     return [
-        f"exports of {TITLES[facts.kind]}: {', '.join(able) or 'no engine takes this one'}",
+        f"exports of {titles([facts.kind])}: {', '.join(able) or 'no engine takes this one'}",
         *(f"{', '.join(names)}: {text}" for text, names in said.items()),
     ]
 

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from ..artifact import check_files, read_own_file
 from ..errors import UserError, first_line
@@ -68,8 +73,8 @@ def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # of any HTTP library that huggingface_hub uses
         raise UserError(
-            f"{name} is no folder here, and the hub cannot give it ({first_line(error)}); check "
-            "the name"
+            f"{name} is no folder here, and the hub cannot give it ({first_line(error)}); "
+            f"{hub_remedy(error)}"
         ) from error
 
 
@@ -84,5 +89,19 @@ def upload(folder: str | Path, name: str) -> str:
     except Exception as error:  # of any HTTP library that huggingface_hub uses
         raise UserError(
             f"{folder} was written, but the hub does not take it as {name} ({first_line(error)}); "
-            "log in with hf auth login"
+            f"{hub_remedy(error)}"
         ) from error
+
+
+def hub_remedy(error: Exception) -> str:
+    """Return what to do about an error of the package huggingface_hub."""
+    if isinstance(error, HFValidationError):
+        return "write the name as OWNER/NAME"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "check the name, or unset HF_HUB_OFFLINE"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
+        return "check the name, and log in with hf auth login"
+    if status is not None:
+        return "check the name"
+    return "check the name and the network"

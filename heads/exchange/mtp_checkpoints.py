@@ -102,8 +102,9 @@ def layout_in(
         )
     if scaled := sorted(name for name in found if QUANTISED.search(name)):
         raise UserError(
-            f"{where} has a quantised MTP layer ({scaled[0]}); take it from the checkpoint in "
-            "bfloat16"
+            f"{where} has a quantised MTP layer ({scaled[0]}), which cannot be trained; convert "
+            "the checkpoint to bfloat16 with its publisher's script, and name the folder that it "
+            "writes"
         )
     return layout
 

@@ -390,7 +390,10 @@ def _unknown(row: JsonObject) -> str:
             "row of request and response"
         )
     tokens, others = [*FORMATS][:2], [*FORMATS][2:]
-    return f"none of {', '.join(others + tokens)} is there; rename the key that holds the text"
+    return (
+        f"none of {', '.join(others + tokens)} is there; rename the key that holds the text "
+        "(docs/data.md#logs-in-other-shapes)"
+    )
 
 
 def _chat(

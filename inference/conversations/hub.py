@@ -117,8 +117,11 @@ def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> 
     if names and source.config_name not in names:
         name = source.config_name
         what = f"has no configuration {name}" if name else "has several configurations"
+        label = getattr(source, "name", None)
+        hint = f" (its name, {label}, is for counts and messages)" if label in names else ""
         return UserError(
-            f"data set {source} {what}; give one as {option('config_name')}: {', '.join(names)}"
+            f"data set {source} {what}; give one as {option('config_name')}: "
+            f"{', '.join(names)}{hint}"
         )
     kinds = [kind for cause in causes for kind in type(cause).__mro__]
     found = {kind.__name__ for kind in kinds} | {kind.__module__.split(".")[0] for kind in kinds}

@@ -8,10 +8,11 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ..settings import RowSource
+from .benchmarks import benchmark_of, check_prompts
 from .formats import Conversation, conversation_of
 from .messages import RowError
 from .rows import parsed
-from .sources import KINDS, refuse_settings, rows_of, source_files, source_of
+from .sources import KINDS, refuse_settings, rows_of, source_of
 
 STANDARD_INPUT = "-"
 
@@ -21,7 +22,7 @@ def check_source(source: RowSource) -> None:
     if source.path == STANDARD_INPUT or is_text(source):
         refuse_settings(source, "lines of text")
     else:
-        source_files(source)
+        check_prompts(source)
 
 
 def is_text(source: RowSource) -> bool:
@@ -37,7 +38,8 @@ def words_or_conversations(
 
     `-` reads `standard_input`, line by line as it comes. A line of it, or of a text file, is a JSON
     row if it begins with a brace, else the words of a prompt; empty lines are left out. Other
-    sources are those of `sources.rows_of`. Raises `UserError`, for a malformed row among others.
+    sources are benchmarks, and those of `sources.rows_of`. Raises `UserError`, for a malformed row
+    among others.
     """
     source = source_of(source)
     if source.path == STANDARD_INPUT:
@@ -48,6 +50,10 @@ def words_or_conversations(
                 yield from _of_lines(source.path, file)
         except OSError as error:
             raise UserError(f"cannot read {source}: {error.strerror}; check the path") from error
+    elif (benchmark := benchmark_of(source)) is not None:
+        for number, row in enumerate(benchmark.rows(source.streaming)):
+            name = f"{benchmark.name}[{number}]"
+            yield name, row if isinstance(row, str) else _conversation(name, row)
     else:
         for name, row in rows_of(source):
             yield name, _conversation(name, row)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from ..console import several
+
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +28,8 @@ class Notes:
     def lines(self) -> list[str]:
         """Return the notes as sentences, with the number of rows that each remark is about."""
         lines = [f"not read: {', '.join(self._unread)}"] if self._unread else []
-        return lines + [f"{remark} ({count} rows)" for remark, count in self._remarks.items()]
+        remarks = self._remarks.items()
+        return lines + [f"{remark} ({several(count, 'row')})" for remark, count in remarks]
 
     def report(self, source: str) -> None:
         """Log the notes about a source."""

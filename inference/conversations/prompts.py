@@ -11,6 +11,7 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..settings import BadRows, RowSource
+from .benchmarks import benchmark_of
 from .choice import Units, alternately, described, shared_id
 from .formats import Conversation, conversation_of
 from .given import GivenRows
@@ -51,13 +52,18 @@ def read_prompts(
     bad_rows: BadRows = "stop",
     template_kwargs: JsonObject | None = None,
 ) -> list[Prompt]:
-    """Read the prompts of any source that `sources.rows_of` reads, at most `limit`.
+    """Read the prompts of a benchmark, or of any source of `sources.rows_of`, at most `limit`.
 
     With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
     order of the file. `target_name` is the target's name in messages, `template_kwargs` are
     arguments of its chat template, of which those of a row win. Raises `UserError` if there are no
     prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
+    if not isinstance(path, GivenRows):
+        named = path if isinstance(path, RowSource) else RowSource(str(path))
+        if (benchmark := benchmark_of(named)) is not None:
+            chat = bool(getattr(tokenizer, "chat_template", None))
+            path = benchmark.given(chat, named.streaming)
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
     notes = Notes()
     rows: list[tuple[str, JsonObject, Conversation]] = []

@@ -73,6 +73,12 @@ def source_files(source: str | RowSource) -> list[Path] | None:
         or source.path.count("/") > 1
     ):
         raise UserError(f"data source {path} does not exist; check the path")
+    elif ":" in source.path:
+        name, _, config = source.path.partition(":")
+        raise UserError(
+            f"data source {source.path} is no name; give {name}, and {config} as "
+            f"{option('config_name')}"
+        )
     else:
         return None
     for file in files:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
+from ..conversations.benchmarks import check_prompts
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, read_prompts
-from ..conversations.sources import source_files
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
@@ -37,8 +37,14 @@ def check(options: Options) -> list[Setting]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if (options.features is None) == (options.prompts is None):
-        raise UserError("give either --target and --prompts to decode, or --features to replay")
+    if options.features is not None and options.prompts is not None:
+        raise UserError("give either --prompts to decode, or --features to replay, not both")
+    if options.features is None and options.prompts is None:
+        replay = "" if options.target.path else ", or --features STORE to replay"
+        missing = "--prompts is" if options.target.path else "--target and --prompts are"
+        raise UserError(
+            f"{missing} missing: name held-out prompts with --prompts FILE.jsonl{replay}"
+        )
     only_decoding = (
         "temperatures", "batch_sizes", "spec_bench", "profile", "like", "chat_template_kwargs"
     )  # fmt: skip
@@ -54,7 +60,7 @@ def check(options: Options) -> list[Setting]:
         read_profile(options.profile)
     check_server(options)
     if options.prompts is not None:
-        source_files(options.source(options.prompts))
+        check_prompts(options.source(options.prompts))
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)

@@ -7,6 +7,7 @@ are of pairs, because a prompt that is easy before is easy after, too.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
 from ..metrics import tau
+from .engines import AS_IN
 from .evaluate import BASELINES
 from .intervals import LEVEL, interval, pooled, tau_interval
 from .options import CompareOptions as Options
@@ -47,7 +49,7 @@ def run(options: Options) -> None:
             "at all"
         )
     reports = [read_measured(path) for path in options.reports]
-    names = options.drafter or list(map(_only_drafter, reports, options.reports))
+    names = options.drafter or chosen_drafters(reports, options.reports)
     settings = compared(reports, names, options.reports, limit or 0.0)
     comparison = {
         "reports": options.reports,
@@ -56,7 +58,7 @@ def run(options: Options) -> None:
         "settings": [asdict(setting) for setting in settings],
     }
     if not output_json(options.json, comparison):
-        show(settings, options.reports, Console())
+        show(settings, options.reports, names, Console())
     if limit is None:
         return
     for setting in settings:
@@ -245,15 +247,32 @@ def own_drafters(report: Report) -> list[str]:
     return [name for name in names if name not in others and not name.startswith("assisted (")]
 
 
-def _only_drafter(report: Report, path: str) -> str:
-    """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
-    names = own_drafters(report)
-    if len(names) != 1:
-        raise UserError(
-            f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name "
-            "one with --drafter"
-        )
-    return names[0]
+def chosen_drafters(reports: Sequence[Report], paths: Sequence[str]) -> list[str]:
+    """Return the drafter of each report for a user who named none.
+
+    It is the only one besides the baselines; or, where every report has one drafter and its row of
+    `--like` with the same engine and settings, that row: it is what the engine would serve. Raises
+    `UserError` for any other reports, with the options that name a drafter of each.
+    """
+    found = [own_drafters(report) for report in reports]
+    if all(len(names) == 1 for names in found):
+        return [names[0] for names in found]
+    rows = [_engine_row(names) for names in found]
+    if all(rows) and len({name.partition(AS_IN)[2] for name in rows}) == 1:
+        return rows
+    names, path = next((n, path) for n, path in zip(found, paths, strict=True) if len(n) != 1)
+    first = (of_one[0] if of_one else "NAME" for of_one in found)
+    options = shlex.join(word for name in first for word in ("--drafter", name))
+    raise UserError(
+        f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name one of "
+        f"each report, such as {options}"
+    )
+
+
+def _engine_row(names: Sequence[str]) -> str:
+    """Return which of two drafters is the other one as in an engine; "" if it is not so."""
+    first, last = sorted(names, key=len) if len(names) == 2 else ("", "")
+    return last if last.startswith(first + AS_IN) else ""
 
 
 def _share(text: str | None) -> float | None:
@@ -269,14 +288,18 @@ def _share(text: str | None) -> float | None:
     return value
 
 
-def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Console) -> None:
-    """Print a table for each of `comparisons`; `paths` are those of the reports."""
+def show(
+    comparisons: Sequence[Comparison], paths: Sequence[str], names: Sequence[str], console: Console
+) -> None:
+    """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
     form = " ({:.2f}-{:.2f})"
+    what = names[0] if len({*names}) == 1 else ", then ".join(names)
+    console.print(f"compared: {what}", highlight=False, markup=False)
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
         table = plain_table(title, title_justify="left")
-        table.add_column("category")
-        for column in ("requests", "before", "after", "change", "95%"):
+        table.add_column("category", overflow="fold")
+        for column in ("n", "before", "after", "change", "95%"):
             table.add_column(column, justify="right", no_wrap=True)
         regressed = []
         for row in setting.rows:
@@ -297,7 +320,7 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
         if regressed:
             console.print(f"REGRESSED: {', '.join(regressed)}", style="bold")
     console.print(
-        "tau with 95% intervals over prompts; those of the change are of pairs."
+        "n: requests. tau with 95% intervals over prompts; those of the change are of pairs."
         f" Fewer than {FEWEST} prompts have none."
     )
     tests, level = comparisons[0].tests, comparisons[0].level

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import Console, plain_table
-from .remarks import remarks
+from .remarks import headline
 from .results import (
     SHOWN,
     DrafterFigures,
@@ -31,6 +31,7 @@ ACCEPTED = f"accepted 1-{SHOWN}"
 COLUMNS = ("tau", "95%", ACCEPTED, "tok/s", "speed-up", "identical", "loops")
 LEFT_OUT_FIRST = (ACCEPTED, "tok/s", "95%", "loops")
 """Columns that a narrow terminal leaves out, the first one first."""
+MOST = 8  # columns of a table
 LONGEST_NAME = 30  # longer names of drafters are folded
 IN_A_FILE = 120  # columns of a table that goes to a file
 FASTEST = "*"
@@ -59,7 +60,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def show_settings(report: Report, console: Console) -> None:
-    """Print the table of all settings, what its marks mean, and the warnings."""
+    """Print the headline, the table of all settings, what its marks mean, and the warnings."""
     titles = list(COLUMNS)
     for title in LEFT_OUT_FIRST:
         if wide(settings_table(report, titles), console) <= console.width:
@@ -68,6 +69,9 @@ def show_settings(report: Report, console: Console) -> None:
     # A name is folded only where it has to be.
     spare = console.width - wide(settings_table(report, titles), console)
     longest = LONGEST_NAME + max(spare, 0)
+    for line in headline(report):
+        console.print(line, style="bold", highlight=False, markup=False)
+    console.print()
     console.print(settings_table(report, titles, longest))
     notes = [
         f"{FASTEST}: the fastest of its setting. tau: tokens a round.",
@@ -78,7 +82,7 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [title for title in COLUMNS if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    lines = [" ".join(filter(None, notes)), *remarks(report), *uncut_lines(report.settings)]
+    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings)]
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{caption(setting)}, {name}"
@@ -192,7 +196,7 @@ def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Tabl
     categories = sorted({category for figures in drafted for category in figures.by_category})
     first = max(map(len, ["T = 0.7, batch 16", *categories]))
     # A column has ten characters for the name, which may be folded, and two next to them.
-    columns = max((width - first - 4) // 12, 1)
+    columns = min(max((width - first - 4) // 12, 1), MOST - 1)
     tables = []
     for start in range(0, len(names), columns):
         shown = names[start : start + columns]

@@ -22,10 +22,12 @@ from ..proposers.draft_model import DraftModelProposer
 from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
-from ..settings import Rule, Sampling
+from ..settings import Rule, Sampling, choice_named
 from ..targets.target import Target
 from ..tree_settings import positive
 
+AS_IN = " as in "
+"""Words between the names of a drafter and of the engine that it is measured as in."""
 IMITATED = {name: engine.like for name, engine in ENGINES.items() if engine.like is not None}
 
 
@@ -37,8 +39,9 @@ class ImitatedEngine:
 
         Raises `UserError` for an engine or a setting that is not known.
         """
-        self.name, given = parse_spec(spec)
-        self.label = spec
+        name, given = parse_spec(spec)
+        self.name = choice_named(name, IMITATED)
+        self.label = self.name + spec.removeprefix(name)
         if self.name not in IMITATED:
             raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(IMITATED)}")
         self._like = IMITATED[self.name]
@@ -99,9 +102,10 @@ class DraftsAsEngine:
         # has its default tree, since the tree of `spec` is not used and need not fit.
         proposer = load_proposer(without_tree(spec), target, lambda message: None)
         self.spec = spec
-        self.given = Given(without_tree(spec), f" as in {engine.label}")
-        self.name = proposer.name + self.given.suffix
         self.setting = engine.shape(proposer, target.config)
+        # without the settings that the engine's own replace
+        self.given = Given(without_tree(spec, tuple(self.setting)), f"{AS_IN}{engine.label}")
+        self.name = proposer.name + self.given.suffix
         self._rule = engine.rule(proposer)
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)

@@ -33,10 +33,11 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
+from ..conversations.benchmarks import benchmark_of
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
-from ..drafters import is_own_drafter, load_proposer, parse_spec
+from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
@@ -46,7 +47,7 @@ from . import replayed
 from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
-from .engines import DraftsAsEngine, ImitatedEngine
+from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
@@ -317,7 +318,7 @@ def assisted(
     try:
         if models:
             return [Assisted(target, models[0])]
-        small = "it needs a small model; give one as --drafter"
+        small = "it needs a small model among the drafters"
         reason = RECURRENT if target.mixers else small
     except UserError as error:
         reason = str(error)
@@ -351,7 +352,8 @@ def tuned_and_served(
             try:
                 engines.append(DraftsAsEngine(engine, spec, target))
             except UserError as error:
-                left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
+                named = short_name(without_tree(spec))
+                left_out[f"{named}{AS_IN}{engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:
@@ -417,6 +419,7 @@ def facts_of(
             sha256=hashlib.sha256(texts.encode()).hexdigest(),
             prompts=len(prompts),
             categories=dict(Counter(prompt.category for prompt in prompts)),
+            benchmark=benchmark_of(options.source(options.prompts or "")),
         ),
         peak_memory_bytes=peak_memory(target),
         definitions=DEFINITIONS,

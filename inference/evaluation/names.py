@@ -1,62 +1,108 @@
 """Names of drafters in tables, reports and lists of models: short, and distinct from each other.
 
-A trained drafter is called after its folder, without its settings, or as its setting `name` says.
+A drafter is called as its setting `name` says; otherwise a trained one after its folder, with every
+setting that changes what is drafted: `eagle:length=3,nodes=4 + lookup`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ...heads.artifact import OWN_FILE
+from ...heads.errors import UserError
+from ...heads.files import read_json
 from ..drafters import UNTRAINED, Given, parse_spec
 from ..own_drafters import is_own, own_name
+from ..tree_settings import LOOKUP_SETTINGS
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
 CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 """Folders within that of a training run, which say nothing of the drafter."""
+SAYS_NOTHING = re.compile(r"drafter|draft|model|out|output|runs?")
+"""Names of folders that any drafter may have; such a drafter is called after its method."""
+HIDDEN = ("name", "dtype", "folder")
+"""Settings that do not change what is drafted, and the folder of a drafter of one's own. Names have
+them only where they distinguish."""
+LOOKUP = " + lookup"
+"""End of the name of a drafter whose drafts an n-gram lookup may replace."""
 
 
 def short_name(spec: str) -> str:
     """Return a drafter's name if there is no other.
 
-    `runs/eagle/best:length=3` is `eagle`, `ngram:length=8` stays, `package.module:Mine` is `Mine`,
-    and `..:name=mine` is `mine`.
+    `runs/eagle/best:length=3` is `eagle:length=3`, `runs/eagle/best:lookup=4` is `eagle + lookup`,
+    `package.module:Mine` is `Mine`, and `..:name=mine` is `mine`.
     """
     name, settings = parse_spec(spec)
     if "name" in settings:
         return str(settings["name"])
-    if name in UNTRAINED:
-        return PLAIN if name == "none" else with_settings(name, settings)
-    if is_own(name) and not Path(name).is_dir():
-        return with_settings(own_name(name), settings)
-    return next(longer_names(name))
+    return with_settings(next(longer_names(name)), settings)
 
 
-def with_settings(name: str, settings: dict[str, object]) -> str:
-    """Return `name:key=value,...`, and the name alone without settings."""
-    rest = ",".join(f"{key}={value}" for key, value in settings.items() if key != "name")
-    return f"{name}:{rest}" if rest else name
+def with_settings(
+    name: str, settings: dict[str, object], distinguishing: Iterable[str] = ()
+) -> str:
+    """Return `name:key=value,... + lookup` with all settings that change what is drafted.
 
-
-def longer_names(folder: str) -> Iterator[str]:
-    """Yield names for a folder, the shortest first; the last one is its whole path.
-
-    Example: `/a/eagle/best` has eagle, eagle/best, a/eagle and a/eagle/best.
+    The numbers of a lookup are in it only if its length was given, or if one of them is among
+    `distinguishing`, as are `HIDDEN` settings.
     """
-    parts = Path(os.path.abspath(folder)).parts[1:]
+    shown = [key for key in settings if key not in HIDDEN or key in distinguishing]
+    own = [key for key in shown if key not in LOOKUP_SETTINGS]
+    looked_up = [key for key in shown if key in LOOKUP_SETTINGS]
+    text = name + _listed(":", own, settings)
+    if looked_up:
+        numbers = len(looked_up) > 1 or any(key in distinguishing for key in looked_up)
+        text += _listed(" + ", looked_up, settings) if numbers else LOOKUP
+    return text
+
+
+def _listed(start: str, keys: Sequence[str], settings: dict[str, object]) -> str:
+    """Return `start` and the settings `keys`; "" for none."""
+    return start + ",".join(f"{key}={settings[key]}" for key in keys) if keys else ""
+
+
+def longer_names(drafter: str) -> Iterator[str]:
+    """Yield names for a drafter without its settings, the shortest first.
+
+    Those of a folder end with its whole path. Example: `/a/eagle/best` has eagle, eagle/best,
+    a/eagle and a/eagle/best. A folder whose own name says nothing has its method's name first.
+    """
+    if drafter in UNTRAINED:
+        yield PLAIN if drafter == "none" else drafter
+        return
+    if not Path(drafter).is_dir() and is_own(drafter):
+        yield own_name(drafter)
+        yield drafter
+        return
+    parts = Path(os.path.abspath(drafter)).parts[1:]
     end = len(parts)
     while end > 1 and CHECKPOINT.fullmatch(parts[end - 1]):
         end -= 1
+    if SAYS_NOTHING.fullmatch(parts[end - 1]):
+        yield from method_of(drafter)
     for start in range(end - 1, -1, -1):
         for stop in dict.fromkeys((end, len(parts))):
             name = "/".join(parts[start:stop])
             if name not in (PLAIN, *UNTRAINED):
                 yield name
-    yield os.path.abspath(folder)
+    yield os.path.abspath(drafter)
+
+
+def method_of(folder: str) -> Iterator[str]:
+    """Yield the method of the drafter in a folder, if its files say one."""
+    try:
+        facts = read_json(Path(folder, OWN_FILE))
+    except UserError:  # a draft model's folder, or a damaged file, which loading explains
+        return
+    method = facts.get("method") if isinstance(facts, dict) else None
+    if isinstance(method, str) and method.isidentifier() and method not in (PLAIN, *UNTRAINED):
+        yield method
 
 
 def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
@@ -66,33 +112,37 @@ def distinct_labels(specs: Iterable[str]) -> dict[str, str]:
     they differ. Only those that a user called alike, or that are alike, keep one name.
     """
     labels = {spec: short_name(spec) for spec in specs}
-    counts = Counter(labels.values())
-    for label in [label for label, count in counts.items() if count > 1]:
-        alike = [spec for spec in labels if labels[spec] == label]
-        if not any("name" in parse_spec(spec)[1] for spec in alike):
-            labels |= told_apart(alike)
+    unnamed: dict[str, list[str]] = defaultdict(list)
+    for spec in labels:
+        drafter, settings = parse_spec(spec)
+        if "name" not in settings:
+            unnamed[next(longer_names(drafter))].append(spec)
+    for alike in unnamed.values():
+        labels |= told_apart(alike)
     return labels
 
 
 def told_apart(specs: Sequence[str]) -> dict[str, str]:
-    """Return longer names of folders whose `short_name` is the same."""
+    """Return the names of drafters that have the same one without their settings."""
     parsed = {spec: parse_spec(spec) for spec in specs}
-    folders = {os.path.abspath(folder): folder for folder, _ in parsed.values()}
+    drafters = {os.path.abspath(drafter): drafter for drafter, _ in parsed.values()}
     names: dict[str, str] = {}
-    for candidates in zip(*map(longer_names, folders), strict=False):
-        names = dict(zip(folders, candidates, strict=True))
-        if len({*candidates}) == len(folders):
+    for candidates in zip(*map(longer_names, drafters.values()), strict=False):
+        names = dict(zip(drafters, candidates, strict=True))
+        if len({*candidates}) == len(drafters):
             break
     labels = {}
-    for spec, (folder, settings) in parsed.items():
-        path = os.path.abspath(folder)
-        others = [found for name, found in parsed.values() if os.path.abspath(name) == path]
-        differing = {
-            key: value
-            for key, value in settings.items()
-            if any(other.get(key) != value for other in others)
-        }
-        labels[spec] = with_settings(names[path], differing)
+    for spec, (drafter, settings) in parsed.items():
+        name = names[os.path.abspath(drafter)]
+        alike = [
+            other
+            for own, other in parsed.values()
+            if with_settings(names[os.path.abspath(own)], other) == with_settings(name, settings)
+        ]
+        differing = [
+            key for key in settings if any(other.get(key) != settings[key] for other in alike)
+        ]
+        labels[spec] = with_settings(name, settings, differing)
     return labels
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...heads.errors import UserError
-from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
+from ..settings import BadRows, Sampling, SourceOptions, TargetConfig, choice_named
 from .gains import GPUS
 
 
@@ -28,6 +28,7 @@ class EvaluateOptions(SourceOptions):
         " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-sizes 1,8",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
         "held_out.jsonl",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --prompts gsm8k --limit 80",
         "draftsmith evaluate --target TARGET --server http://127.0.0.1:8000 --prompts "
         "held_out.jsonl",
     )
@@ -44,8 +45,9 @@ class EvaluateOptions(SourceOptions):
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
-    """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on
-    the hub. Spec-Bench's and MT-Bench's questions are taken with all their turns."""
+    """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
+    from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
+    on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +117,7 @@ class CompareOptions:
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
     drafter: list[str] = field(default_factory=list, metadata={"form": "NAME"})
     """Name of the drafter in each report, in the same order; not needed where a report has one
-    besides the baselines."""
+    besides the baselines, or one and its row of --like, which is then compared."""
     fail_on_regression: str | None = None
     """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
     interval lies below 0, and it has at least five prompts."""
@@ -197,5 +199,6 @@ class SimulateOptions:
             raise UserError("--compute-share and --bandwidth-share must be above 0 and at most 1")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
+        self.gpu = None if self.gpu is None else choice_named(self.gpu, GPUS)
         if self.gpu is not None and self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")

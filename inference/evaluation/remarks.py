@@ -7,15 +7,30 @@ learned.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from .results import Conditions, Report, SettingFigures, caption, known
+from ..drafters import UNTRAINED
+from .names import LOOKUP
+from .results import (
+    Conditions,
+    DrafterFigures,
+    Report,
+    SettingFigures,
+    caption,
+    interval_text,
+    known,
+    written,
+)
 
 LOSS = 0.995  # speed-ups below it are printed as 0.99 or less
+GAIN = 1.005  # speed-ups from it on are printed as 1.01 or more
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
 LOOPING = 0.2  # share of replies that loop from which tau is doubtful
+UNTRAINED_MARK = "untrained"
+UNTRAINED_KIND = re.compile(rf"({'|'.join(UNTRAINED)})([ :]|$)")
 
 
 def slower(speedups: Mapping[str, float | None]) -> str:
@@ -58,14 +73,27 @@ def looping(share: float | None) -> str:
     return f"{share:.0%} of the replies loop, which raises tau"
 
 
-def remarks(report: Report) -> list[str]:
-    """Return the remarks on a report of `draftsmith evaluate`, a line each."""
-    lines = []
-    if report.settings and (line := busy_of(report.conditions, report.threads)):
-        lines.append(line)
-    for setting in report.settings:
-        lines += [f"{caption(setting)}: {line}" for line in of_setting(setting)]
-    return lines
+def headline(report: Report) -> list[str]:
+    """Return what a report of `draftsmith evaluate` says first, a line each; [] without drafters.
+
+    The first line has the number of prompts and the load of the machine, each further one what was
+    found in a setting: `of_setting`.
+    """
+    if not report.settings:
+        return []
+    first = [report.scope, busy_of(report.conditions, report.threads) or quiet(report.conditions)]
+    lines = ["; ".join(filter(None, first))]
+    return lines + [f"{caption(setting)}: {of_setting(setting)}" for setting in report.settings]
+
+
+def quiet(conditions: Conditions | None) -> str:
+    """Return the load of a machine that was not too busy; "" where it is not known."""
+    cores = conditions and (conditions.machine_cores or conditions.cores)
+    if conditions is None or cores is None or not known(conditions.load_before):
+        return ""
+    loads = [conditions.load_before, conditions.load_after]
+    shown = " and ".join(f"{load:.1f}" for load in loads if known(load))
+    return f"load before and after {shown} on {cores} core{'s' if cores != 1 else ''}"
 
 
 def busy_of(conditions: Conditions | None, threads: int | None) -> str:
@@ -77,7 +105,60 @@ def busy_of(conditions: Conditions | None, threads: int | None) -> str:
     return busy([conditions.load_before, conditions.load_after], cores, threads)
 
 
-def of_setting(setting: SettingFigures) -> list[str]:
-    """Return the remarks on one setting."""
-    speedups = {name: figures.speedup for name, figures in setting.drafting.items()}
-    return list(filter(None, [slower(speedups), looping(setting.plain.loop_share)]))
+def of_setting(setting: SettingFigures) -> str:
+    """Return the fastest drafter of a setting, those that lose, and how many replies loop.
+
+    A drafter that owes its drafts to something untrained is named as such, and the fastest trained
+    one follows it.
+    """
+    drafting = setting.drafting
+    said = []
+    if (name := fastest(setting)) is None:
+        said.append("no drafter is faster than plain decoding")
+    else:
+        untrained = untrained_part(name, drafting[name])
+        mark = f" ({untrained})" if untrained else ""
+        said.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}")
+        trained = [other for other in drafting if not untrained_part(other, drafting[other])]
+        if untrained and trained:
+            best = fastest(setting, trained)
+            said.append(
+                f"the fastest trained drafter by itself is {best}, {gain_of(drafting[best])}"
+                if best is not None
+                else "no trained drafter by itself is faster than plain decoding"
+            )
+    speedups = {name: figures.speedup for name, figures in drafting.items()}
+    said += [slower(speedups), looping(setting.plain.loop_share)]
+    return "; ".join(filter(None, said))
+
+
+def gain_of(figures: DrafterFigures) -> str:
+    """Return `1.34x plain decoding (95%: 1.21-1.48), tau 3.20`."""
+    between = interval_text(figures.speedup_ci95, " (95%: {:.2f}-{:.2f})")
+    return f"{figures.speedup:.2f}x plain decoding{between}, tau {written(figures.tau_incl_bonus)}"
+
+
+def fastest(setting: SettingFigures, names: Iterable[str] | None = None) -> str | None:
+    """Return the drafter of the highest speed-up, among `names` if given.
+
+    None is returned if no drafter is faster than plain decoding by what two decimals show.
+    """
+    gains = {}
+    for name in setting.drafting if names is None else names:
+        speedup = setting.drafters[name].speedup
+        if known(speedup) and speedup >= GAIN:
+            gains[name] = speedup
+    return max(gains, key=gains.__getitem__, default=None)
+
+
+def untrained_part(name: str, figures: DrafterFigures) -> str:
+    """Return `untrained` or `its lookup is untrained` for drafts that come from no training.
+
+    Returns "" for any other, and for a class of the user's own, of which nothing is known. `name`
+    is what tables call it, which is looked at in reports without `kind`.
+    """
+    kind = figures.kind or name
+    if UNTRAINED_KIND.match(kind):
+        return UNTRAINED_MARK
+    looks_up = "lookup=" in kind or LOOKUP in kind
+    return "its lookup is untrained" if looks_up else ""

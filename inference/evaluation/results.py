@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
+from ..conversations.benchmarks import Benchmark
 
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
@@ -272,6 +273,8 @@ class PromptSet(Struct, kw_only=True):
     sha256: str
     prompts: Count
     categories: dict[str, Count] = {}
+    benchmark: Benchmark | None = None
+    """Benchmark that was read by its name."""
 
 
 class TargetFacts(Struct, kw_only=True):

@@ -25,22 +25,24 @@ TREES = (4, 8, 16, 26)  # drafted nodes of the trees that are considered
 
 
 class DefaultTree(NamedTuple):
-    """Tree with which a drafter is expected to gain most."""
+    """Tree that a drafter drafts where a user names none."""
 
     settings: dict[str, Any]
-    gain: float
-    """Expected tokens per second over those of plain decoding."""
+    gain: float | None
+    """Expected tokens per second over those of plain decoding; None for a tree of the artifact."""
 
 
 def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
-    """Return the tree with which a drafter is expected to gain most on a CPU.
+    """Return the tree that the artifact names for the target's device, or else the best on a CPU.
 
-    It is computed from the drafter's held-out accuracies, a table of what verification costs, and
-    the share of the target's weights that drafting reads, so that it is the same on every CPU. It
-    is None on other devices, and for drafters without such accuracies: those draft as they were
-    evaluated in training.
+    The latter is the one with which the drafter is expected to gain most. It is computed from the
+    drafter's held-out accuracies, a table of what verification costs, and the share of the target's
+    weights that drafting reads, so that it is the same on every CPU. It is None on other devices,
+    and for drafters without such accuracies: those draft as they were evaluated in training.
     """
     accuracies, known = artifact.calibration.get("rank_accuracy"), artifact.calibration
+    if (named := known.get("trees", {}).get(target.device.type)) is not None:
+        return DefaultTree(dict(named), None)
     if not accuracies or target.device.type != "cpu":
         return None
     drafter = artifact.drafter
@@ -64,7 +66,7 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
             deepest, pass_cost = max(map(len, tree), default=1), one_pass * growth
         drafting = draft_share(drafter, target, deepest) * pass_cost
         found.append(DefaultTree({"nodes": nodes}, gain(accuracies, tree, drafting)))
-    return max(found, key=lambda candidate: candidate.gain)
+    return max(found, key=lambda candidate: candidate.gain or 0.0)
 
 
 def gain(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks], drafting: float) -> float:

@@ -15,20 +15,18 @@ from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
 from ...heads.vocabulary import to_target
 from ..drafters import Kind
-from ..proposer import Accepted, Prompts
-from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Slots
 from .shapes import grow
-from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, Planned, TreePlan, tree_of
+from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
 KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
 
 
-class MedusaProposer(Planned):
+class MedusaProposer(NewestStateProposer):
     """Proposer of trees of the heads' tokens; a node's token does not depend on its parent."""
 
     def __init__(self, heads: MedusaHeads, settings: TreeSettings = DEFAULT_TREE) -> None:
@@ -43,32 +41,15 @@ class MedusaProposer(Planned):
         if heads.borrows_head:
             # The target's rows are taken now: a compiled function finds no module that changes.
             _ = heads.borrowed_head
-        # [B, H]: last hidden state one position before the root, the newest that there is
-        self._state: Tensor
-
-    def prefill(self, prompts: Prompts) -> None:
-        rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
-        # The last position of each prompt, after which padding may follow. The root comes after it,
-        # and the target has not run it.
-        self._state = prompts.hidden.last[rows, prompts.lengths - 1]
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the tree below `root` `[B]`, filled with the heads' best tokens."""
         heads = range(self.plan.length)
         # [B, D, Vd]
-        logits = torch.stack([self.drafter.logits(self._state, head) for head in heads], dim=1)
+        logits = torch.stack([self.drafter.logits(self.newest, head) for head in heads], dim=1)
         # [B, D, V]
         logits = to_target(logits, self._draft_vocab_ids, self.drafter.vocab_size)
         return self.plan.draft(logits[:, 0], root, draws, Slots(logits))[0]
-
-    def commit(self, accepted: Accepted) -> None:
-        rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
-        # `hidden` begins with the old root and ends with the last accepted draft: the position
-        # before the new root.
-        self._state = accepted.hidden.last[rows, accepted.counts - 1]
-
-    def keep(self, rows: list[int]) -> None:
-        self._state = self._state[send(rows, self._state.device)]
 
 
 def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> MedusaProposer:

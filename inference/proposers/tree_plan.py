@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..proposer import Proposer
+from ..proposer import Accepted, Prompts, Proposer
+from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
@@ -194,3 +196,25 @@ class Planned(Proposer):
         self.plan, self.max_drafted = plan, plan.nodes
         # A chain that ends where the drafter is unsure asks the device.
         self.traceable = not plan.threshold
+
+
+class NewestStateProposer(Planned):
+    """Base of proposers that read nothing of the target but its newest last state."""
+
+    newest: Tensor
+    """[B, H]: last hidden state one position before the root, the newest that there is."""
+
+    def prefill(self, prompts: Prompts) -> None:
+        rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
+        # The last position of each prompt, after which padding may follow. The root comes after it,
+        # and the target has not run it.
+        self.newest = prompts.hidden.last[rows, prompts.lengths - 1]
+
+    def commit(self, accepted: Accepted) -> None:
+        rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
+        # `hidden` begins with the old root and ends with the last accepted draft: the position
+        # before the new root.
+        self.newest = accepted.hidden.last[rows, accepted.counts - 1]
+
+    def keep(self, rows: list[int]) -> None:
+        self.newest = self.newest[send(rows, self.newest.device)]

@@ -38,15 +38,19 @@ from .protocol import (
     stops_of,
 )
 from .replies import Asked, ClientLeft, DecodingFailed, Pending
+from .titles import drafter_title, target_facts, target_title, writes_code
 
 PAGE = Path(__file__).with_name("page")
 LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    # No text becomes HTML, whatever a script of the page does with it.
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+FILES = {f"/{file.name}": file for file in PAGE.iterdir() if file.suffix in TYPES}
+FILES["/"] = FILES.pop("/page.html")
 VERSION = f"draftsmith {metadata.version('draftsmith')}"
 REFUSALS = ("400", "404", "408", "413", "415", "503")
 
@@ -75,6 +79,25 @@ class Service:
         """The drafter of each model: the target's name, and that name with each drafter's."""
         named = {f"{self.name}:{drafter}": drafter for drafter in self.engine.proposers}
         return {self.name: self.default, **named}
+
+    @cached_property
+    def titles(self) -> dict[str, str]:
+        """The title of each model for people: the target's, and each drafter's."""
+        proposers = self.engine.proposers
+        titles = {model: drafter_title(proposers[name]) for model, name in self.models.items()}
+        path = self.engine.target.name
+        given = self.name != Path(path).name  # by a user, with --name
+        return titles | {self.name: self.name if given else target_title(path)}
+
+    @cached_property
+    def about(self) -> str:
+        """The target's architecture, depth, width, type of numbers and device."""
+        return target_facts(self.engine.target)
+
+    @cached_property
+    def code(self) -> bool:
+        """True if the target's card says that it writes code."""
+        return writes_code(self.engine.target.name)
 
     @cached_property
     def limits(self) -> Limits:
@@ -157,14 +180,14 @@ def endpoints_of(service: Service) -> list[Endpoint]:
 
 async def page_file(request: Request) -> Response:
     """Return one of the page's files."""
-    name = FILES[request.url.path]
+    file = FILES[request.url.path]
     headers = {
         "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Response((PAGE / name).read_text(), media_type=TYPES[Path(name).suffix], headers=headers)
+    return Response(file.read_text(), media_type=TYPES[file.suffix], headers=headers)
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -216,7 +239,10 @@ def listed(service: Service) -> list[JsonObject]:
             "parent": None if model == service.name else service.name,
             "max_model_len": target.max_positions,
             "drafter": drafter,
+            "title": service.titles[model],
+            "about": service.about if model == service.name else None,
             "chat": bool(target.tokenizer.chat_template),
+            "code": service.code,
         }
         for model, drafter in service.models.items()
     ]

@@ -143,6 +143,9 @@ class Pending:
             entry["token_ids"] = record.tokens
         if self._asked.return_pieces:
             entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
+            # A clock that runs only in the reply's rounds, whatever else the engine decodes
+            # meanwhile; it stands still during the prefill.
+            entry["round"] = {"tokens": len(record.tokens), "seconds": record.t_round_s}
         event = {**self._head("chat.completion.chunk"), "choices": [entry]}
         if reply.finish_reason and self._asked.return_pieces:
             event["draftsmith"] = figures(reply)

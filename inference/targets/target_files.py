@@ -17,6 +17,7 @@ from ...heads import pretrained
 from ...heads.artifact import OWN_FILE, drafter_class
 from ...heads.documents import AdapterFile, read_document
 from ...heads.errors import UserError, first_line
+from ...heads.exchange.hub import hub_remedy
 from ...heads.files import read_json
 from ...heads.layout import dtype_name
 from ...heads.pretrained import clear_errors
@@ -57,8 +58,8 @@ def check_there(path: str) -> None:
     except Exception as error:
         reason = first_line(error)
         raise UserError(
-            f"target {path!r} is no folder here, and the hub cannot give it ({reason}); check the "
-            "path"
+            f"target {path!r} is no folder here, and the hub cannot give it ({reason}); "
+            f"{hub_remedy(error)}"
         ) from error
 
 

@@ -190,6 +190,12 @@ def test_a_drafter_without_one_of_the_checksums_is_refused(folder: Path, name: s
         ("calibration", {"rank_accuracy": [[1.5]]}, "Expected float <= 1"),
         ("calibration", {"rank_accuracy": [[]]}, "Expected array of length >= 1"),
         ("calibration", {"tree_nodes": 10**9}, "Expected int <= 65536"),
+        ("calibration", {"trees": {"cpu": {"length": 3, "width": 2}}}, "missing required .*nodes"),
+        (
+            "calibration",
+            {"trees": {"cpu": {"length": 3, "width": 2, "nodes": 2}}},
+            "nodes of a tree are fewer than its length",
+        ),
         ("target", {"name": "x"}, "target: Object missing required field model_type"),
         (
             "files",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from draftsmith.inference import console
-from draftsmith.inference.console import Progress, clock
+from draftsmith.inference.console import Progress, clock, several
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,14 @@ def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) 
 def test_a_bar_that_was_interrupted_as_it_began_closes() -> None:
     """Python calls `__del__` of the unfinished object, and would print what goes wrong there."""
     Progress.__new__(Progress).close()
+
+
+def test_a_number_of_one_is_singular_and_the_time_left_has_one_estimate() -> None:
+    assert [several(1, "row"), several(2, "row"), several(0, "pass")] == [
+        "1 row", "2 rows", "0 passes",
+    ]  # fmt: skip
+    with Progress(desc="training", total=10, initial=4) as progress:
+        assert progress.left_s(progress._began + 5) is None, "nothing was done yet"
+        progress.update(2)
+        assert progress.left_s(progress._began + 5) == 10.0
+        assert "about 10 s left" in progress.line(progress._began + 5)

@@ -106,7 +106,7 @@ def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("no_such_module:Mine", "drafter no_such_module:Mine cannot be imported: No module named"),
+        ("no_such_module:Mine", "no_such_module:Mine cannot be imported: No module named"),
         (f"{MODULE}:Absent", "has no attribute 'Absent'"),
         (f"{MODULE}:LastSeen:width=3", "unexpected keyword argument 'width'; it takes length"),
         (f"{MODULE}:guess", "missing a required argument"),

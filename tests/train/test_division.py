@@ -47,7 +47,7 @@ def test_a_step_by_hand(rows: int, most: int, ranks: int, found: tuple[int, int]
         (8, 3, "--rows-per-step 6 or 9, or 2 ranks"),
         (8, 16, "--rows-per-step 16, or 8 ranks"),
         (8, 512, "--rows-per-step 512, or 8 ranks"),
-        (7, 4, "--rows-per-step 4 or 8, or 1 ranks"),
+        (7, 4, "--rows-per-step 4 or 8, or 1 rank"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can(
@@ -67,8 +67,11 @@ def test_every_row_is_in_one_pass_of_one_rank(share: int, most: int, ranks: int)
 
 
 def test_intervals() -> None:
-    assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.0001)] == [1, 250, 100, 500, 1]
-    assert interval(0.1, 7) == 1 and interval(750.0, 100) == 750
+    assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.06)] == [1, 250, 100, 500, 60]
+    # A short run is not mostly evaluated: a share has a floor, a number of steps has none.
+    assert [interval(every, 30) for every in (0.1, 0.5, 1.0, 3)] == [15, 15, 30, 3]
+    assert [interval(0.1, steps) for steps in (1, 7, 80, 200, 955)] == [1, 3, 40, 50, 96]
+    assert interval(0.0001, 1000) == 50 and interval(750.0, 100) == 750
     assert interval(1.0, 1000) == 1000 and interval(1, 1000) == 1
 
 

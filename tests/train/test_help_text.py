@@ -9,7 +9,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from draftsmith.train.command_line.fields import options_of_class
-from draftsmith.train.command_line.help_text import help_page, pairs_together, usage_of, wrapped
+from draftsmith.train.command_line.help_text import (
+    explanation_of,
+    help_page,
+    pairs_together,
+    usage_of,
+    wrapped,
+)
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, method_named
 from tests.conftest import ROOT
@@ -101,7 +107,9 @@ def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
         elif kind in (int, float):
             assert form == "N", where
         elif get_origin(kind) is Literal:
-            assert form.split("|") == [str(choice) for choice in get_args(kind)], where
+            choices = [str(choice) for choice in get_args(kind)]
+            listed = f"One of {', '.join(choices)}." in explanation_of(option)
+            assert form.split("|") == choices or (form == "NAME" and listed), where
         elif get_origin(kind) in (list, tuple) and {*get_args(kind)} & {int, float}:
             assert form == "N,N,...", where
         elif form == "N,N,...":

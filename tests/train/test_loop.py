@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.errors import UserError
 from draftsmith.train.command_line.parse import config_with
+from draftsmith.train.commands.threads import stored_threads
 from draftsmith.train.config import Evaluation
 from draftsmith.train.loop import check_before_loading
 from draftsmith.train.method import METHODS as TRAINED
@@ -469,7 +471,7 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     )
     medusa = method_named("medusa")
     run = config_with(
-        medusa.run_class, str(make_config(tmp_path, saved_tiny, "medusa", **more)), [], ""
+        medusa.run_class, str(make_config(tmp_path, saved_tiny, "medusa", **more)), []
     )
     with pytest.raises(UserError, match="is a drafter of method eagle; this run trains medusa"):
         check_before_loading(run, medusa)
@@ -517,6 +519,8 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(
         "provenance.json",
         "checksums.json",
     }
+    # the number that a resumed run takes
+    assert stored_threads(SimpleNamespace(out=str(tmp_path / "run"))) == 1
 
 
 def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> None:

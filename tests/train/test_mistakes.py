@@ -13,6 +13,17 @@ from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.test_bad_input import expect, quick
 
+HF_NAMES = {
+    "report_to": "--tracker", "bf16": "--precision", "fp16": "--precision",
+    "gradient_checkpointing": "--objective.recompute", "dataset_name": "--data.sources",
+    "resume_from_checkpoint": "--checkpoints.resume", "push_to_hub": "--push",
+    "model_name_or_path": "--target", "num_train_epochs": "--epochs", "max_length":
+    "--data.max-length", "logging_steps": "--log-every", "save_steps": "--checkpoints.every",
+    "eval_steps": "--evaluation.every", "max_seq_length": "--data.max-length",
+    "warmup_ratio": "--optim.warmup-share", "lr_scheduler_type": "--optim.schedule",
+    "weight_decay": "--optim.weight-decay or --optim.muon-weight-decay",
+    "dataset": "--data.sources", "per_device_train_batch_size": "--batch-rows",
+}  # fmt: skip
 EAGLE = "train eagle --config configs/eagle/quickstart.yaml"
 WRONG = [
     (
@@ -49,7 +60,11 @@ WRONG = [
         "--sampling.temperature takes a number, not",
     ),
     ("generate --target T --prompt", "--prompt needs a value: a text"),
-    ("generate --target T stray --prompt x", "'stray' belongs to no option; put quotes around"),
+    ("generate --target T hello", "as in --prompt hello; put quotes around a value with spaces"),
+    ("generate T hello", "'T' belongs to no option: a value follows the name of its option, as in"),
+    (f"{EAGLE} optim.lr=1e-4", "'optim.lr=1e-4' has no hyphens; write --optim.lr 1e-4"),
+    (f"{EAGLE} +rows-per-step=8", "write --rows-per-step 8"),
+    *((f"{EAGLE} --{name} x", f"; did you mean {ours}? (see") for name, ours in HF_NAMES.items()),
     ("evaluate --target T --prompts x --limit many", "--limit takes a whole number, not many"),
     ("evaluate --target T --prompts x --baselines maybe", "--baselines takes true or false, not"),
     ("export --drafter x", "--to and --out are missing"),
@@ -63,7 +78,7 @@ WRONG = [
         "tune --target T --prompts x --out y --drafter ngram --budget soon",
         "--budget takes a number",
     ),
-    ("report --format pdf x", "--format takes html or md, not pdf"),
+    ("report --format pdf x", "--format takes html, md, csv or tex, not pdf"),
     ("train eagle --config no.yaml", "no.yaml does not exist; check the path"),
     ("train eagle --config configs", "--config takes a YAML file, not configs"),
     ("train eagle --config", "--config needs a value: a YAML file"),
@@ -99,6 +114,34 @@ def test_a_mistake_is_said_in_words(
         "subclass",
     ):
         assert python not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("regenerate", "did you mean 'data regenerate'?"),
+        ("extract", "did you mean 'data extract' or 'mtp extract'?"),
+        ("eagle", "did you mean 'train eagle'?"),
+        ("chat", "did you mean 'serve' or 'generate --chat'?"),
+        ("bench", "did you mean 'evaluate'?"),
+        ("version", "did you mean '--version'?"),
+        ("evalute", "did you mean 'evaluate'?"),
+        ("xyzzy", "there are: data plan, "),
+    ],
+)
+def test_an_unknown_command_is_answered_with_ours(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expect(quick(capsys, word), f"unknown command {word!r}; {says}")
+
+
+@pytest.mark.parametrize("word", ["-h", "--help-all"])
+def test_training_without_a_method_lists_the_methods(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["train", word])
+    said = capsys.readouterr().out
+    assert "  eagle    Train an EAGLE drafter" in said and "train METHOD --help-all" in said
 
 
 @pytest.mark.parametrize(

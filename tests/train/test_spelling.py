@@ -9,11 +9,18 @@ from typing import Any, Literal
 
 import pytest
 
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.inference.evaluation.engines import ImitatedEngine
+from draftsmith.inference.evaluation.gains import GPUS
+from draftsmith.inference.evaluation.options import SimulateOptions
+from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
 from draftsmith.train.command_line.fields import fields_of
 from draftsmith.train.command_line.parse import given_options, options_from, parse
 from draftsmith.train.command_line.values import sized
+from draftsmith.train.commands.options import ExportOptions
 from draftsmith.train.config import Source
+from draftsmith.train.method import run_class_named
+from draftsmith.train.planning.options import PlanOptions
 
 
 @dataclass
@@ -118,3 +125,26 @@ def test_what_cannot_be_read(words: str, says: str, capsys: pytest.CaptureFixtur
 def test_a_size_is_a_number() -> None:
     typed = ["2K", "1.25M", "0.0001K", "2X", "K", ""]
     assert [*map(sized, typed)] == [2000, 1_250_000, 0.1, "2X", "K", ""]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("vLLM", "vllm"), ("llama.cpp", "llamacpp"), ("TensorRT-LLM", "trtllm"),
+        ("transformers", "hf"), ("h100", "H100"), ("RTX4090", "RTX 4090"), ("rtx-3090", "RTX 3090"),
+        ("H100-PCIe", "H100 PCIe"), ("gb300", "gb300"),
+    ],
+)  # fmt: skip
+def test_engines_and_gpus_may_be_spelled_as_usual(word: str, meant: str) -> None:
+    assert choice_named(word, [*ENGINES, *GPUS]) == meant
+
+
+def test_the_options_take_the_usual_spellings() -> None:
+    export = {"drafter": "d", "to": "TensorRT-LLM", "out": "o"}
+    assert options_from(ExportOptions, export).to == "trtllm"
+    assert options_from(PlanOptions, {"config": "c", "gpu": "rtx4090"}).gpu == "RTX 4090"
+    simulated = {"acceptance": "0.8", "gpu": "h200", "params": 8e9}
+    assert options_from(SimulateOptions, simulated).gpu == "H200"
+    assert ImitatedEngine("llama.cpp:drafts=3").label == "llamacpp:drafts=3"
+    run = {"target": "t", "data": "d", "out": "o", "for_": ["vLLM"]}
+    assert options_from(run_class_named("eagle"), run).for_ == ["vllm"]

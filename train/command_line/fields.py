@@ -15,11 +15,24 @@ SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
 SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no value
 OTHER_NAMES = {
-    "model": "target.path", "learning_rate": "optim.lr", "num_train_epochs": "epochs",
-    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "dataset": "data.sources",
+    "model": "target.path", "model_name_or_path": "target.path", "model_name": "target.path",
+    "dataset": "data.sources", "dataset_name": "data.sources", "train_file": "data.sources",
+    "output": "out", "output_dir": "out", "resume_from_checkpoint": "checkpoints.resume",
+    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup_share", "warmup_steps": "optim.warmup_share",
+    "max_grad_norm": "optim.clip_norm", "adam_beta1": "optim.betas", "adam_beta2": "optim.betas",
+    "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "steps": "max_steps", "max_train_steps": "max_steps",
     "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "rows_per_step",
     "accumulation": "rows_per_step", "global_batch_size": "rows_per_step",
-    "steps": "max_steps", "max_train_steps": "max_steps", "output": "out", "output_dir": "out",
+    "train_batch_size": "rows_per_step", "max_seq_length": "data.max_length",
+    "max_length": "data.max_length max_new_tokens", "max_tokens": "max_new_tokens",
+    "bf16": "precision", "fp16": "precision", "mixed_precision": "precision",
+    "gradient_checkpointing": "objective.recompute", "torch_dtype": "target.dtype",
+    "logging_steps": "log_every", "save_steps": "checkpoints.every",
+    "save_total_limit": "checkpoints.keep", "eval_steps": "evaluation.every",
+    "report_to": "tracker", "log_with": "tracker", "run_name": "project",
+    "push_to_hub": "push", "hub_model_id": "push",
     "draft_model": "drafter", "speculative_model": "drafter",
 }  # fmt: skip
 """Options of other tools by the last part of their names, and ours for the same."""
@@ -128,14 +141,16 @@ def written(name: str) -> str:
 def near(word: str, known: Iterable[str]) -> list[str]:
     """Return up to three of `known` that are spelled like `word`.
 
-    An option that another tool calls `word` comes first.
+    An option that another tool calls `word` is the only one.
     """
     # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
     for name in known:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
-    similar = list(by_end.get(OTHER_NAMES.get(word.rpartition(".")[2], ""), ()))
+    other = OTHER_NAMES.get(word.rpartition(".")[2], "").split()
+    if similar := [name for one in other for name in by_end.get(one, ())]:
+        return similar[:1]
     for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
         similar += by_end[form]
     return [*dict.fromkeys(similar)][:3]

@@ -21,6 +21,7 @@ from .fields import (
 )
 
 MOST_COLUMNS = 100
+MOST_CHOICES = 60  # characters of choices next to an option's name
 INDENT = 24  # column of the explanations
 TIE = "\0"  # a space at which no line ends
 NUMBERS = "N,N,..."
@@ -37,6 +38,10 @@ FORMS = {
 
 Where an option of that name takes something else, its field says so: `metadata={"form": "FILE"}`.
 """
+SAID_TEXT = (
+    "--quiet prints warnings and results alone, --verbose also what is done in detail, --debug the "
+    "traceback of an unforeseen error."
+)
 CONFIG_TEXT = (
     "--config FILE reads options from a YAML file with the same names; options after it win. "
     "--print-config prints all values as such a file, and does nothing else."
@@ -53,7 +58,7 @@ def usage_of(option: Option) -> str:
         return option.form
     words = (word for word, names in FORMS.items() if option.last.rstrip("_") in names.split())
     form = option.form or next(words, "NAME")
-    if get_origin(kinds[0]) is Literal:
+    if get_origin(kinds[0]) is Literal and not many_choices(option):
         form = "|".join(map(str, get_args(kinds[0])))
     elif kinds[0] in (int, float):
         form = "N"
@@ -64,9 +69,18 @@ def usage_of(option: Option) -> str:
     return f"{name} {form}"
 
 
+def many_choices(option: Option) -> list[str]:
+    """Return the choices of an option if a line does not hold them, else none."""
+    choices = [*map(str, get_args(alternatives(option.kind)[0]))]
+    literal = get_origin(alternatives(option.kind)[0]) is Literal
+    return choices if literal and len("|".join(choices)) > MOST_CHOICES else []
+
+
 def explanation_of(option: Option) -> str:
     """Return the text of an option with its default."""
     value, text = option.default, option.text
+    if choices := many_choices(option):
+        text += f" One of {', '.join(choices)}."
     if value is MISSING:
         return f"{text} Required."
     if option.kind is bool and value:  # listed as --no-..., which its text does not say
@@ -92,8 +106,9 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
     lines = [f"usage: {prog}{''.join(f' {word}...' for word in bare)} [--option VALUE ...]", ""]
     for paragraph in (config_class.__doc__ or "").split("\n\n"):
         lines += [*wrapped(paragraph, width), ""]
-    lines.append("examples:")
-    for example in config_class.examples:
+    given = getattr(config_class, "examples", ())  # a method of another package may have none
+    lines += ["examples:"] if given else []
+    for example in given:
         lines += wrapped(pairs_together(example), width, "  ", "      ", " \\")
     if everything:
         own = [option for option in options.values() if not option.group]
@@ -105,6 +120,7 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
                 own = [option for option in options.values() if option.group == part.name]
                 lines += ["", *wrapped(f"{part.name}: {title}{how}", width), *explained(own, width)]
         lines += ["", *wrapped(CONFIG_TEXT, width)] * ("config" not in options)
+        lines += ["", *wrapped(SAID_TEXT, width)]
         return "\n".join(lines)
     first = [options[name] for name in config_class.first]
     lines += ["", "the options that matter most:", *explained(first, width)]

@@ -7,7 +7,9 @@ made. Every mistake is answered in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -25,6 +27,8 @@ from .values import TABLES, WrongValue, converted, from_python, from_word, takes
 
 T = TypeVar("T")
 # What options take of which the type does not say it.
+USUAL_FIRST = ("target.path", "target", "prompt", "drafter", "config", "prompts", "data", "out")
+"""Options that a user expects not to have to name, the most usual first."""
 VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
 
 
@@ -40,7 +44,8 @@ class Place:
 
 
 COMMAND_LINE = Place(written, quote=written)
-PYTHON = Place(lambda name: "target" if name == "target.path" else name)
+SETTING = Place(lambda name: f"--set {name}", quote=lambda name: f"--set {name}")
+PYTHON = Place(lambda name: {"target.path": "target", "data.sources": "data"}.get(name, name))
 
 
 class Values(Generic[T]):
@@ -103,11 +108,21 @@ class Values(Generic[T]):
             raise (error.__cause__ or error) from None
 
 
-def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
+def as_given(values: Values[Any]) -> str:
+    """Return values as a config file, None where there are none."""
+    return yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True)
+
+
+def parse(
+    config_class: type[T],
+    argv: Sequence[str],
+    prog: str,
+    shown: Callable[[Values[T]], str] = as_given,
+) -> T:
     """Return an instance of the dataclass.
 
     Values come from `--config FILE` (YAML) and from options; later ones win. Prints one line and
-    exits with status 2 on a mistake.
+    exits with status 2 on a mistake. `--print-config` prints what `shown` returns.
     """
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
@@ -123,7 +138,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
                 values.put(name, plain, COMMAND_LINE, name in given)
             given.add(name)
         if "print_config" in given:
-            print(yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True), end="")
+            print(shown(values), end="")
             raise SystemExit(0)
         values.check_complete(COMMAND_LINE)
     except UserError as error:
@@ -134,14 +149,46 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> T:
         fail(str(error))
 
 
-def config_with(config_class: type[T], path: str, changes: list[str], prog: str) -> T:
+def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
     """Return the config of the YAML file `path` with `changes`, each KEY=VALUE as in `--set`.
 
-    Raises `UserError` for a change without a value, and ends as `parse` does on other mistakes.
+    Raises `UserError`, also for a change without a value.
     """
     if wrong := [change for change in changes if "=" not in change]:
         raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
-    return parse(config_class, ["--config", path, *(f"--{change}" for change in changes)], prog)
+    values, given = Values(config_class), set()
+    values.read(path)
+    for change in changes:
+        key, _, value = change.partition("=")
+        name = known_name(key.replace("-", "_"), values.types)
+        plain = from_word(values.types.get(name, Any), value)
+        values.put(name, plain, SETTING, name in given)
+        given.add(name)
+    values.check_complete(SETTING)
+    return values.made()
+
+
+def by_settings(message: str, own: Any) -> str:
+    """Return a message about a run for a command that takes the run's options by `--set`.
+
+    `own` is the dataclass of that command. `--rows-per-step 8` becomes `--set rows_per_step=8`.
+    """
+    from ..config import RunConfig
+
+    types = {option.name: option.kind for option in fields_of(RunConfig)}
+
+    def setting(found: re.Match[str]) -> str:
+        name = known_name(found[1].replace("-", "_"), types)
+        kind = types.get(name)
+        if kind is None or is_dataclass(kind) or name in {one.name for one in fields_of(own)}:
+            return found[0]
+        if kind is bool:
+            return f"--set {name}=true{found[2]}"
+        return f"--set {name}={found[2].strip() or '...'}"
+
+    # A value is what follows a space, as far as it cannot be a word of the sentence.
+    values = r"((?: (?:\d[\w.]*|bfloat16|float32|sdpa|row|skip)\b)?)"
+    return re.sub(rf"--([a-z][a-z.-]*[a-z]){values}", setting, message)
 
 
 def options_from(
@@ -171,6 +218,25 @@ def check_known(name: str, types: dict[str, Any], place: Place) -> None:
         raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
 
 
+def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
+    """Return what is said of a word that follows no option, of a command that takes none such.
+
+    It may be a setting as Hydra has it, `optim.lr=1e-4`, or a value without its option's name.
+    """
+    key, equals, value = word.lstrip("+").partition("=")
+    if equals and (name := known_name(key.replace("-", "_"), types)):
+        meant = [name] if name in types else near(name, types)
+        if meant:
+            return f"{word!r} has no hyphens; write {written(meant[0])} {shlex.quote(value)}"
+    texts = {name for name, kind in types.items() if not is_dataclass(kind)}
+    usual = [name for name in USUAL_FIRST if name in texts and name not in given]
+    such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
+    return (
+        f"{word!r} belongs to no option: a value follows the name of its option{such}; put quotes "
+        "around a value with spaces"
+    )
+
+
 def given_options(
     argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
 ) -> Iterator[tuple[str, Any]]:
@@ -186,8 +252,7 @@ def given_options(
         word, equals, value = words[0].partition("=")
         if not word.startswith("--"):
             if bare_goes_to is None or word.startswith("-"):
-                says = "belongs to no option; put quotes around a value with spaces"
-                raise UserError(f"{words[0]!r} {says}")
+                raise UserError(about_bare(words[0], types, given))
             yield bare_goes_to, words.pop(0)
             continue
         bare = len(words) > 1 and not words[1].startswith("--") and not equals

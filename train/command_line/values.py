@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from ...heads.files import YamlLoader, read_yaml
-from ...inference.settings import dtype_named
+from ...inference.settings import choice_named, dtype_named
 from .fields import alternatives, item_of, joined, options_of_class, written
 
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -71,7 +71,7 @@ def converted(kind: Any, given: Any) -> Any:
         elif get_origin(kind) is Literal:
             # The choice of the same type, which is bfloat16 in one option and bf16 in another.
             same = [one for one in get_args(kind) if dtype_named(str(one)) == dtype_named(value)]
-            value = same[0] if same else value
+            value = same[0] if same else choice_named(value, get_args(kind))
         elif {int, float} & {*alternatives(kind)}:
             value = sized(value)
     elif isinstance(value, list) and alternatives(kind) == [str]:  # temperatures=[0, 1]
@@ -107,7 +107,10 @@ def table_of(item: Any, value: Any, kind: Any) -> dict[str, Any]:
     table = {}
     for key, option in options.items():
         if (one := value.get(key, option.default)) is MISSING:
-            raise WrongValue(f": {key} is missing")
+            # As users of other libraries name a data set; here it is what counts call a source.
+            named = key == "path" and "name" in value
+            label = " (name is a label, not the data set's name)" if named else ""
+            raise WrongValue(f": {key} is missing{label}")
         try:
             table[key] = converted(option.kind, one)
         except WrongValue as wrong:

@@ -13,13 +13,21 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from .threads import choose_threads
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
 
 if TYPE_CHECKING:
     from ..config import RunConfig
+
+OTHER_COMMANDS = {
+    "chat": ["serve", "generate --chat"], "bench": ["evaluate"], "benchmark": ["evaluate"],
+    "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
+}  # fmt: skip
+"""Commands of other tools, and ours for the same."""
 
 # Nothing that imports torch may be here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
@@ -54,11 +62,9 @@ def _main(argv: list[str]) -> None:
         print(_usage(f"{verb} "))
         return
     if verb not in VERBS:
-        known = [*VERBS, "train", "completion"]
-        close = difflib.get_close_matches(verb, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
-        fail(f"unknown command {verb!r}; {hint}")
+        fail(f"unknown command {verb!r}; {hint_for(verb)}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
+    choose_threads(options)
     module = importlib.import_module(f"...{VERBS[verb][0]}", __package__)
 
     def if_interrupted() -> str:
@@ -68,7 +74,37 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    guarded(lambda: module.run(options), if_interrupted)
+    def work() -> None:
+        from ...heads.errors import UserError
+        from ..command_line.parse import by_settings
+
+        try:
+            module.run(options)
+        except UserError as error:
+            if not hasattr(options, "set"):
+                raise
+            raise UserError(by_settings(str(error), type(options))) from error
+
+    guarded(work, if_interrupted)
+
+
+def hint_for(word: str) -> str:
+    """Return what a user may have meant by a command that there is not, or all commands.
+
+    Besides commands that is the last word of one, a method, and what other tools call a command.
+    """
+    from ..method import METHODS
+
+    known = [*VERBS, "train", "completion"]
+    meant = {verb: [verb] for verb in known} | {name: [f"train {name}"] for name in METHODS}
+    for verb in VERBS:
+        meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
+    meant |= OTHER_COMMANDS
+    if close := difflib.get_close_matches(word, meant, n=1):
+        # One that is written like a command by chance is not preferred to the word itself.
+        found = meant.get(word, meant[close[0]])
+        return f"did you mean {' or '.join(map(repr, dict.fromkeys(found)))}?"
+    return f"there are: {', '.join(known)}"
 
 
 def train_main(argv: list[str] | None = None) -> None:
@@ -87,17 +123,30 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     if argv[:2] == ["data", "extract"]:
         return _main(argv)
     method, methods = argv[0] if argv else "", ", ".join(METHODS)
-    if method in ("-h", "--help"):
-        print(f"usage: {prog} METHOD --config FILE\n\nmethods: {methods}")
+    if method in ("-h", "--help", "--help-all"):
+        width = max(map(len, METHODS))
+        lines = [f"usage: {prog} METHOD --config FILE [--option VALUE ...]", "", "methods:"]
+        for name in METHODS:
+            what = (run_class_named(name).__doc__ or "").splitlines()[0].removesuffix(".")
+            lines.append(_folded(f"  {name:<{width}}  ", what))
+        own = "module:Class is a method of your own (docs/your-own-drafter.md)."
+        print("\n".join([*lines, "", f"{prog} METHOD --help-all explains every option.", own]))
         return
-    if method not in METHODS:
+    if method not in METHODS and ":" not in method:
         # The one other command that is launched.
         hint = " (or data extract)" if prog != "draftsmith train" else ""
         if close := difflib.get_close_matches(method, METHODS, n=1):
             hint = f"; did you mean {close[0]!r}?"
         fail(f"name a method to train: {methods}{hint}")
-    run = parse(run_class_named(method), argv[1:], f"{prog} {method}")
-    if prog == "draftsmith train":
+
+    def shown(values: Any) -> str:
+        from .printed import config_text
+
+        return config_text(method, values)
+
+    run = parse(run_class_named(method), argv[1:], f"{prog} {method}", shown)
+    choose_threads(run)
+    if prog == "draftsmith train" and not quiet():
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
 
@@ -105,15 +154,17 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         # Imported under `guarded`, so that an interrupt during the import ends in one line.
         from ..loop import train
         from ..method import method_named
+        from .pushing import pushing
 
-        best = train(run, method_named(method))
+        chosen = method_named(method)
+        best = train(run, chosen, pushing(run, chosen))
         if is_main_rank():
-            say_what_came_out(best, run)
+            say_what_came_out(best, run, method)
 
     guarded(start, lambda: "the same command goes on from the last checkpoint")
 
 
-def say_what_came_out(best: Path, run: RunConfig) -> None:
+def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ...heads.errors import UserError
     from ...inference.console import Console, warn
@@ -134,7 +185,8 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     target = run.target.path
     if names_a_folder(target) and not Path(target).is_dir():
         target = "TARGET"
-    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {best} --prompts FILE")
+    drafter = f"{method}:folder={best}" if ":" in method else best
+    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {drafter} --prompts FILE")
 
 
 def named_again(target: str, run: RunConfig) -> str:
@@ -164,7 +216,7 @@ def _usage(of: str = "") -> str:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
             lines.append(_folded(f"  {verb:<{width}}  ", what))
     if not of:
-        what = "completion of commands in bash or zsh"
+        what = "completion of commands in a shell: bash, zsh, tcsh, fish, powershell"
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
         lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
     return "\n".join(lines)

@@ -66,5 +66,5 @@ def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
         added = parser.add_argument(words[0], choices=choices or None)
         if words[1] in COMPLETED:
             added.complete = COMPLETED[words[1]]  # type: ignore[attr-defined]
-    for name in ("--help", "--help-all"):
+    for name in ("--help", "--help-all", "--quiet", "--verbose"):
         parser.add_argument(name, action="store_true")

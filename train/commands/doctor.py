@@ -18,7 +18,7 @@ from rich.table import Table
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ...heads.layout import dtype_name
-from ...inference.console import Console
+from ...inference.console import Console, several
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
@@ -108,7 +108,8 @@ def machine() -> Iterator[Finding]:
     if missing:
         text += f"; missing: {', '.join(missing)}"
     yield Finding("versions", "error" if missing else "ok", text)
-    text = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    text = f"{several(cores, 'core')}, torch uses {several(threads, 'thread')}"
     yield Finding("processor", "ok", f"{text}; {bfloat16_products()}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

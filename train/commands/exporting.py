@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from ...heads.artifact import Artifact
 from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
-from ...heads.exchange.card import CardFigures
+from ...heads.exchange.card import CardFigures, CardPrompts
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import ExportRequest
 from ...heads.exchange.exporter import WrittenExport, export, load_alone, with_vocabulary
@@ -52,6 +52,8 @@ def run(options: Options) -> None:
     )
     for note in written.notes:
         print(f"note: {note}")
+    if options.license is None:
+        print("note: the card names no licence; set one with --license, such as that of the target")
     print(f"\n{written.serve}")
     if options.push is not None:
         print(f"\npushed: {upload(options.out, options.push)}")
@@ -244,6 +246,15 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
             "other weights"
         )
     specs = {origin.spec for name, origin in listed.items() if name in names}
+    prompt_set = CardPrompts(Path(report.prompt_set.path or "unnamed").name)
+    if (benchmark := report.prompt_set.benchmark) is not None:
+        prompt_set = CardPrompts(
+            benchmark.name,
+            benchmark.path if benchmark.on_hub else benchmark.name,
+            benchmark.config_name,
+            benchmark.split,
+            benchmark.revision,
+        )
     source = f"{Path(path).name}, {report.scope}, SHA-256 {report.prompt_set.sha256[:16]}"
     method_kind = trained_kind(method)
     default = {"width": 1 if method_kind is not None and method_kind.chains else None}
@@ -270,6 +281,7 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
                 prompts=found.requests,
                 dtype=named.get("dtype", dtype),
                 source=source,
+                prompt_set=prompt_set,
             )
             rows.append(row)
     return rows

@@ -88,7 +88,7 @@ def run(options: Options) -> None:
     method = method_named(name)
     # The run's own folder, which a config may leave open, is not written here.
     changes = [f"out={options.out}", *options.set]
-    config = config_with(method.run_class, options.config, changes, "draftsmith data extract")
+    config = config_with(method.run_class, options.config, changes)
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

@@ -188,6 +188,45 @@ class RegenerateOptions(SourceOptions):
 
 
 @dataclass
+class SplitOptions(SourceOptions):
+    """Set a share of the conversations aside, for evaluation only.
+
+    All rows of a conversation lie on one side: rows with an equal id, or with an equal prompt
+    (everything before the first reply), as every turn of a logged conversation has. The side
+    depends on the conversation and the seed alone, so that a log that has grown is split alike.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data split --data logs.jsonl --out-train prompts.jsonl --out-test "
+        "held_out.jsonl --share 0.1",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "data",
+        "out_train",
+        "out_test",
+        "share",
+    )
+
+    data: str
+    """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub."""
+    out_train: str = field(metadata={"form": "FILE"})
+    """JSONL file to write the rows to that may be trained on, as they are."""
+    out_test: str = field(metadata={"form": "FILE"})
+    """JSONL file to write the other rows to."""
+    share: float = 0.1
+    """Share of the conversations that is set aside."""
+    seed: int = 0
+    """Seed of the choice."""
+    bad_rows: BadRows = "stop"
+    """Treatment of a malformed row: stop the command, or skip the row and name it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise UserError(f"share must lie between 0 and 1, not {self.share:g}")
+
+
+@dataclass
 class ExportOptions(SourceOptions):
     """Write a drafter in the layout that a serving engine loads.
 
@@ -338,9 +377,9 @@ class GenerateOptions(SourceOptions):
     prompt: str | None = None
     """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
     prompts: str | None = None
-    """Prompts that are decoded one after the other: a file as `draftsmith evaluate` takes it, or a
-    text file; `-` reads standard input. A line of text or standard input is a prompt, or a JSON
-    row."""
+    """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
+    takes it, or a text file; `-` reads standard input. A line of text or standard input is a
+    prompt, or a JSON row."""
     chat: bool = False
     """Read your next message after each reply, from the terminal or a line of standard input; every
     reply follows on the conversation so far."""

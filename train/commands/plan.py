@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
-from ...inference.console import Console
+from ...inference.console import Console, several
 from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..division import divided, most_ranks
@@ -35,6 +35,8 @@ from ..planning.verdict import need_of, verdict
 
 log = logging.getLogger(__name__)
 MOST_GPUS = 8  # that a plan is for if nothing is said
+# A judgement: recipes here take some 9,000 steps. Fewer updates learn less from the same data.
+FEW_STEPS = 2000
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -89,14 +91,25 @@ def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> st
         f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
         f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
         f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
-        f"{several(steps['evaluations'], 'evaluation')}."
+        f"{several(steps['evaluations'], 'evaluation')}.{few_steps(steps, config)}"
     )
 
 
-def several(number: int, what: str) -> str:
-    """Return a number of things, such as `1 row`, `2 passes`."""
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number:,} {what}{plural if number != 1 else ''}"
+def few_steps(steps: dict[str, int], config: RunConfig) -> str:
+    """Return what is said of a run of few steps, and nothing of a longer one."""
+    if steps["steps"] >= FEW_STEPS or steps["rows"] == 1:
+        return ""
+    said = (
+        f" {several(steps['steps'], 'step')} are few: fewer rows a step make more of them (--set "
+        "rows_per_step=N), on as many GPUs as N can be shared by."
+    )
+    if config.optim.optimizer == "adamw":
+        # Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
+        said += (
+            " With k times the rows a step, AdamW's rate is usually raised by the square root of k "
+            "(arXiv 2205.10287); try it before a long run."
+        )
+    return said
 
 
 def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
@@ -114,16 +127,17 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
     `target` is a folder in place of the config's target; `options.gpus` is set if it was not.
-    Raises `UserError` for a target without a config, and exits with status 2 for a config file that
-    is not one.
+    Raises `UserError` for a target without a config, for a config file that is not one, and for
+    rows that the GPUs cannot share.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
-    config = config_with(method.run_class, options.config, changes, "draftsmith data plan")
+    config = config_with(method.run_class, options.config, changes)
     # A plan may be made before the drafter is there that the run begins with.
     if config.init_from is not None and Path(config.init_from).is_dir():
         take_heads_before(config)
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
+    divided(config, options.gpus)  # before the seconds that the shapes take
     try:
         shape = shape_of(method, config)
     except UserError as error:

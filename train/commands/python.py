@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import wraps
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -22,13 +24,66 @@ from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
+from ..callbacks import Callback
 from ..config import Data, Source
+from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
+P = ParamSpec("P")
+R = TypeVar("R")
 ROWS_FILE = "rows.jsonl"
 """File of a run's folder for rows that were given as objects."""
 
+NAMED = re.compile(
+    r"(?P<command>draftsmith [a-z]+ [^;)`]*)|(?P<same>\w+) \(--(?P<again>[\w.-]+)\)"
+    r"|--(?P<no>no-)?(?P<option>[a-z][\w.-]*)"
+)
+"""Commands and options in messages. A command stays as it is, also where Python called."""
 
+
+def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with errors that name arguments where a command's name options."""
+
+    @wraps(function)
+    def called(*arguments: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*arguments, **options)
+        except UserError as error:
+            error.args = (in_python(str(error)),)
+            raise
+
+    return called
+
+
+def in_python(message: str) -> str:
+    """Return a message about options of draftsmith as one about arguments.
+
+    >>> in_python("give --target.dtype bfloat16, or leave out --no-baselines")
+    'give dtype bfloat16, or leave out baselines=False'
+    """
+    from ..command_line.fields import fields_of
+    from ..config import RunConfig
+    from .options import ExportOptions
+
+    known = {
+        part
+        for options in (EvaluateOptions, ExportOptions, RunConfig)
+        for one in fields_of(options)
+        for part in (one.name, one.name.rpartition(".")[2])
+    }
+
+    def argument(found: re.Match[str]) -> str:
+        if found["again"] is not None and found["same"] == found["again"].replace("-", "_"):
+            return found["same"]
+        name = (found["option"] or "").replace("-", "_").removeprefix("target.")
+        if name not in known:
+            return found[0]
+        return f"{name}=False" if found["no"] else name
+
+    return NAMED.sub(argument, message)
+
+
+@naming_arguments
 def load(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
     drafter: AnyPath | Drafter | Proposer = "none",
@@ -38,11 +93,30 @@ def load(
     batch: int = 1,
     **options: Any,
 ) -> api.Decoder:
-    """Return a decoder of `target` that drafts with `drafter`; see `draftsmith.inference.load`.
+    """Return a decoder of `target` that drafts with `drafter`.
 
-    With the `profile` that draftsmith tune wrote, the drafter has the settings that were best for
-    this `temperature` and `batch`. `options` are tokenizer and compile, and for a target by its
-    path dtype, device, adapter and attention. Raises `UserError`.
+    `target` is a model's folder or its name on the hub, a `TargetConfig`, or a model that
+    transformers has loaded. `drafter` is a drafter's folder, a draft model's folder, a
+    `draftsmith.Drafter`, a `draftsmith.Proposer`, or one of none (plain decoding), ngram, suffix,
+    lookahead and early-exit; settings follow a colon, such as `"ngram:length=8"`.
+
+    With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
+    best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
+    the profile's row only: `Decoder.generate` takes a temperature itself.
+
+    `options`:
+
+    - `dtype: str`: type of the target's weights: auto (as stored, but float32 on a CPU), float32,
+      bfloat16 or float16.
+    - `device: str`: auto (cuda if there is one), cpu, cuda or cuda:N.
+    - `adapter: str`: folder of a LoRA adapter, which is merged into the weights.
+    - `attention: str`: attention implementation of transformers.
+    - `trust_remote_code: bool`: run code that comes with the model.
+    - `compile: bool`: compile the rounds, which takes a minute or two at first.
+    - `tokenizer`: tokenizer of a model that is loaded; else it is read from where that came from.
+
+    All but the last two are for a target by its path or name, and more of them are the fields of
+    `TargetConfig`. Raises `UserError`.
 
     >>> import draftsmith
     >>> decoder = draftsmith.load("scripts/quickstart/target", "ngram", device="cpu")
@@ -61,28 +135,56 @@ def load(
     return api.load(loaded, spec, tuned=tuned)
 
 
+@naming_arguments
 def train(
-    method: str,
+    method: str | type[AnyMethod],
     target: AnyPath | None = None,
     data: Any = None,
     out: AnyPath | None = None,
     *,
     config: AnyPath | None = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
 
-    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, a list of
-    files, a list of rows, or a `datasets.Dataset`, whose rows are kept in `out/rows.jsonl`; `out`
-    the run's folder; `config` a YAML file of a run. `options` are those of the run by their names,
-    such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call goes on where an
+    `method` is medusa, eagle, dflash, dspark, mtp or distill, or a `train.method.Method` of your
+    own: its class, or `module:Class`. `target` is the model's folder or name on the hub. `data` is
+    a file of conversations, the name of a data set on the hub, a list of them, a list of rows
+    (dicts, such as `{"messages": [...]}`), or a `datasets.Dataset`; rows are kept in
+    `out/rows.jsonl`, and the run records a hash of all texts. A data set on the hub of
+    several configurations is a dict in a list: `[{"path": "openai/gsm8k", "config_name":
+    "main"}]` (also `split`, `revision`, `streaming: bool`, `weight: float`).
+    `out` is the run's folder. `config` is a YAML file of a run, whose values the arguments replace.
+
+    `options` are those of the run by their names, nested ones as a dict or by dotted names:
+
+    - `epochs: float` (1), or `max_steps: int`.
+    - `optim: dict`: `lr: float`, and more of the optimiser.
+    - `batch_rows: int` (4): most packed rows in a forward pass; `rows_per_step: int` (4): those of
+      an optimiser step, on all GPUs together.
+    - `precision: str`: no (float32) or bf16.
+    - `init_from: str`: folder of a drafter to start from.
+    - `heads: dict`, `objective: dict`: the drafter's shape and the loss, by method.
+    - `data.max_length: int` (1024), `data.held_out: dict` (`{"share": 0.05}`): beside `data`, as
+      `**{"data.max_length": 512}`.
+    - `seed: int` (0), `dtype: str`, `device: str`, `adapter: str`: as for `load`.
+
+    `callbacks` get the metrics and the checkpoints, see `draftsmith.Callback`.
+
+    All options, with defaults: `draftsmith train METHOD --help-all`. The same call goes on where an
     earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
+    from .pushing import pushing
 
     chosen = method_named(method)
+    if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
+        raise UserError(
+            f"callbacks are objects of draftsmith.Callback, not {type(wrong[0]).__name__}"
+        )
     rows = None if data is None or _names_files(data) else given_rows(data, "data")
     source = data if rows is None else [Source(ROWS_FILE, name="data")]
     values: dict[str, Any] = {"target": target, "data": source, "out": out}
@@ -93,9 +195,10 @@ def train(
         file = Path(run.out) / ROWS_FILE
         write_rows(rows, file)
         run.data.sources[0].path = str(file)
-    return run_training(run, chosen)
+    return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
 
 
+@naming_arguments
 def evaluate(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
     drafter: AnyPath | Drafter | Proposer | Sequence[AnyPath | Drafter | Proposer],
@@ -106,11 +209,28 @@ def evaluate(
 ) -> Report:
     """Return acceptance and speed of drafters on held-out prompts, compared with plain decoding.
 
-    `drafter` is a folder, a name such as ngram, a proposer of your own, or several of them;
-    `prompts` a file of prompts, a list of rows or of texts, which are what a user says, or a
-    `datasets.Dataset`; `target` a path, or a loaded model with its `tokenizer`. `options`
-    are those of the command, such as `temperatures="0,1"`, `limit=20`, `baselines=False` and
-    `json=FILE`. Raises `UserError`.
+    `target` is a model's folder or name on the hub, or a loaded model with its `tokenizer`.
+    `drafter` is a folder, a name such as ngram, a `draftsmith.Drafter`, a `draftsmith.Proposer` of
+    your own, or a list of them. `prompts` is a benchmark (mt-bench, gsm8k, humaneval, spec-bench),
+    a file of prompts, the name of a data set on the hub (with `config_name`, `split`, `revision`
+    and `streaming`), a list of texts, which are what a user says, a list of rows, or a
+    `datasets.Dataset`, or a `datasets.DatasetDict` with a `split`.
+
+    `options` are those of the command:
+
+    - `temperature: float` (0, greedy), `top_p: float`, `top_k: int`, `seed: int`, or
+      `temperatures: list[float]` to measure several.
+    - `max_new_tokens: int` (128), `batch_size: int` (1), or `batch_sizes: list[int]`.
+    - `limit: int`: number of prompts, drawn evenly over their categories; all if not given.
+    - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
+    - `baselines: bool` (True): measure ngram, lookahead and early-exit too.
+    - `like: list[str]`: engines to draft like, such as `["vllm:drafts=3"]`.
+    - `json: str`: file to write the report to; the same call then goes on where one stopped.
+    - `dtype: str`, `device: str`: as for `load`, for a target by its path or name.
+
+    All of them: `draftsmith evaluate --help-all`. Of the report, `settings` has an entry for each
+    temperature and batch size, whose `drafters` hold tau, speed and the rest by name. Raises
+    `UserError`.
     """
     from ...inference.evaluation.evaluate import measured
     from ..command_line.parse import options_from
@@ -144,11 +264,26 @@ def evaluate(
     return measured(made, loaded, own, rows)
 
 
+@naming_arguments
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
     """Write a drafter as a serving engine loads it, and return the command that serves it.
 
-    `to` is the engine's name, such as vllm. `options` are those of the command, such as
-    `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
+    `drafter` is a folder, or a `draftsmith.Drafter`; `to` is hf (transformers), llamacpp, sglang,
+    speculators, trtllm, tgi or vllm; `out` is the folder to write, of which an earlier export
+    is replaced. The command is returned as one text.
+
+    `options` are those of the command:
+
+    - `serve_as: str`: name of the target in the command; that of the training if not given.
+    - `drafts: int`: drafts of a round in the command.
+    - `dtype: str` (auto, as stored): float32, bfloat16 or float16.
+    - `report: list[str]`: JSON files of `evaluate`, whose figures go into the model card.
+    - `license: str`: licence in the card, by the hub's name, such as apache-2.0.
+    - `target: str`: target, where the engine needs its tokenizer or its output matrix.
+    - `draft_vocab_size: int` with `vocab_data: list[str]`: cut the drafter's vocabulary.
+    - `push: str`: repository on the hub to upload the folder to, private if it is new.
+
+    Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from .exporting import write_export

@@ -27,7 +27,7 @@ from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.plain import warn_of_plain_text
 from ...inference.conversations.rows import SHARES, LeftOut
-from ...inference.conversations.sources import rows_of
+from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import endless
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
@@ -75,6 +75,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         ids, written[other], _ = answered_in(other)
         refuse_other(other, written[other], shared, by_weights=here)
         finished |= ids
+    # Not compared above: files of earlier versions do not have it.
+    if source_files(options.source(options.data)) is None:
+        facts["dataset"] = options.data
     notes = Notes()
     all_tasks = tasks_of(rows, options, notes)
     tasks = [task for task in share.part_of(all_tasks) if task.id not in finished]

@@ -23,6 +23,11 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "train.commands.options.RegenerateOptions",
         "let the target write the replies of a data set",
     ),
+    "data split": (
+        "train.commands.split",
+        "train.commands.options.SplitOptions",
+        "set whole conversations aside for evaluation, by a share",
+    ),
     "export": (
         "train.commands.exporting",
         "train.commands.options.ExportOptions",

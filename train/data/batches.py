@@ -12,17 +12,34 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...inference.rounds.device import send
 from .tables import TokenTable
 
 PADDING = -1  # document number of padding
 GOLDEN = (5**0.5 - 1) / 2  # inverse of the golden ratio, see `RowShares`
 ANY = -(1 << 20)  # in `rounds`: an ordinary position, which may be a root; below any real count
+
+
+class Roots(NamedTuple):
+    """R rows before roots, as indices into all packed rows end to end, and what they learn."""
+
+    rows: Tensor
+    """The rows `[R]`."""
+    teachers: Tensor
+    """Positions `[R, D]` whose distributions the drafts learn: t + 1, t + 2, .. for row t."""
+    text: Tensor
+    """Token ids `[R, D + 1]`: the root and the labels."""
+    valid: Tensor
+    """[R, D] bool: which of the labels there are; the others, and their teachers, are arbitrary."""
+
+    def on(self, device: torch.device) -> Roots:
+        return Roots(*(send(tensor, device) for tensor in self))
 
 
 @dataclass
@@ -118,6 +135,23 @@ class Batch:
                 )
             run &= in_reply
         return run
+
+    def learned(self, depths: int) -> Tensor:
+        """Return whether each row has a root, and a label at each depth `[B, S, D]`, bool.
+
+        The root of row t is t + 1; the label at depth d = 1, 2, .. is the token at t + 1 + d.
+        """
+        return torch.stack([self.reply_run(1, 2 + k) for k in range(depths)], dim=-1)
+
+    def roots(self, depths: int) -> Roots:
+        """Return the rows with a label at the first depth, and what they learn, on the CPU."""
+        valid, ids = self.learned(depths).flatten(0, 1), self.ids.flatten()
+        # Rows of deeper drafts are among those of the first, since R(a .. b) only falls with b. The
+        # index is made on the CPU, where its length is known without waiting.
+        rows = valid[:, 0].nonzero()[:, 0]
+        # Rows without a label may point into the next packed row or past the last one.
+        ahead = (rows[:, None] + torch.arange(1, depths + 2)).clamp(max=len(ids) - 1)
+        return Roots(rows, ahead[:, :-1], ids[ahead], valid[rows])
 
 
 def pack_rows(lengths: list[int], capacity: int) -> list[list[int]]:

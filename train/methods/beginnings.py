@@ -34,16 +34,18 @@ def check_same(options: Any, init_from: str, stored: JsonObject) -> None:
 def take_heads_before(run: Any) -> None:
     """Set `run.heads` to those of the drafter that the run begins with, if it names one.
 
-    Which features are read follows from them. Raises `UserError` for a folder without a drafter.
+    Which features are read follows from them. Raises `UserError` for a folder without a drafter,
+    and if the run asks for other heads than the drafter has.
     """
     if run.init_from is None or not hasattr(run, "heads"):
         return
-    drafter = load_alone(run.init_from).drafter
+    drafter, options_class = load_alone(run.init_from).drafter, type(run.heads)
     if isinstance(drafter, MedusaHeads):
-        run.heads = drafter.config
+        stored = asdict(drafter.config)
     else:
-        options_class = type(run.heads)
-        run.heads = options_class(**config_of(drafter.shape, options_class))
+        stored = config_of(drafter.shape, options_class)
+    check_same(run.heads, run.init_from, stored)
+    run.heads = options_class(**stored)
 
 
 def shape_before(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before
+from .beginnings import shape_before, take_heads_before
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import attend_nearby, block_weights, rescale, start_uncertain
 from .mask_token import mask_token_for, warn_of_mask_token
@@ -96,7 +97,7 @@ class BlockObjective:
         self.config, self.taps = config, drafter.taps
         self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
-        gamma = config.gamma or (size + 1) // 2
+        gamma = config.gamma or default_gamma(size)
         # Column d is draft d + 1, so the first draft has weight 1.
         self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
         # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
@@ -306,6 +307,11 @@ def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> No
         rescale(drafter, target.tap_sizes(drafter.taps), keep=True)
 
 
+def default_gamma(block_size: int) -> float:
+    """Return the length of weighting decay: half of a block's slots."""
+    return float((block_size + 1) // 2)
+
+
 class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     """Training of DFlash drafters, and what DSpark's shares with it."""
 
@@ -319,6 +325,15 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         # The taps are the same for any mask token, and none is chosen yet.
         shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
         return shape.taps, False
+
+    def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
+        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        run.heads = replace(
+            run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size
+        )
+        if run.objective.weighting == "decay" and run.objective.gamma is None:
+            run.objective = replace(run.objective, gamma=default_gamma(shape.block_size))
 
     def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
         """Return the run's `Outline`.

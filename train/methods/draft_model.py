@@ -36,6 +36,7 @@ from ...distill.divergences import (
 from ...distill.draft_models import (
     DraftModelConfig,
     chosen_layers,
+    default_layers,
     make_draft_model,
     plan_of,
     smaller,
@@ -347,6 +348,12 @@ class DistillMethod(Method[DistillRun, DraftModel]):
 
     def features_of(self, run: DistillRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         return (), False
+
+    def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
+        options = run.draft_model
+        cut = run.init_from is None and options.path is None and options.config is None
+        if cut and options.layers is None:
+            run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
     def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
         config = _draft_model_config(run.draft_model, target)

@@ -6,6 +6,8 @@ step towards the target's next feature.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,7 +29,7 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before
+from .beginnings import shape_before, take_heads_before
 from .first_weights import start_uncertain
 from .recycling import RecyclingMethod
 from .runs import EagleRun
@@ -48,6 +50,19 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
         # last state everywhere.
         return shape.taps, eagle.CLASSES[shape.version].reads_last
+
+    def resolve(self, run: EagleRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
+        run.objective = run.objective.resolved(run.heads.version)
+        shape = shape_for(run.heads, target.config)
+        run.heads = replace(
+            run.heads,
+            taps=list(shape.taps) or None,
+            norm_taps=shape.norm_taps,
+            norm_output=shape.norm_output,
+            hidden_size=shape.hidden_size if run.heads.version == 3 else None,
+            intermediate_size=shape.intermediate_size,
+        )
 
     def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
         shape, loss = shape_for(run.heads, target.config), run.objective

@@ -43,10 +43,10 @@ from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
-from ..method import FeaturesRead, Method
+from ..method import Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .beginnings import check_same
+from .beginnings import check_same, take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -77,12 +77,8 @@ class MedusaObjective:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of rows with weight of each head, from masks alone."""
-        totals = self._valid(batch).sum((0, 1), dtype=torch.float64).tolist()
+        totals = batch.learned(self._num_heads).sum((0, 1), dtype=torch.float64).tolist()
         return {f"head{i}": total for i, total in enumerate(totals)}
-
-    def _valid(self, batch: Batch) -> Tensor:
-        """Return whether each row has weight for each head `[B, S, D]`, on the CPU."""
-        return torch.stack([batch.reply_run(1, 2 + i) for i in range(self._num_heads)], dim=-1)
 
     def forward(
         self,
@@ -97,11 +93,7 @@ class MedusaObjective:
         counts in the denominator, and metrics count it as a miss.
         """
         batch, last = features.batch, features.last.flatten(0, 1)
-        valid = self._valid(batch).flatten(0, 1)
-        # Rows of deeper heads are among those of the first, since R(a .. b) only falls with b. The
-        # index is made on the CPU, where its length is known without waiting.
-        rows = valid[:, 0].nonzero()[:, 0]
-        valid = valid[rows]
+        rows, teachers, text, valid = batch.roots(self._num_heads)
         device_valid = send(valid, last.device)
         # w_i / N_i, N_i being the global count of head i: deep heads have fewer rows, and with one
         # count for all they would weigh less than w_i. A count is a whole number here, so `max`
@@ -112,11 +104,9 @@ class MedusaObjective:
         # The target's states may be in bfloat16, the heads learn in float32.
         dtype = next(drafter.parameters()).dtype
         loss, *tables = sum_in_chunks(
-            partial(
-                self._table, drafter, VocabularyMap(drafter), last, batch.ids.flatten(), measured
-            ),
+            partial(self._table, drafter, VocabularyMap(drafter), last, measured),
             last[send(rows, last.device)].to(dtype),
-            (rows, factors),
+            (teachers, text[:, 1:], factors),
             # all of them: the states are frozen, so each parameter learns within the chunks or not
             # at all
             list(drafter.parameters()),
@@ -132,31 +122,25 @@ class MedusaObjective:
         drafter: MedusaHeads,
         vocabulary: VocabularyMap,
         last: Tensor,
-        ids: Tensor,
         measured: bool,
         hidden: Tensor,
-        rows: Tensor,
+        teachers: Tensor,
+        labels: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the loss of R rows, then tables `[R, D]` if it is `measured`.
 
         The tables are: losses, 1 where the best token is the target's, overlap. `last`
         `[positions, H]` are the target's states on the device, `hidden` `[R, H]` those of the rows.
-        `ids` `[positions]` and `rows` `[R]` are on the CPU, so that finding the distinct teachers
-        waits for nothing.
+        `teachers` and `labels` `[R, D]` are on the CPU, so that finding the distinct teachers waits
+        for nothing; where a head has no weight they are arbitrary.
         """
-        # Row t, head i: teacher p[t+1+i], label x[t+2+i], as indices into all packed rows end to
-        # end. Heads without weight may point into the next packed row or past the last one, hence
-        # the clamps; their factor is 0.
-        ahead = rows[:, None] + torch.arange(1, self._num_heads + 1)
-        ahead = ahead.clamp(max=ids.shape[0] - 1)
-        labels = send(ids[(ahead + 1).clamp(max=ids.shape[0] - 1)], last.device)
-        labels = vocabulary.columns(labels)
+        labels = vocabulary.columns(send(labels, last.device))
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
-        distributions, index, name = None, ahead, self._config.loss
+        distributions, index, name = None, teachers, self._config.loss
         if measured or name not in LABELS_ONLY or vocabulary.reduced:
-            positions, index = (send(t, last.device) for t in ahead.unique(return_inverse=True))
+            positions, index = (send(t, last.device) for t in teachers.unique(return_inverse=True))
             with torch.no_grad():
                 # Not kept under a name: no logits of all tokens are there beside those of heads.
                 distributions = Distributions.of(
@@ -245,8 +229,8 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     drafter_class = MedusaHeads
     replays_chain = False
 
-    def features_of(self, run: MedusaRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
-        return (), False
+    def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
 
     def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
         hidden_size = target.config.hidden_size

@@ -21,7 +21,7 @@ from ..data.batches import Batches
 from ..method import FeaturesRead
 from ..objectives import check_backend
 from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
-from .beginnings import shape_before
+from .beginnings import shape_before, take_heads_before
 from .eagle import STATES
 from .first_weights import set_scale, start_uncertain
 from .recycling import RecyclingMethod
@@ -39,6 +39,10 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
 
     def features_of(self, run: MtpRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         return (), True
+
+    def resolve(self, run: MtpRun, target: ConfigOnly) -> None:
+        take_heads_before(run)
+        run.objective = run.objective.resolved()
 
     def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)

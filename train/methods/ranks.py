@@ -12,8 +12,22 @@ import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
+from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.replay import RANKS, rank_of
 from ..data.batches import Batch, collate
+from ..method import DrafterT, Method, RunT
+
+
+class RankedMethod(Method[RunT, DrafterT]):
+    """Base of methods whose drafters make chains and trees, calibrated by `ranks_by_root`."""
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
+        """Return the rank accuracies of the drafter, and the tree of evaluation."""
+        calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
+        return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
+
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
+        return accepted_in_chains(outcome, calibration)
 
 
 def batch_of_text(ids: Tensor) -> Batch:

@@ -93,7 +93,7 @@ class UnrolledObjective:
 
     def row_weights(self, batch: Batch) -> Tensor:
         """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
-        runs = torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
+        runs = batch.learned(self.steps)
         # Row t drafts from the root at t + 1, so the weights of drafts, which are at their roots,
         # move one row up; the last row has no root.
         draft_weights = batch.draft_weights(self.steps, self._accepted_weight)

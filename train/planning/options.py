@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ...heads.errors import UserError
 from ...inference.evaluation.gains import GPUS
+from ...inference.settings import choice_named
 from ..method import MethodName
 
 
@@ -70,6 +71,7 @@ class PlanOptions:
     enough); may be given several times."""
 
     def __post_init__(self) -> None:
+        self.gpu = choice_named(self.gpu, GPUS)
         if self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
         if (

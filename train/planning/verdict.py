@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from .step_memory import MOMENT_BYTES, StepMemory
 
 GPUS_TRIED = tuple(2**power for power in range(10))
 SIZES = (24, 48, 80, 141, 180)  # GB of the GPUs that are proposed where a kind does not do
+MOST_PROPOSED = 64  # GPUs: more are not a remedy for a step that does not fit
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
 STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
 
@@ -27,6 +29,10 @@ class Need:
     """Layers of the target."""
     live: bool
     """False for a run from a feature store, which has no target to shard."""
+    batch_rows: int = 1
+    """Packed rows that a pass may have."""
+    ends: int = 0
+    """Bytes of the target's embedding and head, which are there without the rest of it too."""
 
     def each(self, gpus: int) -> float:
         """Return the bytes on each of `gpus` that share the target, `target.spread` being fsdp.
@@ -39,6 +45,12 @@ class Need:
         target = self.memory.target
         shared = target / gpus + GATHERED_LAYERS * target / max(self.layers, 1)
         return whole - target + min(shared, target)
+
+    def without_target(self) -> float:
+        """Return the bytes on each GPU where another process runs the target."""
+        memory = self.memory
+        beside = memory.drafter + memory.moments + memory.features + memory.step
+        return float(beside + self.ends)
 
     def fewest(self, room: float) -> int | None:
         """Return the fewest GPUs of `room` bytes that do; None if no number of them does."""
@@ -56,7 +68,9 @@ def need_of(
             target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
             4 * trained + int(plan["activation_bytes"]),
         )  # fmt: skip
-    return Need(memory, shape.target_layers, live=config.features.store is None)
+    live = config.features.store is None and config.features.server is None
+    ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
+    return Need(memory, shape.target_layers, live, config.batch_rows, ends)
 
 
 def fit(need: Need, spread: str, options: PlanOptions) -> str:
@@ -69,16 +83,36 @@ def fit(need: Need, spread: str, options: PlanOptions) -> str:
     if need.each(gpus) <= gb * 1e9:
         spreading = "" if gpus == 1 else f" (target.spread {spread})"
         return f"fits {where}{spreading}: {each}."
-    # Else the smallest kind of GPU of which some number does.
-    for other in (gb, *(larger for larger in SIZES if larger > gb)):
-        if (fewest := need.fewest(other * 1e9)) is not None:
-            how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
-            needs = f"needs {counted(fewest, other)}{how}, or a smaller batch_rows"
-            return f"does not fit {where} ({each}); {needs}."
-    return (
-        f"does not fit {where} ({each}), nor any number of GPUs; lower batch_rows or "
-        "data.max_length."
-    )
+    needs = remedies(need, spread, gb)
+    if not needs:
+        rows = "batch_rows or " if need.batch_rows > 1 else ""
+        return (
+            f"does not fit {where} ({each}), nor any number of GPUs; lower {rows}data.max_length."
+        )
+    return f"does not fit {where} ({each}); needs {', or '.join(needs)}."
+
+
+def remedies(need: Need, spread: str, gb: float) -> list[str]:
+    """Return what lets a step fit that does not fit GPUs of `gb`, the most usual first."""
+    kinds = (gb, *(larger for larger in SIZES if larger > gb))
+    numbers = {kind: need.fewest(kind * 1e9) for kind in kinds}
+    shared = next((kind for kind in kinds if (numbers[kind] or math.inf) <= MOST_PROPOSED), None)
+    # The smallest kind that does where another process runs the target.
+    alone = next((kind for kind in kinds if need.without_target() <= kind * 1e9), None)
+    alone = alone if need.live else None
+    found = []
+    if shared is not None and (fewest := numbers[shared]) and (alone is None or shared <= alone):
+        how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
+        found.append(f"{counted(fewest, shared)}{how}")
+    if found and need.batch_rows > 1:
+        found.append("a smaller batch_rows")
+    if alone is not None:
+        kind = "" if alone == gb else f"GPUs of {alone:g} GB and "
+        found.append(
+            f"{kind}the target elsewhere, {size(need.without_target())} on each GPU then: on a "
+            "server (features.server), or run before the training (data extract, features.store)"
+        )
+    return found
 
 
 def counted(gpus: int, gb: float) -> str:

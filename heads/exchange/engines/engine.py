@@ -254,6 +254,10 @@ class ServingEngine:
     """Place in lists of engines."""
     chains_only: bool = True
     """True if its drafts are a chain, false if they may be a tree."""
+    in_process: bool = False
+    """True if it decodes in the user's own process, and nothing is served."""
+    card_tags: tuple[str, ...] = ()
+    """Tags of an export's card, by which the hub finds it."""
     takes_by_load: bool = False
     """True if its number of drafts can follow the number of requests."""
     like: Like | None = None

@@ -102,6 +102,8 @@ ENGINE = ServingEngine(
     title="transformers",
     place=6,
     chains_only=False,
+    in_process=True,
+    card_tags=("custom_generate",),
     add_files=_add_code,
     recipes={
         "eagle3": EAGLE,

@@ -18,7 +18,7 @@ from ..compare import ALL, Change, Comparison, compared, own_drafters
 from ..results import Report, SettingFigures
 from .charts import Bar, bar_chart
 from .page import Figure, folded, side_by_side
-from .sections import BARS, command, numbered
+from .sections import BARS, command, numbered, with_all_columns
 from .tables import NOTHING, TO, UNNAMED, Colours, Table, by_column, finite_pair, with_interval
 
 Named = tuple[str, Report]
@@ -74,19 +74,32 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
     """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
     found: Drafters = {}
-    for name in own_drafters(reports[0]):
-        kind = _kind(reports[0], name)
-        own = [name if name in own_drafters(report) else "" for report in reports]
-        if not all(own):
-            own = _of_kind(reports, kind)
-        if not own:
+    own = {*own_drafters(reports[0])}
+    for label, names in in_all(reports).items():
+        if names[0] not in own:
             continue
         try:
-            settings = compared(reports, own, paths, 0.0)
+            settings = compared(reports, names, paths, 0.0)
         except UserError:  # they cannot be compared, so each gets a part of its own
             continue
         if any(setting.rows for setting in settings):
-            found[name if len({*own}) == 1 else kind] = own, settings
+            found[label] = names, settings
+    return found
+
+
+def in_all(reports: Sequence[Report]) -> dict[str, list[str]]:
+    """Return the names in each report of the ways to decode that all have, by a name for all.
+
+    They have the same name everywhere, or else each report has one drafter of that method and
+    settings, by which it is then called.
+    """
+    found = {}
+    for name in reports[0].settings[0].drafters if reports[0].settings else ():
+        kind = _kind(reports[0], name)
+        if all(report.settings and name in report.settings[0].drafters for report in reports):
+            found[name] = [name] * len(reports)
+        elif names := _of_kind(reports, kind):
+            found[kind] = names
     return found
 
 
@@ -164,7 +177,7 @@ def before_after(part: Part, colours: Colours) -> str:
     return (
         "\n".join(_sentences(part, rows))
         + _charts(part, rows, colours)
-        + table.html()
+        + with_all_columns(table)
         + '<p class="note">tau with 95% intervals over prompts; those of the change are of pairs '
         "of prompts, and narrower. Only tau is compared: the speeds of two runs are of two "
         "moments. Plain decoding and baselines below are those of the last report; each speed-up "
@@ -205,8 +218,13 @@ def compare_table(part: Part) -> Table | None:
     columns, texts = by_column(rows)
     narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
     switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
-    paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
-    return Table(f"Tau by category, {paths}", columns, texts, switches=switches, narrow=narrow)
+    differing = [name for name in switches if len({row[name] for row in rows}) > 1]
+    important = [
+        "category", "change", *differing, "tau before", "tau after", "outcome",
+        "change, 95% interval", "requests",
+    ]  # fmt: skip
+    title = f"Tau by category, before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
+    return Table(title, columns, texts, switches=switches, narrow=narrow, important=important)
 
 
 def _where(row: _LineageRow) -> str:

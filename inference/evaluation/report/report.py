@@ -14,10 +14,11 @@ from pathlib import Path
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
-from ..remarks import remarks
+from ..remarks import headline
 from ..results import Report, read_report
 from ..training_log import METRICS_FILE, read_metrics
 from . import sections, speed
+from .figures_table import csv_of, over_seeds, rows_of, table_of
 from .lineage import Part, before_after, compare_table, parts_of_page
 from .options import ReportOptions as Options
 from .page import folded, page
@@ -26,7 +27,9 @@ from .tables import Colours, categories, served, summary
 from .training import Training, curves, trainings
 
 HTML_FILE = "report.html"
-ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
+ENDINGS = {
+    ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md", ".csv": "csv", ".tex": "tex",
+}  # fmt: skip
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Found:
 
 
 def run(options: Options) -> None:
-    """Write the page, or the tables as Markdown, to `options.out` or its default.
+    """Write the page, or tables in another format, to `options.out` or its default.
 
     Raises `UserError` for inputs that cannot be read and for a file that cannot be written.
     """
@@ -49,7 +52,8 @@ def run(options: Options) -> None:
         )
     check_output(options.out, "--out")
     found = gather(options.runs)
-    out = options.out or (HTML_FILE if options.format != "md" else None)
+    by_default = None if options.over_seeds or options.format not in (None, "html") else HTML_FILE
+    out = options.out or by_default
     if out is not None:
         # Writing would replace an input with the page made of it.
         place = Path(out).resolve()
@@ -58,7 +62,7 @@ def run(options: Options) -> None:
             why = "it is what the report is made of" if overwritten else "it is a folder"
             raise UserError(f"cannot write {out}: {why}; name another file with --out")
     form = format_of(options)
-    text = html(found) if form == "html" else markdown(found).encode("utf-8", "replace")
+    text = html(found) if form == "html" else as_text(found, form, options).encode(errors="replace")
     if out is None:
         sys.stdout.write(text.decode())
         return
@@ -67,20 +71,34 @@ def run(options: Options) -> None:
     print(f"report: {out}")
 
 
+def as_text(found: Found, form: str, options: Options) -> str:
+    """Return what was found in the format `form`: md, csv or tex. Raises `UserError`."""
+    if form == "md" and not options.over_seeds:
+        return markdown(found, cut=options.columns == "few")
+    rows = over_seeds(found.reports) if options.over_seeds else rows_of(found.reports)
+    if form == "csv":
+        return csv_of(rows)
+    table = table_of(rows)
+    return table.markdown() if form == "md" else table.latex()
+
+
 def format_of(options: Options) -> str:
-    """Return the format to write, html or md. Raises `UserError` if --out has another's ending."""
+    """Return the format to write. Raises `UserError` if --out has another's ending."""
     ending = Path(options.out or "").suffix.lower()
     named = ENDINGS.get(ending)
     if ending and named is None and options.format is None:
         raise UserError(
-            f"--out {options.out} ends neither in .html nor in .md; give --format html or md"
+            f"--out {options.out} ends in none of .html, .md, .csv and .tex; give --format too"
         )
     if options.format is not None and named not in (None, options.format):
         raise UserError(
             f"--out {options.out} has the ending of another format than --format {options.format}; "
             "change one of them"
         )
-    return options.format or named or "html"
+    form = options.format or named or ("md" if options.over_seeds else "html")
+    if options.over_seeds and form == "html":
+        raise UserError("--over-seeds makes one table, not a page; give --format md, csv or tex")
+    return form
 
 
 def gather(paths: Sequence[str]) -> Found:
@@ -163,8 +181,8 @@ def html(found: Found) -> bytes:
         if several:
             links.append((f"report-{index}", part.title))
             body.append(f'<h2 id="report-{index}">{escape(part.title)}</h2>')
-        body += [sections.alerts(report), sections.headline(report, colours)]
-        body.append(sections.verdict(report))
+        body += [sections.alerts(report), sections.verdict(report)]
+        body.append(sections.tau_and_speed(report, colours))
         level = "h3" if several else "h2"
         for name, text in parts_of(part, report, colours):
             # Several reports repeat the same sections, so the number keeps the ids apart.
@@ -204,7 +222,7 @@ def parts_of(part: Part, report: Report, colours: Colours) -> list[tuple[str, st
     every = [
         ("Before and after", before_after(part, colours)),
         ("Summary", sections.summaries(report, colours)),
-        ("Server", "" if table is None else table.html()),
+        ("Server", "" if table is None else sections.with_all_columns(table)),
         ("Acceptance by position", sections.acceptance(report, colours)),
         ("Categories", sections.by_category(report, colours)),
         ("Speed-up", speed.speed(report, colours)),
@@ -224,23 +242,28 @@ def _conditions(part: Part) -> str:
     return "".join(blocks)
 
 
-def markdown(found: Found) -> str:
-    """Return the tables of all reports, lineages and training runs as Markdown."""
+def markdown(found: Found, cut: bool = True) -> str:
+    """Return the tables of all reports, lineages and training runs as Markdown.
+
+    With `cut` they have their most important columns only, and many drafters share several tables.
+    """
     blocks = []
     for part in parts_of_page(found.reports):
         report = part.report
         blocks.append(f"## {report.target_name}\n\n{report.scope}, {part.title}\n")
         if where := report.measured_on:
             blocks.append(f"Measured on {where}.\n")
-        blocks += [f"{escape(line)}.\n" for line in remarks(report)]
-        tables = [
+        blocks += [f"{escape(line)}.\n" for line in headline(report)]
+        whole = [
             compare_table(part),
             summary(report) if report.settings else None,
             served(report),
-            *(categories(setting) for setting in report.settings),
         ]
-        blocks += [table.markdown() for table in tables if table is not None]
-    table = trainings(found.trainings)
-    if table is not None:
+        tables = [table.cut() if cut else table for table in whole if table is not None]
+        for table in map(categories, report.settings):
+            if table is not None:
+                tables += table.split() if cut else [table]
+        blocks += [table.markdown() for table in tables]
+    if (table := trainings(found.trainings)) is not None:
         blocks.append(table.markdown())
     return "\n".join(blocks)

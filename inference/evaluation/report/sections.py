@@ -11,23 +11,20 @@ from html import escape
 
 from ....heads.files import JsonObject
 from ..console_tables import over_untuned
-from ..remarks import remarks
+from ..remarks import headline
 from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
-from .page import Figure, others_folded, side_by_side
+from .page import Figure, folded, others_folded, side_by_side
 from .tables import (
     UNNAMED,
     Colours,
+    Table,
     caption,
     categories,
-    factor,
-    fastest,
     finite_pair,
     firsts,
-    interval,
     loop_shares,
-    number,
     summary,
 )
 
@@ -86,6 +83,8 @@ def _prompt_set(prompts: PromptSet) -> str:
     """Return how many prompts there are, of which file, and their categories if several."""
     path = prompts.path or "an unnamed set"
     text = f"{prompts.prompts} of {path}, SHA-256 {prompts.sha256[:12]}"
+    if (benchmark := prompts.benchmark) is not None:
+        text += f", from {benchmark.path} (licence {benchmark.license})"
     categories = [name for name in prompts.categories if name]
     if len(categories) > 1:
         text += f", {len(categories)} categories: {', '.join(categories)}"
@@ -101,12 +100,10 @@ def _reply_limits(options: JsonObject) -> str | None:
 
 
 def alerts(report: Report) -> str:
-    """Return what a reader has to know before any figure; "" for a report without remarks."""
+    """Return what a reader has to know before any figure: a report that is not whole, or lossy."""
     said = ""
     if report.partial:
         said = f'<p class="alert">Not whole: only {escape(report.partial)} so far.</p>\n'
-    for line in remarks(report):
-        said += f'<p class="note">{escape(line[0].upper() + line[1:])}.</p>\n'
     lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
     if lossy:
         said += (
@@ -117,7 +114,7 @@ def alerts(report: Report) -> str:
     return said
 
 
-def headline(report: Report, colours: Colours) -> str:
+def tau_and_speed(report: Report, colours: Colours) -> str:
     """Return tau and speed-up of each drafter as bars, at the smallest batch of each temperature.
 
     Further temperatures are left out where the bars would become too many.
@@ -147,27 +144,13 @@ def headline(report: Report, colours: Colours) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Return a line on losslessness, and one for each temperature with its fastest drafter.
-
-    The line is about the smallest batch of that temperature.
-    """
+    """Return a line on losslessness, and the headline that the terminal shows too."""
     lines = []
     if report.settings and all(setting.lossless for setting in report.settings):
         lines.append(
             '<p class="lossless">✓ lossless: every rule used keeps the target\'s distribution</p>'
         )
-    for setting in firsts(report):
-        said = "no drafter is faster than plain decoding."
-        if (name := fastest(setting)) is not None:
-            s = setting.drafters[name]
-            # Of fewer than five prompts or batches there is no interval.
-            known = finite_pair(s.speedup_ci95)
-            between = f" (95% {interval(known)})" if known else ""
-            said = (
-                f"<strong>{escape(name)}</strong> is fastest, <strong>{factor(s.speedup)}</strong> "
-                f"plain decoding{between}, at {number(s.tau_incl_bonus)} tokens a round."
-            )
-        lines.append(f'<p class="verdict">{caption(setting)}: {said}</p>')
+    lines += [f'<p class="verdict">{escape(line)}.</p>' for line in headline(report)]
     return "\n".join(lines)
 
 
@@ -192,7 +175,14 @@ def summaries(report: Report, colours: Colours) -> str:
             if s.untuned is not None:
                 notes.append(f"{caption(setting)}, {name}: {over_untuned(s)}.")
     remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-    return summary(report).html(colours) + remarks
+    return with_all_columns(summary(report), colours) + remarks
+
+
+def with_all_columns(table: Table, colours: Colours | None = None) -> str:
+    """Return a table of the most important columns; one of all, if it has more, is folded."""
+    cut = table.cut()
+    whole = table.html() if len(cut.columns) < len(table.columns) else ""
+    return cut.html(colours) + folded(f"All {len(table.columns)} columns", whole)
 
 
 def few_prompts(report: Report) -> str:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TypeGuard
 
+from ..remarks import fastest
 from ..results import DrafterFigures, Report, SettingFigures, caption
 
 # Typographic signs, written as codes because they look like others.
 NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"
 UNNAMED = "(none)"  # the category of prompts that have none
+MOST = 8  # columns of a table, unless a reader asks for all
+LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": "$<$", ">": "$>$", "|": "$|$", TIMES: r"$\times$", TO: "--",
+}  # fmt: skip
+"""Signs that LaTeX would take for commands or print as others, and how they are written."""
 Colours = Mapping[str, int]
 """Numbers of looks (`charts.LOOKS`) by drafters' names."""
 
@@ -31,6 +39,48 @@ class Table:
     """Columns of few values, by which a reader of the page can choose rows."""
     narrow: Sequence[str] = ()
     """Columns that a phone shows; all if not given. The page says that there are others."""
+    important: Sequence[str] = ()
+    """Columns that stay in a table of `MOST`, those of most weight first; further ones follow in
+    their order."""
+
+    def cut(self) -> Table:
+        """Return the table with its `MOST` most important columns, in their order."""
+        ranked = [*self.important, *(c for c in self.columns if c not in self.important)][:MOST]
+        kept = [place for place, column in enumerate(self.columns) if column in ranked]
+
+        def of(names: Sequence[str]) -> list[str]:
+            return [name for name in names if name in ranked]
+
+        rows = [[row[place] for place in kept] for row in self.rows]
+        return replace(
+            self, columns=of(self.columns), rows=rows, switches=of(self.switches),
+            narrow=of(self.narrow),
+        )  # fmt: skip
+
+    def split(self) -> list[Table]:
+        """Return tables of at most `MOST` columns that together have all; each has the first."""
+        tables = []
+        for start in range(1, len(self.columns), MOST - 1):
+            title = self.title + ", further columns" * (start > 1)
+            places = [0, *range(start, min(start + MOST - 1, len(self.columns)))]
+            columns = [self.columns[place] for place in places]
+            rows = [[row[place] for place in places] for row in self.rows]
+            tables.append(replace(self, title=title, columns=columns, rows=rows))
+        return tables
+
+    def latex(self) -> str:
+        """Return the table as LaTeX, which needs the package booktabs."""
+
+        def line(cells: Sequence[str]) -> str:
+            return "    " + " & ".join(map(latex, cells)) + r" \\"
+
+        return "\n".join([
+            r"% needs \usepackage{booktabs}", r"\begin{table}", r"  \centering",
+            rf"  \caption{{{latex(self.title)}}}",
+            rf"  \begin{{tabular}}{{l{'r' * (len(self.columns) - 1)}}}",
+            r"    \toprule", line(self.columns), r"    \midrule", *map(line, self.rows),
+            r"    \bottomrule", r"  \end{tabular}", r"\end{table}", "",
+        ])  # fmt: skip
 
     def markdown(self) -> str:
         """Return the table as Markdown, its title in bold above it."""
@@ -77,6 +127,11 @@ class Table:
             f"<table{switches}><caption>{title}</caption><thead><tr>{heads}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table></div>{hint}"
         )
+
+
+def latex(text: str) -> str:
+    """Return a text in one line, with the signs of `LATEX` escaped."""
+    return "".join(LATEX.get(sign, sign) for sign in _one_line(text))
 
 
 def by_column(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
@@ -147,15 +202,6 @@ def loop_shares(report: Report) -> str:
     return f"{said}; loops flatter every drafter." if known else ""
 
 
-def fastest(setting: SettingFigures) -> str | None:
-    """Return the drafter of the highest speed-up; `None` if none is faster than plain decoding."""
-    name, gain = None, 1.0
-    for drafter, figures in setting.drafting.items():
-        if figures.speedup is not None and figures.speedup > gain:
-            name, gain = drafter, figures.speedup
-    return name
-
-
 def summary(report: Report) -> Table:
     """Return the table of all settings, with a row for each setting and each way of decoding.
 
@@ -168,14 +214,18 @@ def summary(report: Report) -> Table:
             if name == winner:
                 best.append(len(rows))
             rows.append(_summary_row(setting, name, figures, report.drafter_bytes.get(name)))
-    title = "Every setting"
-    if any(not setting.lossless for setting in report.settings):
+    title = caption(*report.settings) if len(report.settings) == 1 else "Every setting"
+    if len(report.settings) > 1 and any(not setting.lossless for setting in report.settings):
         title += ", LOSSY typical acceptance"
     switches = ["temperature", "batch size"]
     # What is the same in all rows is above the charts already.
     differing = [column for column in switches if len({row[column] for row in rows}) > 1]
     narrow = ["drafter", "speed-up", "tau", "replies equal to plain decoding's", *differing]
-    return Table(title, *by_column(rows), best, switches, narrow)
+    important = [
+        "drafter", "speed-up", *differing, "tau", "replies equal to plain decoding's",
+        "tau, 95% interval", "speed-up, 95% interval", "tokens a second", "drafted tokens a round",
+    ]  # fmt: skip
+    return Table(title, *by_column(rows), best, switches, narrow, important)
 
 
 def _summary_row(
@@ -239,7 +289,11 @@ def served(report: Report) -> Table | None:
             "replies equal to plain decoding's": _share_of(s.equal_to_plain, s.compared),
         })  # fmt: skip
     narrow = ("setting", "tau", "tokens a second", "replies equal to plain decoding's")
-    return Table(server.title, *by_column(rows), narrow=narrow)
+    important = [
+        *narrow, "accepted 1 or more", "time to first token, median, ms",
+        "time per later token, median, ms", "share of drafted tokens accepted",
+    ]  # fmt: skip
+    return Table(server.title, *by_column(rows), narrow=narrow, important=important)
 
 
 def categories(setting: SettingFigures) -> Table | None:

@@ -388,7 +388,7 @@ def _acceptance(
     table = plain_table(title)
     table.add_column("drafter", overflow="fold", min_width=8)
     accepted = f"accepted\n1-{SHOWN}"
-    columns = ("batch", "con-\ncurrency", "tau", "emitted", accepted, "acc/\ndrafted", "tok/s")
+    columns = ("at once", "tau", "emitted", accepted, "acc/\ndrafted", "tok/s")
     for column in (*columns, "identical"):
         table.add_column(column, justify="right", no_wrap=True)
     for setting in local:
@@ -398,12 +398,12 @@ def _acceptance(
             same = identical(s.equal_to_ar, s.requests)
             # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
             row = (tau, tau, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
-            table.add_row(name, str(setting.batch), "-", *row)
+            table.add_row(name, str(setting.batch), *row)
     for s in rows:
         tau, emitted, rate = map(written, (s.tau_incl_bonus, s.tau_emitted, s.accept_rate))
         same = identical(s.equal_to_plain, s.compared)
         row = (tau, emitted, by_depth(s.survival), rate, written(s.tokens_s, ".0f"), same)
-        table.add_row("server", "-", str(s.concurrency), *row)
+        table.add_row("server", str(s.concurrency), *row)
     return table
 
 
@@ -412,7 +412,7 @@ def _times(rows: Sequence[ServerFigures]) -> Table:
     table = plain_table(None)
     # How many quantiles of p50, p95 and p99 each column shows.
     columns = {"TTFT": 3, "time per token": 3, "chunk gap": 2}
-    table.add_column("con-\ncurrency", justify="right")
+    table.add_column("at once", justify="right")
     for name, count in columns.items():
         heading = f"{name}, ms\np50 / p95" + " / p99" * (count > 2)
         table.add_column(heading, justify="right", no_wrap=True)

@@ -38,8 +38,8 @@ class TuneOptions(SourceOptions):
 
     target: TargetConfig
     prompts: str
-    """Calibration prompts, in the forms that `draftsmith evaluate` takes; other prompts than those
-    that you evaluate on."""
+    """Calibration prompts, in the forms that `draftsmith evaluate` takes, a benchmark's name among
+    them; other prompts than those that you evaluate on."""
     out: str = field(metadata={"form": "FILE"})
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)

@@ -21,8 +21,8 @@ from rich.table import Table
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
+from ...conversations.benchmarks import check_prompts
 from ...conversations.prompts import Prompt, check_batches, check_room
-from ...conversations.sources import source_files
 from ...conversations.templates import endless
 from ...decode import Request, generate
 from ...drafters import check_spec, load_proposer, refuse_own
@@ -184,7 +184,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
         raise UserError(
             "a drafter is named twice; its trees are what tune looks for, so name it once"
         )
-    source_files(options.source(options.prompts))
+    check_prompts(options.source(options.prompts))
     check_output(options.out, "--out")
     batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int, 1)))
     contexts = sorted(set(numbers(options.contexts, "--contexts", int, 1)))

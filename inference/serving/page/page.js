@@ -1,23 +1,25 @@
-// The page of `draftsmith serve`: a chat over the server's own API. Texts of prompts and replies are
-// only ever set as text, never as HTML.
-"use strict";
+// The page of `draftsmith serve`: a chat over the server's own API, with what was drafted.
 
-const STORE = "draftsmith";
-const $ = (name) => document.getElementById(name);
+import { ask, eventsOf } from "./api.js";
+import { advance, newColumn, receive, textOf } from "./columns.js";
+import { $, button, copy, element } from "./elements.js";
+import { CODE, REQUESTS } from "./examples.js";
+import { contentOf, drawn, sentence } from "./view.js";
+
+const STORE = "draftsmith.2";
+const DRAW_MS = 100; // between two drawings of a running reply: the target may need this processor
+const FIELDS = ["temperature", "limit", "key"];
+const SWITCHES = ["compare", "marks", "markdown"];
 let models = [];
-let turns = []; // {role, content, pieces, figures, plain, drafter}
+let turns = []; // {role, content}, and of replies {columns, running, stopped} too
 let running = null; // AbortController of the reply that is being written
-
-function element(kind, className, text) {
-  const made = document.createElement(kind);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
+let editing = false; // the next message replaces the last one and its reply
+let drawing = null; // timer of the next drawing
 
 function save() {
-  const kept = { turns, model: $("model").value, temperature: $("temperature").value,
-    limit: $("limit").value, compare: $("compare").checked, key: $("key").value };
+  const kept = { turns, model: $("model").value };
+  for (const name of FIELDS) kept[name] = $(name).value;
+  for (const name of SWITCHES) kept[name] = $(name).checked;
   try {
     sessionStorage.setItem(STORE, JSON.stringify(kept));
   } catch {
@@ -34,250 +36,260 @@ function restore() {
   }
   if (!kept) return;
   turns = kept.turns || [];
-  for (const name of ["temperature", "limit", "key"]) $(name).value = kept[name] ?? $(name).value;
-  for (const turn of turns) if (turn.plain === "running") delete turn.plain;
-  $("compare").checked = kept.compare !== false;
+  for (const turn of turns) if (turn.running) settle(turn, true);
+  if (turns.length && !turns.at(-1).content) turns.splice(-2);
+  for (const name of FIELDS) $(name).value = kept[name] ?? $(name).value;
+  for (const name of SWITCHES) $(name).checked = kept[name] ?? $(name).checked;
+  $("markdown").dataset.chosen = "yes";
   $("model").dataset.wanted = kept.model || "";
 }
 
-async function ask(path, body, signal) {
-  const headers = { "Content-Type": "application/json" };
-  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
-  const options = body ? { method: "POST", headers, signal, body: JSON.stringify(body) } : { headers };
-  const answer = await fetch(path, options);
-  if (answer.ok) return answer;
-  if (answer.status === 401) {
-    $("key-row").hidden = false;
-    $("key").focus();
-  }
-  let message = `the server answered with status ${answer.status}`;
-  try {
-    message = (await answer.json()).error.message;
-  } catch {
-    // Not the server's own form: the status has to do.
-  }
-  const error = new Error(message);
-  // Who has given no key has made no mistake: the field asks for it.
-  error.expected = answer.status === 401 && !$("key").value;
-  throw error;
-}
+const chosen = () => models.find((model) => model.id === $("model").value);
 
 async function loadModels() {
-  models = (await (await ask("v1/models")).json()).data;
+  models = (await (await ask("v1/models", $("key").value)).json()).data;
   $("key-row").hidden = true;
   const base = models.find((model) => model.parent === null);
-  $("title").textContent = base.id;
-  document.title = `${base.id} - draftsmith`;
+  $("title").textContent = base.title;
+  $("about").textContent = base.about;
+  document.title = `${base.title} - draftsmith`;
+  const drafters = models.filter((model) => model.parent !== null);
+  const titles = drafters.map((model) => model.title);
   const select = $("model");
   const wanted = select.value || select.dataset.wanted;
   select.replaceChildren();
-  for (const model of models) {
-    if (model.parent === null) continue;
-    const name = model.drafter === "plain" ? "none (plain decoding)" : model.drafter;
-    const option = element("option", "", name);
+  for (const model of drafters) {
+    if (model.drafter === "plain") model.title = "none (plain decoding)";
+    else if (titles.filter((title) => title === model.title).length > 1) {
+      model.title += ` (${model.drafter})`;
+    }
+    const option = element("option", "", model.title);
     option.value = model.id;
     select.append(option);
   }
-  if ([...select.options].some((option) => option.value === wanted)) select.value = wanted;
+  if (drafters.some((model) => model.id === wanted)) select.value = wanted;
+  const code = base.code || !base.chat;
+  document.body.classList.toggle("writes-code", code);
+  if (!$("markdown").dataset.chosen) $("markdown").checked = !code;
+  offer(code ? CODE : REQUESTS);
+  show();
 }
 
-function requestOf(model, seed) {
-  const chosen = models.find((entry) => entry.id === model);
-  const body = { model, seed, temperature: Number($("temperature").value) || 0,
-    max_tokens: Math.max(1, Math.floor(Number($("limit").value)) || 256) };
-  if (chosen.chat) {
+function offer(examples) {
+  $("examples").replaceChildren(...examples.map(([kind, words]) => {
+    const made = button("example", "");
+    made.append(element("b", "", kind), element("span", "", words));
+    made.addEventListener("click", () => {
+      if (!running) send(words);
+      $("words").focus();
+    });
+    return made;
+  }));
+}
+
+const limit = () => Math.max(1, Math.floor(Number($("limit").value)) || 256);
+
+function requestOf(model) {
+  const body = { seed: Math.floor(Math.random() * 2 ** 31), max_tokens: limit(),
+    temperature: Number($("temperature").value) || 0, stream: true, return_pieces: true };
+  if (model.chat) {
     body.messages = turns.map(({ role, content }) => ({ role, content }));
     return ["v1/chat/completions", body];
   }
   // Without a chat template the last message is a text that the target continues.
-  body.prompt = turns.filter((turn) => turn.role === "user").at(-1).content;
+  body.prompt = turns.at(-1).content;
   return ["v1/completions", body];
 }
 
-async function* eventsOf(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += value;
-    let end;
-    while ((end = text.indexOf("\n\n")) >= 0) {
-      const data = text.slice(0, end).replace(/^data: /, "");
-      text = text.slice(end + 2);
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
-
-const speed = (figures) => {
-  const rate = figures.tokens_per_second;
-  return rate ? `${rate < 10 ? rate.toFixed(1) : Math.round(rate)} tokens/s` : "";
-};
-
-function figuresOf(turn) {
-  const line = element("p", "figures");
-  const add = (text, strong) => line.append(strong ? element("b", "", text) : text);
-  if (turn.stopped) add("stopped · ");
-  if (turn.figures) {
-    add(`${turn.drafter}: `);
-    if (turn.figures.tau) {
-      add(`${turn.figures.tau.toFixed(2)} tokens a round`, true);
-      add(" (tau)");
-    }
-    const shares = turn.figures.acceptance.map((share) => `${Math.round(share * 100)}%`);
-    if (shares.length) add(` · accepted where reached ${shares.join(" ")}`);
-    if (turn.figures.tokens_per_second) {
-      add(" · ");
-      add(speed(turn.figures), true);
-    }
-  }
-  if (turn.plain === "running") add(" · decoding plainly …");
-  else if (turn.plain) {
-    const ratio = turn.figures.tokens_per_second / turn.plain.figures.tokens_per_second;
-    add(` · plain decoding ${speed(turn.plain.figures)}`);
-    if (Number.isFinite(ratio)) {
-      add(", ");
-      add(`${ratio.toFixed(2)}x with drafts`, true);
-    }
-    add(turn.plain.same ? ", the same text" : ", another text");
-  }
-  return line;
-}
-
-function draw(turn) {
-  const row = element("div", `turn ${turn.role === "user" ? "user" : "reply"}`);
-  const text = element("div", "text");
-  text.dir = "auto";
-  if (turn.pieces) {
-    for (const piece of turn.pieces) {
-      text.append(element("span", piece.drafted ? "drafted" : "", piece.text));
-    }
-  } else {
-    text.textContent = turn.content;
-  }
-  row.append(text);
-  if (turn.role !== "user") row.append(figuresOf(turn));
-  return row;
-}
-
-function show() {
+// Draw all turns again.
+function show(below = true) {
+  clearTimeout(drawing);
+  drawing = null;
   $("log").replaceChildren(...turns.map(draw));
-  $("empty").hidden = turns.length > 0;
-  document.querySelector("main").scrollTo(0, 1e9);
+  $("intro").hidden = turns.length > 0 || !models.length;
+  $("legend").hidden = turns.length === 0;
+  scroll(below);
 }
 
-function showLast() {
-  $("log").lastElementChild.replaceWith(draw(turns.at(-1)));
-  document.querySelector("main").scrollTo(0, 1e9);
+function draw(turn, index) {
+  const last = index >= turns.length - 2;
+  const made = drawn(turn, { markdown: $("markdown").checked, last, limit: limit() });
+  made.classList.toggle("replaced", editing && last);
+  return made;
 }
 
-function busy(on) {
-  $("send").hidden = on;
-  $("stop").hidden = !on;
-  for (const name of ["fresh", "model"]) $(name).disabled = on;
+// Draw the last turn again soon, with whatever else arrives until then.
+function showSoon() {
+  drawing ??= setTimeout(() => {
+    drawing = null;
+    const below = atEnd();
+    $("log").lastElementChild.replaceWith(draw(turns.at(-1), turns.length - 1));
+    scroll(below);
+  }, DRAW_MS);
+}
+
+const main = document.querySelector("main");
+const atEnd = () => main.scrollHeight - main.scrollTop - main.clientHeight < 60;
+
+// Who has scrolled up reads there.
+function scroll(wanted) {
+  if (wanted) main.scrollTo(0, turns.length ? main.scrollHeight : 0);
+}
+
+function busy(controller) {
+  running = controller;
+  document.body.classList.toggle("busy", Boolean(controller));
+  $("send").hidden = Boolean(controller);
+  $("stop").hidden = !controller;
+  for (const name of ["fresh", "model"]) $(name).disabled = Boolean(controller);
 }
 
 function fail(error) {
-  const shown = error && !error.expected;
+  if (error?.status === 401) {
+    $("key-row").hidden = false;
+    $("key").focus();
+  }
+  // Who has given no key has made no mistake: the field asks for it.
+  const shown = error && !(error.status === 401 && !$("key").value);
   $("error").textContent = shown ? `Error: ${error.message}` : "";
   $("error").hidden = !shown;
 }
 
-async function send(words) {
-  fail(null);
-  const model = $("model").value;
-  const seed = Math.floor(Math.random() * 2 ** 31);
-  turns.push({ role: "user", content: words });
-  const [path, body] = requestOf(model, seed);
-  const drafter = models.find((entry) => entry.id === model).drafter;
-  const turn = { role: "assistant", content: "", pieces: [], drafter };
-  turns.push(turn);
-  show();
-  running = new AbortController();
-  busy(true);
-  try {
-    const asked = { ...body, stream: true, return_pieces: true };
-    const answer = await ask(path, asked, running.signal);
-    for await (const event of eventsOf(answer)) {
-      turn.pieces.push(...event.choices[0].pieces);
-      turn.figures = event.draftsmith || turn.figures;
-      showLast();
-    }
-    turn.content = turn.pieces.map((piece) => piece.text).join("");
-    if ($("compare").checked && drafter !== "plain") await comparePlain(turn, path, body);
-  } catch (error) {
-    turn.content = turn.pieces.map((piece) => piece.text).join("");
-    if (turn.plain === "running") delete turn.plain;
-    turn.stopped = error.name === "AbortError";
-    if (!turn.stopped) fail(error);
-    if (!turn.content) {
-      // Nothing came: the message goes back to where it can be sent again.
-      turns.splice(-2);
-      if (!$("words").value) $("words").value = words;
-    }
-  }
-  running = null;
-  busy(false);
-  save();
-  show();
+// End a turn: what has arrived is shown, whatever a column is waiting for.
+function settle(turn, stopped) {
+  const ended = turn.columns.map((column) => column.ended);
+  for (const column of turn.columns) column.ended = true;
+  advance(turn.columns);
+  Object.assign(turn, { running: false, stopped: stopped && ended.includes(false) });
+  turn.content = contentOf(turn);
 }
 
-async function comparePlain(turn, path, body) {
-  turn.plain = "running";
-  showLast();
-  const plain = models.find((model) => model.drafter === "plain");
-  const answer = await (await ask(path, { ...body, model: plain.id }, running.signal)).json();
-  const [choice] = answer.choices;
-  const text = choice.message ? choice.message.content : choice.text;
-  turn.plain = { figures: answer.draftsmith[0], same: text === turn.content };
+async function send(words) {
+  fail(null);
+  if (editing) turns.splice(-2);
+  edit(false);
+  turns.push({ role: "user", content: words });
+  const model = chosen();
+  const [path, body] = requestOf(model);
+  const plain = models.find((other) => other.drafter === "plain");
+  const asked = $("compare").checked && model !== plain ? [model, plain] : [model];
+  const turn = { role: "assistant", content: "", columns: asked.map(newColumn), running: true };
+  turns.push(turn);
+  show();
+  const controller = new AbortController();
+  busy(controller);
+  $("status").textContent = "The reply is being written.";
+  let stopped = false;
+  try {
+    await Promise.all(asked.map(async ({ id }, place) => {
+      const answer = await ask(path, $("key").value, { ...body, model: id }, controller.signal);
+      for await (const event of eventsOf(answer)) {
+        receive(turn.columns[place], event);
+        advance(turn.columns);
+        showSoon();
+      }
+    }));
+  } catch (error) {
+    controller.abort(); // the other column too
+    stopped = true;
+    if (error.name !== "AbortError") fail(error);
+  }
+  settle(turn, stopped);
+  if (stopped && !turn.content) {
+    // Nothing came: the message goes back to where it can be sent again.
+    turns.splice(-2);
+    if (!$("words").value) $("words").value = words;
+  }
+  busy(null);
+  save();
+  show(atEnd());
+  const both = turn.columns.length > 1 && !stopped;
+  $("status").textContent = stopped ? "The reply was stopped."
+    : `The reply has ended. ${both ? sentence(turn) : ""}`;
+}
+
+// Take the last message back into the field, or leave it as it is.
+function edit(on) {
+  if (on === editing) return;
+  editing = on;
+  $("editing").hidden = !on;
+  $("words").value = on ? turns.at(-2).content : "";
+  for (const row of [...$("log").children].slice(-2)) row.classList.toggle("replaced", on);
+  if (on) $("words").focus();
+}
+
+function retry() {
+  const { content } = turns.at(-2);
+  turns.splice(-2);
+  send(content);
+}
+
+function mark() {
+  document.body.classList.toggle("unmarked", !$("marks").checked);
 }
 
 $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const words = $("words").value;
   if (running || !words.trim()) return;
-  if (!models.length) {
-    try {
-      await loadModels();
-      fail(null);
-    } catch (error) {
-      fail(error);
-      return;
-    }
+  try {
+    if (!models.length) await loadModels();
+  } catch (error) {
+    fail(error);
+    return;
   }
   $("words").value = "";
   send(words);
 });
 $("words").addEventListener("keydown", (event) => {
   // An input method uses Enter to choose a character.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  $("form").requestSubmit();
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  } else if (event.key === "ArrowUp" && !$("words").value && turns.length && !running) {
+    event.preventDefault();
+    edit(true);
+  }
 });
-$("stop").addEventListener("click", () => running && running.abort());
+$("log").addEventListener("click", ({ target }) => {
+  if (target.matches(".copy-code")) copy(target.nextElementSibling.textContent, target);
+  if (target.matches(".copy")) {
+    const place = [...$("log").children].indexOf(target.closest(".turn"));
+    copy(textOf(turns[place].columns[0]), target);
+  }
+  if (target.matches(".edit") && !running) edit(true);
+  if (target.matches(".retry") && !running) retry();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("cancel").addEventListener("click", () => edit(false));
 $("fresh").addEventListener("click", () => {
+  edit(false);
   turns = [];
   fail(null);
   save();
   show();
   $("words").focus();
 });
-$("colours").addEventListener("change", () => {
-  document.body.classList.toggle("plain", !$("colours").checked);
+$("markdown").addEventListener("change", () => {
+  $("markdown").dataset.chosen = "yes";
+  show(false);
 });
+$("marks").addEventListener("change", mark);
 $("key").addEventListener("change", () => loadModels().then(() => fail(null), fail));
-for (const name of ["model", "temperature", "limit", "compare", "key"]) {
-  $(name).addEventListener("change", save);
-}
+for (const name of ["model", ...FIELDS, ...SWITCHES]) $(name).addEventListener("change", save);
 document.addEventListener("click", (event) => {
   if (!$("settings").contains(event.target)) $("settings").open = false;
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if ($("settings").open) $("settings").open = false;
+  else if (running) running.abort();
+  else edit(false);
 });
 window.addEventListener("beforeunload", save);
 
 restore();
+mark();
 show();
 loadModels().then(save, fail);

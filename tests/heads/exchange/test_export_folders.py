@@ -71,7 +71,8 @@ def test_every_engine_has_its_command(tmp_path: Path) -> None:
             assert (
                 command in page
                 and str(out) in command
-                and page.startswith("---\nlicense: apache-2.0\n")
+                and page.startswith("---\n")
+                and "\nlicense: apache-2.0\n" in page
             )
             assert json.loads((out / "draftsmith.json").read_text())["export"]["serve"] == command
             assert engine == "speculators" or engine == "tgi" or "the/target" in command

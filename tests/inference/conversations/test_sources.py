@@ -17,9 +17,12 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.given import given_rows, write_rows
+from draftsmith.inference.conversations.hub import _refusal
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of, source_files
 from draftsmith.inference.settings import RowSource
+from draftsmith.train.config import Source
+from draftsmith.train.provenance import data_sets
 from tests.conftest import QUICKSTART, ROOT
 from tests.hub import DataHub
 
@@ -292,12 +295,26 @@ def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert row["text"].startswith("test")
+    # The card of a drafter that learns these replies names the data set.
+    assert data_sets([RowSource(str(tmp_path / "out.jsonl")), RowSource("me/sums")]) == ["me/sums"]
+    assert data_sets([RowSource("me/other")]) == ["me/other"]
 
 
 def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
     """`HF_HUB_OFFLINE` fails at once; another network is tried again for half a minute."""
     (said,) = from_hub("http://127.0.0.1:9", tmp_path, {"path": "me/sums"}, offline=True)
     assert "no local file or folder, and the hub cannot be reached" in said
+
+
+def test_the_name_of_a_source_is_not_its_configuration() -> None:
+    """As users of other libraries write it."""
+    source = Source("me/sums", name="main")
+    said = str(_refusal(source, ValueError(), ["main", "other"]))
+    assert said.endswith(": main, other (its name, main, is for counts and messages)")
+
+
+def test_a_configuration_is_no_part_of_the_name() -> None:
+    refused("openai/gsm8k:main", r"give openai/gsm8k, and main as config_name \(--config-name\)")
 
 
 # Objects of Python

@@ -159,7 +159,7 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     )
     run(Options(reports=[a, b]))
     said = " ".join(capsys.readouterr().out.split())
-    assert "REGRESSED: all, chat tau" in said, "flagged, but nobody asked to fail"
+    assert "REGRESSED: all, chat n: requests." in said, "flagged, but nobody asked to fail"
     assert "judged by intervals of 98.333%: 3 rows share an error of 5%" in said
     with pytest.raises(SystemExit) as ended:
         run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
@@ -168,6 +168,46 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert written_down["drafters"] == ["head", "tuned"]
     assert [(s["tests"], s["level"]) for s in written_down["settings"]] == [(3, 1 - 0.05 / 3)]
     run(Options(reports=[a, b], fail_on_regression="25%"))
+
+
+def with_rows(code: list[int], *names: str) -> dict[str, Any]:
+    """A report of which each drafter accepted as much as `code` says."""
+    value = written(code, CHAT, names[0])
+    drafters = value["settings"][0]["drafters"]
+    return value | {"settings": [value["settings"][0] | {"drafters": drafters | {
+        name: drafters[names[0]] for name in names
+    }}]}  # fmt: skip
+
+
+def test_the_table_fits_into_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    a = write(tmp_path / "a.json", written(CODE, CHAT))
+    b = write(tmp_path / "b.json", written([4, 5, 3], [1, 1, 2]))
+    run(Options(reports=[a, b]))
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = (line for line in lines if "before  " in line)
+    assert head.split() == ["category", "n", "before", "after", "change", "95%"]
+    assert max(map(len, lines)) <= 80 and not any("\u2026" in line for line in lines)
+
+
+def test_a_drafter_and_its_row_as_in_an_engine_are_compared_by_that_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in docs/from-logs.md, where both reports are made with --like."""
+    like = " as in vllm:drafts=3"
+    a = write(tmp_path / "a.json", with_rows(CODE, "public", f"public{like}"))
+    b = write(tmp_path / "b.json", with_rows(CODE, f"tuned{like}", "tuned"))
+    run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
+    assert f"compared: public{like}, then tuned{like}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "o.json").read_text())["drafters"] == [
+        f"public{like}", f"tuned{like}",
+    ]  # fmt: skip
+    for others in (["tuned", "tuned as in vllm:drafts=5"], ["tuned", "second"], ["tuned"]):
+        c = write(tmp_path / "c.json", with_rows(CODE, *others))
+        with pytest.raises(UserError, match="such as --drafter public --drafter tuned$"):
+            run(Options(reports=[a, c]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.inference.console import Console
 from draftsmith.inference.evaluation.console_tables import by_speed, show
-from draftsmith.inference.evaluation.remarks import busy
+from draftsmith.inference.evaluation.remarks import busy, of_setting
 from draftsmith.inference.evaluation.report.report import Found, html, markdown
 from draftsmith.inference.evaluation.results import (
     NAN,
@@ -163,20 +163,46 @@ def test_a_name_is_whole_where_there_is_space() -> None:
     assert f"{name}  3.40" in out.getvalue(), "its tau stands in the same line"
 
 
-def test_what_loses_and_a_busy_machine_are_said() -> None:
+def test_the_headline_says_what_drafts_what_loses_and_how_busy_the_machine_was() -> None:
     report = report_of()
-    lines = shown(report, 120)
-    assert "T = 1, batch 1: slower than plain decoding: ngram (0.60x), eagle3 (0.70x)" in lines
-    assert "T = 0, batch 2: 50% of the replies loop, which raises tau" in lines
-    assert not any(line.startswith("T = 0, batch 1: slower") for line in lines)
-    assert not any("busy" in line for line in lines)
-    report.conditions = Conditions(cores=1, machine_cores=2, load_before=0.8, load_after=6.2)
-    line = "the machine was busy (load 6.2 on 2 cores): read tau, not speed"
-    assert line in shown(report, 120)
+    lines = shown(report, 160)
+    assert lines[0] == "4 prompts" and lines[1].startswith("T = 0, batch 1: eagle3 is fastest, ")
+    lost = "no drafter is faster than plain decoding; slower than plain decoding: "
+    assert lines[4] == (
+        f"T = 1, batch 2: {lost}ngram (0.60x), eagle3 (0.70x); 50% of the replies loop, which "
+        "raises tau"
+    )
+    assert "slower" not in lines[1] and "50% of the replies loop" in lines[2]
+    report.conditions = Conditions(cores=1, machine_cores=2, load_before=0.8, load_after=1.2)
+    assert shown(report, 120)[0] == "4 prompts; load before and after 0.8 and 1.2 on 2 cores"
+    report.conditions.load_after = 6.2
+    line = "4 prompts; the machine was busy (load 6.2 on 2 cores): read tau, not speed"
+    assert shown(report, 120)[0] == line
     page = html(Found([("r.json", report)], [])).decode()
     text = markdown(Found([("r.json", report)], []))
     for document in (page, text):
-        assert line[1:] in document and "slower than plain decoding: ngram (0.60x)" in document
+        assert line in document and f"{lost}ngram (0.60x), eagle3 (0.70x)" in document
+
+
+def test_the_headline_does_not_give_the_win_of_a_lookup_to_what_was_trained() -> None:
+    def said(**gains: float) -> str:
+        drafters = {name: figures(2, gain, 0, 1) for name, gain in gains.items()}
+        drafters = {"plain": figures(1, 1, 0, 1)} | drafters
+        for name in drafters:
+            drafters[name].kind = name
+        return of_setting(SettingFigures(temperature=0, batch=1, lossless=True, drafters=drafters))
+
+    assert said(ngram=2.49, eagle=1.34, medusa=0.92) == (
+        "ngram (untrained) is fastest, 2.49x plain decoding, tau 2.00; the fastest trained drafter "
+        "by itself is eagle, 1.34x plain decoding, tau 2.00; slower than plain decoding: medusa "
+        "(0.92x)"
+    )
+    both, named = {"eagle3:lookup=3": 1.5, "eagle": 0.9}, {"eagle + lookup": 1.5, "eagle": 0.9}
+    for gains in (both, named):
+        assert "lookup is untrained) is fastest, 1.50x" in said(**gains)
+        assert "no trained drafter by itself is faster than plain decoding" in said(**gains)
+    assert said(eagle=1.2, ngram=1.1).startswith("eagle is fastest, 1.20x plain decoding, tau 2.00")
+    assert said(eagle=1.004).startswith("no drafter is faster"), "1.00x is no gain"
 
 
 def test_own_threads_are_no_other_work() -> None:

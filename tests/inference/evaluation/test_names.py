@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from draftsmith.inference.drafters import UNTRAINED, Given, load_proposer
+from draftsmith.inference.drafters import (
+    MODEL_FOLDER,
+    UNTRAINED,
+    Given,
+    load_proposer,
+    trained_kind,
+)
 from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
 from draftsmith.inference.evaluation.tuning.profile import key_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from tests.conftest import QUICKSTART
+from draftsmith.inference.tree_settings import LOOKUP_SETTINGS
+from tests.conftest import QUICKSTART, ROOT
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 MODEL = QUICKSTART.parent / "draft_model"
+METHODS = ("medusa", "eagle", "dflash", "dspark", "mtp", "draft_model")
 
 
 def test_names_are_short_and_those_of_folders() -> None:
@@ -24,7 +33,11 @@ def test_names_are_short_and_those_of_folders() -> None:
         "ngram:length=8": "ngram:length=8",
         "ngram:length=8,name=words": "words",
         "runs/eagle/best": "eagle",
-        "runs/eagle/best:dtype=bf16,length=3": "eagle",
+        "runs/eagle/best:dtype=bf16,length=3,nodes=4": "eagle:length=3,nodes=4",
+        "runs/eagle/best:lookup=3": "eagle + lookup",
+        "runs/eagle/best:lookup=3,length=1": "eagle:length=1 + lookup",
+        "runs/eagle/best:lookup=3,lookup_length=8": "eagle + lookup=3,lookup_length=8",
+        "runs/eagle/best:lookup=3,name=both": "both",
         "runs/eagle/checkpoints/step-000100/": "eagle",
         "/data/eagle-7b": "eagle-7b",
         "/data/eagle-7b:name=mine,length=3": "mine",
@@ -40,7 +53,12 @@ def test_names_that_would_be_equal_say_what_differs() -> None:
         ("a/eagle/best", "b/eagle/best"): ["a/eagle", "b/eagle"],
         ("d:length=3,dtype=bf16", "d:length=4,dtype=bf16"): ["d:length=3", "d:length=4"],
         ("d", "d:length=4"): ["d", "d:length=4"],
-        ("a/d:nodes=4", "b/d:nodes=4", "b/d"): ["a/d", "b/d:nodes=4", "b/d"],
+        ("d:length=3,dtype=bf16", "d:length=3"): ["d:length=3,dtype=bfloat16", "d:length=3"],
+        ("d:lookup=3", "d:lookup=4", "d"): ["d + lookup=3", "d + lookup=4", "d"],
+        ("d:lookup=3", "d:lookup=4,nodes=2"): ["d + lookup", "d:nodes=2 + lookup"],
+        ("a/d:nodes=4", "b/d:nodes=4", "b/d"): ["a/d:nodes=4", "b/d:nodes=4", "b/d"],
+        ("a/d:nodes=4", "b/d"): ["a/d:nodes=4", "b/d"],
+        ("a.b:Mine", "a.c:Mine:length=2"): ["a.b:Mine", "a.c:Mine:length=2"],
         ("a/d:name=x", "b/d:name=y"): ["x", "y"],
     }
     for specs, labels in apart.items():
@@ -68,6 +86,37 @@ def test_a_name_is_no_part_of_what_a_drafter_is() -> None:
         load_proposer(spec + more, target, pytest.fail, choose=True) for more in ("", ":name=mine")
     )
     assert chosen.max_drafted == named.max_drafted
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [*(name for name in UNTRAINED if name != "none"), *METHODS, "models/small"],
+)
+def test_no_setting_that_changes_what_is_drafted_is_dropped(drafter: str) -> None:
+    """All settings of a kind, alone and together; one that is added later is shown as well."""
+    kind = UNTRAINED.get(drafter) or trained_kind(drafter) or MODEL_FOLDER
+    bare = short_name(drafter)
+    shown = [key for key in kind.known if key not in ("name", "dtype", *LOOKUP_SETTINGS)]
+    assert {*shown} >= {*kind.tree, *kind.own}
+    for key in shown:
+        assert short_name(f"{drafter}:{key}=7") == f"{bare}:{key}=7"
+    every = ",".join(f"{key}=7" for key in shown)
+    hidden = "".join(f",{key}=bf16" for key in ("dtype",) if key in kind.known)
+    lookup = ",lookup=7" * kind.lookups
+    ends = " + lookup" * kind.lookups
+    assert short_name(f"{drafter}:{every}{hidden}{lookup}") == f"{bare}:{every}{ends}"
+
+
+def test_a_folder_whose_name_says_nothing_is_called_after_its_method(tmp_path: Path) -> None:
+    assert short_name(str(ROOT / "scripts/smollm2/drafter")) == "eagle"
+    for name in ("a", "b"):
+        for folder in ("drafter", "best"):
+            (tmp_path / name / folder).mkdir(parents=True)
+            (tmp_path / name / folder / "draftsmith.json").write_text('{"method": "medusa"}')
+    specs = [f"{tmp_path}/a/drafter:length=2", f"{tmp_path}/b/drafter"]
+    assert [*distinct_labels(specs).values()] == ["a/drafter:length=2", "b/drafter"]
+    assert short_name(f"{tmp_path}/a/drafter") == "medusa" and short_name("no/drafter") == "drafter"
+    assert short_name(f"{tmp_path}/a/best") == "a", "the run's folder says which it is"
 
 
 def test_every_drafter_without_training_has_a_name_of_its_own() -> None:

@@ -59,6 +59,41 @@ def test_a_cpu_gets_few_nodes_and_a_gpu_the_tree_of_training(
         assert given.max_drafted == 20, "what the user gives is taken"
 
 
+def test_an_artifact_may_name_the_tree_of_a_type_of_device(
+    quickstart: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = shutil.copytree(DRAFTERS / "eagle3", tmp_path / "eagle3")
+    facts = json.loads((folder / "draftsmith.json").read_text())
+    trees = {"cpu": {"length": 3, "width": 2, "nodes": 4}}
+    facts["calibration"]["trees"] = trees
+    (folder / "draftsmith.json").write_text(json.dumps(facts))
+
+    def plan(settings: str) -> Any:
+        proposer: Any = load_proposer(f"{folder}{settings}", quickstart, pytest.fail, choose=True)
+        return getattr(proposer, "trained", proposer).plan
+
+    by_default, explicit = plan(""), plan(":length=3,width=2,nodes=4")
+    assert "length=3,width=2,nodes=4, the tree that it names for a cpu" in caplog.text
+    sizes = [(of.length, of.width, of.nodes) for of in (by_default, explicit, plan(":lookup=3"))]
+    assert sizes == [(3, 2, 4)] * 3
+    assert plan(":nodes=9").nodes == 9, "what the user gives is taken"
+    artifact = Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head, print)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert default_tree(artifact, gpu) is None
+    artifact.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again/draftsmith.json").read_text())["calibration"][
+        "trees"
+    ] == trees  # fmt: skip
+
+
+def test_the_shipped_drafter_names_the_tree_of_its_published_figures() -> None:
+    facts = json.loads((ROOT / "scripts/smollm2/drafter/draftsmith.json").read_text())
+    (tree,) = {row["drafts"].partition("bfloat16,")[2] for row in facts["export"]["measured"]}
+    named = facts["calibration"]["trees"]["cpu"]
+    assert tree == ",".join(f"{key}={value}" for key, value in named.items())
+
+
 def test_a_draft_reads_a_share_of_the_weights(quickstart: Target) -> None:
     artifact = Artifact.load(
         DRAFTERS / "eagle3", quickstart.fingerprint(), quickstart.embedding_and_head, print

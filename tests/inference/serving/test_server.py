@@ -123,6 +123,28 @@ def test_a_stream_is_the_reply_and_says_what_was_drafted(
     assert figures["tau"] == reply.tau and figures["rounds"] == len(reply.rounds)
 
 
+def test_the_seconds_of_two_streams_are_those_of_their_own_rounds(server: Running) -> None:
+    """Two replies that are decoded at the same time, a round of each in turn, share the time."""
+
+    def rounds(model: str) -> list[dict[str, Any]]:
+        asked = chat("def add(a, b):", model=model, max_tokens=64, ignore_eos=True)
+        body = {**asked, "stream": True, "return_pieces": True}
+        with httpx.stream(
+            "POST", f"{server.address}/v1/chat/completions", json=body, timeout=60
+        ) as answer:
+            events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        return [json.loads(event)["choices"][0]["round"] for event in events]
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(rounds, ("target:eagle3", "target:plain")))
+    passed = time.monotonic() - started
+    spent = [sum(one["seconds"] for one in each) for each in both]
+    assert [sum(one["tokens"] for one in each) for each in both] == [64, 64]
+    assert min(spent) > 0.1 * passed and sum(spent) < passed
+    assert [each[0]["seconds"] for each in both] == [0, 0]  # the prefills'
+
+
 @pytest.mark.parametrize("requests", [50, pytest.param(400, marks=pytest.mark.full)])
 def test_sixteen_clients_and_one_that_leaves(
     server: Running, decoder: Decoder, requests: int

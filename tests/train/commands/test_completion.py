@@ -14,7 +14,7 @@ from draftsmith.train.commands.cli import main
 TYPED = {
     "": "data mtp export import evaluate compare report simulate tune generate serve doctor train "
     "completion",
-    "data ": "plan extract regenerate",
+    "data ": "plan extract regenerate split",
     "mtp ": "doctor extract graft stitch",
     "train ea": "eagle",
     "train eagle --optim.o": "--optim.optimizer",

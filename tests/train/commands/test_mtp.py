@@ -13,17 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.mtp_checkpoints import joined_experts
 from draftsmith.heads.stored_tensors import header
+from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.commands.mtp import extract, graft, options, stitch
 from tests import mtp_models
-from tests.conftest import tiny_target
+from tests.conftest import by_default, tiny_target
 
 
 def checkpoint(kind: str, folder: Path, seed: int = 0, layer: bool = True, **save: Any) -> Path:
@@ -122,6 +127,40 @@ def test_a_checkpoint_of_a_model_with_images(tmp_path: Path) -> None:
     again = extracted(folder, tmp_path / "again")
     assert hashes(again)["model.safetensors"] == hashes(plain)["model.safetensors"]
     assert hashes(stitched(again, folder, tmp_path / "out")) == hashes(folder)
+
+
+PUBLISHED = {
+    "qwen3.5": Qwen3_5ForConditionalGeneration, "qwen3.5-moe": Qwen3_5MoeForConditionalGeneration
+}  # fmt: skip
+VISION = dict(
+    depth=2, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4,
+    spatial_merge_size=2, num_position_embeddings=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", by_default(PUBLISHED, "qwen3.5"))
+def test_the_published_form_decodes_and_gives_its_layer(tmp_path: Path, kind: str) -> None:
+    """With the vision tower: loaded as the text model, decoded with its layer, stitched."""
+    text = mtp_models.make_model(kind, vocab_size=300)  # as many as the tokenizer has
+    config = PUBLISHED[kind].config_class(text_config=text.config.to_dict(), vision_config=VISION)
+    whole = PUBLISHED[kind](config).to(torch.float32)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    folder = tmp_path / "target"
+    mtp_models.save(whole, mtp_models.layer_tensors(kind, text), folder, tiny_target().tokenizer)
+    stored = header(folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    assert values["architectures"] == [PUBLISHED[kind].__name__]
+    assert any(name.startswith("model.visual.") for name in stored)
+    drafter = extracted(folder, tmp_path / "drafter")
+    plain = load(folder, device="cpu", dtype="float32")
+    drafted = load(folder, drafter, device="cpu", dtype="float32")
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.equal(plain.target.model(ids).logits, text(ids).logits)
+    replies = [one.generate("hello there", 16) for one in (plain, drafted)]
+    assert replies[0].token_ids == replies[1].token_ids
+    assert any(one.drafted for one in replies[1].rounds)
+    assert hashes(stitched(drafter, folder, tmp_path / "out")) == hashes(folder)
 
 
 def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
 import draftsmith
+from draftsmith.inference.conversations.given import given_rows, write_rows
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands import python as functions
@@ -182,6 +184,11 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = {**asked, "data": written, "out": tmp_path / "again", "data.max_length": 256}
     again |= {"data.held_out.share": 0.5, "data.decontaminate": False}
     assert draftsmith.train("medusa", **again) == tmp_path / "again" / "best"
+    noted = [
+        json.loads((tmp_path / name / "best" / "draftsmith.json").read_text())["provenance"]["data"]
+        for name in ("run", "again")
+    ]
+    assert noted[0] == noted[1] and noted[0]["sha256"] and "datasets" not in noted[0]
     report = draftsmith.evaluate(
         decoder.target, [best, "ngram"], prompts, baselines=False, max_new_tokens=16, repeats=1
     )
@@ -190,7 +197,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert asked_in_python.prompt_set.sha256 == report.prompt_set.sha256
     (setting,) = report.settings
-    assert list(setting.drafters) == ["plain", "run", "ngram"]
+    assert list(setting.drafters) == ["plain", "medusa", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
     with pytest.raises(draftsmith.UserError, match="is for the command"):
         draftsmith.evaluate(QUICKSTART, best, prompts, json="-")
@@ -217,3 +224,37 @@ def test_a_type_may_have_its_short_name(config_class: Any, more: dict[str, str],
     words = [f"--{name}={value}" for name, value in more.items()]
     typed = parse(config_class, [*words, "--dtype", "bf16"], "draftsmith")
     assert options.dtype == typed.dtype == full
+
+
+def test_errors_name_arguments(tmp_path: Path) -> None:
+    """Not options; the commands that a message names keep theirs, and so do engines."""
+    medusa = QUICKSTART.parent / "drafters" / "medusa"
+    rows = [{"problem": "1 + 1", "solution": "2"}]
+    out = tmp_path / "run"
+    calls: list[tuple[Any, str]] = [
+        (lambda: draftsmith.load(medusa), "give it as drafter, and its target as target"),
+        (lambda: draftsmith.evaluate(QUICKSTART, "ngram", ["a"], server="x"), "^server 'x'"),
+        (lambda: draftsmith.evaluate(QUICKSTART, "ngram", rows), "with bad_rows skip"),
+        (lambda: draftsmith.train("eagle", QUICKSTART), "out and data are missing"),
+        (lambda: draftsmith.train("eagle", QUICKSTART, rows, out), "logs-in-other-shapes"),
+        (lambda: draftsmith.train("eagle", QUICKSTART, 3, out), "data is a path, a list of rows"),
+        (lambda: draftsmith.export(medusa, "vllm", medusa), "name another out"),
+    ]
+    for call, said in calls:
+        with pytest.raises(draftsmith.UserError, match=said) as raised:
+            call()
+        assert "--" not in str(raised.value) and "\n" not in str(raised.value)
+    assert functions.in_python("give --target.dtype bf16, or split (--split)") == (
+        "give dtype bf16, or split"
+    )
+    for kept in ("start llama-server with --metrics", "draftsmith simulate --gpu GPU --drafts 3"):
+        assert functions.in_python(kept) == kept
+    with pytest.raises(draftsmith.UserError, match="path is missing .name is a label"):
+        draftsmith.train("eagle", QUICKSTART, {"sources": [{"name": "me/sums"}]}, out)
+
+
+def test_a_data_set_is_written_as_the_list_of_its_rows(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": words}]} for words in ("a", "b")]
+    for name, data in (("list", rows), ("table", datasets.Dataset.from_list(rows))):
+        write_rows(given_rows(data, "data"), tmp_path / name)
+    assert (tmp_path / "list").read_bytes() == (tmp_path / "table").read_bytes()

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -19,8 +19,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
-from draftsmith.train.command_line.parse import parse
+from draftsmith.train.command_line.parse import by_settings, parse
 from draftsmith.train.commands import plan
+from draftsmith.train.commands.cli import main
+from draftsmith.train.commands.options import ExtractOptions
 from draftsmith.train.commands.plan import Options, planned
 from draftsmith.train.method import METHODS, MethodName, method_named
 from draftsmith.train.methods.eagle import EagleRun
@@ -414,3 +416,47 @@ def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     assert run.batch_rows == 4 and run.heads.draft_vocab_size == 16000
     with pytest.raises(UserError, match="--set batch_rows sets nothing"):
         planned(Options(str(recipe), "eagle", set=["batch_rows"]))
+
+
+DEEPSEEK = ["data", "plan", "--config", str(ROOT / "configs" / "mtp" / "deepseek-v3.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "64"], "by 64 ranks; use --set rows_per_step=64, or 8 ranks"),
+        (["--set", "batch_rows=x"], "--set batch_rows takes a whole number, not x"),
+        (["--set", "batch_rws=1"], "unknown option --set batch_rws; did you mean --set batch_rows"),
+        (
+            ["--set", "data.held_out.by=source", "--set", "data.held_out.sources=x"],
+            "or hold out a share of all rows: --set data.held_out.by=row",
+        ),
+    ],
+)
+def test_errors_of_a_plan_name_its_own_options(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*DEEPSEEK, "--target-shape", "deepseek-v3", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and says in line
+
+
+def test_a_plan_of_few_steps_says_so() -> None:
+    steps = {"steps": 1145, "rows": 64}
+    adamw: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="adamw"))
+    said = plan.few_steps(steps, adamw)
+    assert "1,145 steps are few" in said and "by the square root of k (arXiv 2205.10287)" in said
+    muon: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="muon"))
+    assert "square root" not in plan.few_steps(steps, muon)
+    assert plan.few_steps({"steps": 9156, "rows": 8}, adamw) == ""
+
+
+def test_options_of_training_become_settings() -> None:
+    said = {
+        "give --target.dtype bfloat16 or float32": "give --set target.dtype=bfloat16 or float32",
+        "give it as --target, or": "give it as --set target.path=..., or",
+        "give --retarget to train it": "give --set retarget=true to train it",
+        "choose another --out": "choose another --out",
+    }
+    assert [by_settings(text, ExtractOptions) for text in said] == [*said.values()]

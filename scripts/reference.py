@@ -1,0 +1,227 @@
+"""Write the reference of commands and of configuration keys from their dataclasses of options.
+
+python scripts/reference.py        # docs/reference/commands.md and configuration.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train.command_line.fields import (
+    SHORT_GROUPS,
+    Option,
+    fields_of,
+    item_of,
+    joined,
+    options_of_class,
+)
+from draftsmith.train.command_line.help_text import pairs_together, usage_of, wrapped
+from draftsmith.train.command_line.values import takes
+from draftsmith.train.commands.verbs import VERBS, options_of_verb
+from draftsmith.train.method import METHODS, run_class_named
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+COLUMNS = 100
+CODE_COLUMNS = 80
+MADE = "<!-- Made by `python scripts/reference.py` from the options; change their docstrings. -->"
+EXAMPLES = "not run: examples of the help text, with names to fill in"
+COMMANDS = f"""# Commands
+
+{MADE}
+
+Every command of `draftsmith`, with all of its options. `draftsmith COMMAND --help` explains the
+options that matter most, `--help-all` all of them. `draftsmith --version` prints the version.
+
+An option is written `--name VALUE` or `--name=VALUE`. A switch takes no value; `--no-NAME` turns
+off one that is on. Numbers may end in K, M, B or T, such as `300M`.
+
+`--config FILE` reads options from a YAML file with the same names; options after it win.
+`--print-config` prints all values as such a file, and does nothing else.
+
+A command ends with status 0 if all went well and 2 for a mistake that its one line of error
+explains. [Configuration](configuration.md) has the keys of a training run.
+"""
+CONFIGURATION = f"""# Configuration
+
+{MADE}
+
+Every key of the configuration of a training run. In a YAML file `optim.lr` is the key `lr` of the
+table `optim`; on the command line it is `--optim.lr 3e-4`, in Python
+`draftsmith.train("eagle", optim={{"lr": 3e-4}})`. Options replace the values of `--config FILE`.
+`--print-config` prints the configuration of a run. [Training](../training.md) explains the keys in
+their context, [recipes](../../configs/README.md) are files to start from.
+"""
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by their names in docs/reference."""
+    return {"commands.md": commands_page(), "configuration.md": configuration_page()}
+
+
+def commands_page() -> str:
+    """Return the page of all commands."""
+    lines = [COMMANDS, *training_command()]
+    for verb, (*_, purpose) in VERBS.items():
+        lines += ["", f"## {verb}", "", f"*{capital(purpose)}*", *command(verb)]
+    lines += [
+        "", "## completion", "", "*Completion of commands, options and choices in a shell*", "",
+        *folded("`draftsmith completion SHELL` prints a script for bash, zsh or tcsh."),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def training_command() -> list[str]:
+    """Return the lines of `draftsmith train`, whose options are the keys of the other page."""
+    lines = ["## train", "", "*Train a drafter*", ""]
+    lines += fenced("text", [
+        "draftsmith train METHOD --config FILE [--option VALUE ...]",
+        "accelerate launch -m draftsmith.train METHOD --config FILE [--option VALUE ...]",
+    ])  # fmt: skip
+    lines += ["", *folded(
+        "The second form trains on several GPUs. The options are the keys of the "
+        "[configuration](configuration.md). The methods:"
+    ), ""]  # fmt: skip
+    for method in METHODS:
+        lines += folded(f"- `{method}`: {paragraphs_of(run_class_named(method))[0]}", "  ")
+    return lines
+
+
+def command(verb: str) -> Iterator[str]:
+    """Yield the lines of a command below its heading: explanation, examples, options."""
+    config_class = options_of_verb(verb)
+    for paragraph in paragraphs_of(config_class):
+        yield from ["", *folded(paragraph)]
+    examples: list[str] = []
+    for example in config_class.examples:
+        examples += wrapped(pairs_together(example), CODE_COLUMNS, "", "    ", " \\")
+    yield from ["", *fenced(f"bash {EXAMPLES}", examples)]
+    options = options_of_class(config_class)
+    groups = {part.name: part for part in fields_of(config_class) if is_dataclass(part.kind)}
+    for name in ("", *groups):
+        own = [option for option in options if option.group == name]
+        if own and name:
+            may = f" `--{name}.X` may be written `--X`." * (name in SHORT_GROUPS)
+            yield from ["", *folded(f"`{name}`: {title_of(groups[name])}{may}")]
+        yield ""
+        for option in own:
+            yield from entry(usage_of(option), option, {default_of(option): []})
+
+
+def configuration_page() -> str:
+    """Return the page of all keys: those that all methods share, and those of each one."""
+    options: dict[str, dict[str, Option]] = {}
+    for method in METHODS:
+        for option in options_of_class(run_class_named(method)):
+            options.setdefault(option.name, {})[method] = option
+    shared = [
+        name
+        for name, by_method in options.items()
+        if len({(str(option.kind), option.text) for option in by_method.values()}) == 1
+        and len(by_method) == len(METHODS)
+    ]
+    lines = [CONFIGURATION, "## All methods"]
+    lines += keys_of("medusa", shared, options)
+    for method in METHODS:
+        own = [name for name in options if method in options[name] and name not in shared]
+        lines += ["", f"## {method}", "", *folded(paragraphs_of(run_class_named(method))[0])]
+        lines += keys_of(method, own, {name: {method: options[name][method]} for name in own})
+    return "\n".join(lines) + "\n"
+
+
+def keys_of(method: str, names: list[str], options: dict[str, dict[str, Option]]) -> Iterator[str]:
+    """Yield the lines of the keys with these names, by their tables."""
+    parts = {p.name: p for p in fields_of(run_class_named(method)) if is_dataclass(p.kind)}
+    for table in ("", *parts):
+        own = [name for name in names if name.rpartition(".")[0] == table]
+        if own and table:
+            of = f" ({method})" if len(options[own[0]]) == 1 else ""
+            yield from ["", f"### {table}{of}"]
+            yield from ["", *folded(title_of(parts[table]))]
+        if own:
+            yield ""
+        for name in own:
+            yield from key(name, options[name])
+
+
+def key(name: str, by_method: dict[str, Option]) -> Iterator[str]:
+    """Yield the lines of a key, and of the keys of each table in its list."""
+    defaults: dict[str, list[str]] = {}
+    for method, option in by_method.items():
+        defaults.setdefault(default_of(option), []).append(method)
+    option = next(iter(by_method.values()))
+    yield from entry(name.removesuffix("_"), option, defaults, kind_of(option))
+    item = item_of(option.kind)
+    for one in options_of_class(item) if item is not None else ():
+        yield from entry(f"{name}[].{one.name}", one, {default_of(one): []}, kind_of(one))
+
+
+def entry(name: str, option: Option, defaults: dict[str, list[str]], kind: str = "") -> list[str]:
+    """Return the lines of an option: `name` (its type, its default): its explanation."""
+    facts = [kind] if kind else []
+    usual = max(defaults, key=lambda one: len(defaults[one]))
+    others = [one for one in defaults if one != usual]
+    facts.append(usual)
+    facts += [f"{one.removeprefix('default ')} for {joined(defaults[one])}" for one in others]
+    text = option.text
+    if not kind and option.kind is bool:  # a switch; one that is on is listed as --no-...
+        facts = []
+        text = f"Do not {text[:1].lower()}{text[1:]}" if option.default else text
+    told = f" ({', '.join(facts)})" if facts else ""
+    return folded(f"- `{name}`{told}: {text}", "  ")
+
+
+def default_of(option: Option) -> str:
+    """Return the default of an option as a reader types it."""
+    value = option.default
+    if value is MISSING:
+        return "required"
+    if value is None or value in ("", [], {}, ()):
+        return "none by default"
+    if isinstance(value, bool):
+        return f"default {str(value).lower()}"
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    if isinstance(value, float):
+        value = f"{value:g}".replace("e+0", "e").replace("e-0", "e-")
+    return f"default {value}"
+
+
+def kind_of(option: Option) -> str:
+    """Return the type of a key in words."""
+    return takes(option.kind, option.name)
+
+
+def title_of(part: Option) -> str:
+    """Return what a table of options is about."""
+    return part.text or paragraphs_of(part.kind)[0]
+
+
+def paragraphs_of(config_class: Any) -> list[str]:
+    """Return the paragraphs of a docstring, each in one line."""
+    return [" ".join(text.split()) for text in (config_class.__doc__ or "").split("\n\n")]
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def folded(text: str, later: str = "") -> list[str]:
+    """Return the lines of a text; a piece of code between backticks is not broken."""
+    return wrapped(text, COLUMNS, "", later)
+
+
+def fenced(info: str, lines: Iterable[str]) -> list[str]:
+    return [f"```{info}", *lines, "```"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`draftsmith data split`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.heads.errors import UserError
+from draftsmith.train.commands.options import SplitOptions
+from draftsmith.train.commands.split import run
+
+
+def turns(number: int, count: int) -> list[dict[str, Any]]:
+    """A log of one conversation: a row for each request, with all turns before it."""
+    said = [{"role": "user", "content": f"question {number}"}]
+    rows = []
+    for turn in range(count):
+        rows.append({"request": {"messages": [*said]}, "response": f"reply {turn}"})
+        said += [
+            {"role": "assistant", "content": f"reply {turn}"},
+            {"role": "user", "content": "and then?"},
+        ]
+    return rows
+
+
+def split(folder: Path, rows: list[dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
+    (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, test = (folder / name for name in ("train.jsonl", "test.jsonl"))
+    run(SplitOptions(str(folder / "all.jsonl"), str(train), str(test), **options))
+    return [[json.loads(line) for line in out.open()] for out in (train, test)]
+
+
+def question(row: dict[str, Any]) -> str:
+    return row["request"]["messages"][0]["content"]
+
+
+def test_no_conversation_lies_on_both_sides(tmp_path: Path) -> None:
+    """Of few rows, or of many; and what is added to a log moves nothing."""
+    rows = [row for number in range(150) for row in turns(number, 1 + number % 3)]
+    train, test = split(tmp_path, rows)
+    asked = [{question(row) for row in side} for side in (train, test)]
+    assert not asked[0] & asked[1] and len(asked[0] | asked[1]) == 150
+    assert len(train) + len(test) == len(rows) and 5 <= len(asked[1]) <= 30
+    more = [row for number in range(150, 200) for row in turns(number, 1)]
+    grown = split(tmp_path, [*more, *rows])
+    assert asked[1] <= {question(row) for row in grown[1]}
+    assert not asked[1] & {question(row) for row in grown[0]}
+    assert split(tmp_path, rows, seed=1)[1] != test
+
+
+def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    rows = turns(0, 5)
+    file = str(tmp_path / "all.jsonl")
+    with pytest.raises(UserError, match="5 rows, share 0.1, each conversation by chance"):
+        split(tmp_path, rows)
+    assert not (tmp_path / "train.jsonl").exists() and not (tmp_path / "test.jsonl").exists()
+    with pytest.raises(UserError, match="must be three files"):
+        run(SplitOptions(file, file, str(tmp_path / "test.jsonl")))
+    with pytest.raises(UserError, match="share must lie between 0 and 1"):
+        SplitOptions("a", "b", "c", share=1)
+    with pytest.raises(UserError, match="fix or remove it"):
+        split(tmp_path, [*rows, {"a": 1}])

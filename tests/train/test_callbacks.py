@@ -1,0 +1,207 @@
+"""Callbacks, pushes to the hub and trackers: what a training tells others while it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from huggingface_hub import constants
+
+import draftsmith
+from draftsmith.train.config import Tracker
+from draftsmith.train.tracking import flat, spelled
+from tests.train.commands.test_exporting import Hub, hub  # noqa: F401
+from tests.train.test_loop import make_config
+
+
+class Recorder(draftsmith.Callback):
+    """Notes every event; ends the training after the step `last`."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.events: list[tuple[str, int, Any]] = []
+        self.last = last
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        self.events.append(("step", step, {**metrics}))
+        return step == self.last
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("evaluate", step, {**metrics}))
+
+    def on_checkpoint(self, step: int, folder: Path, best: bool) -> None:
+        assert (folder / "draftsmith.json").is_file()
+        self.events.append(("checkpoint", step, best))
+
+    def on_end(self, best: Path) -> None:
+        self.events.append(("end", 0, best))
+
+
+SHORT: dict[str, Any] = {
+    "max_steps": 4,
+    "log_every": 2,
+    "evaluation": {"every": 4, "prompts": 2, "max_new_tokens": 4, "tree_nodes": 4},
+    "checkpoints": {"every": 100},
+}
+
+
+def test_callbacks_get_the_numbers_of_the_metrics_file(tmp_path: Path, saved_tiny: Path) -> None:
+    config, seen = make_config(tmp_path, saved_tiny, **SHORT), Recorder()
+    best = draftsmith.train("medusa", config=config, callbacks=[seen])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    told = [(step, found) for name, step, found in seen.events if name in ("step", "evaluate")]
+    assert [name for name, *_ in seen.events] == ["step", "step", "checkpoint", "evaluate", "end"]
+    assert [step for step, _ in told] == [row.pop("step") for row in rows] == [2, 4, 4]
+    for (_, metrics), row in zip(told, rows, strict=True):
+        assert {k: v if math.isfinite(v) else None for k, v in metrics.items()} == row
+    assert ("checkpoint", 4, True) in seen.events and seen.events[-1] == ("end", 0, best)
+
+
+def test_a_callback_ends_a_training_which_goes_on_when_asked(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    config, seen = make_config(tmp_path, saved_tiny, **SHORT), Recorder(last=2)
+    best = draftsmith.train("medusa", config=config, callbacks=[seen])
+    assert best.resolve().parent.name == "step-000002", "it was evaluated and saved"
+    rest = Recorder()
+    draftsmith.train("medusa", config=config, callbacks=[rest])
+    assert [step for name, step, _ in rest.events if name == "step"] == [4]
+    with pytest.raises(draftsmith.UserError, match=r"objects of draftsmith.Callback, not builtin"):
+        draftsmith.train("medusa", config=config, callbacks=[print])  # type: ignore[list-item]
+
+
+@pytest.fixture
+def online(hub: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:  # noqa: F811
+    """The stand-in in place of the hub, with a token."""
+    Hub.files.clear()
+    Hub.created.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    yield hub
+
+
+def test_the_best_drafter_is_pushed_and_a_failing_push_ends_nothing(
+    tmp_path: Path,
+    saved_tiny: Path,
+    online: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(tmp_path, saved_tiny, **SHORT)
+    given: dict[str, Any] = {"config": config, "push": "me/medusa", "push_each_best": True}
+    with caplog.at_level("INFO"):
+        best = draftsmith.train("medusa", **given)
+    assert [line for line in caplog.messages if line.startswith("pushed: http")]
+    assert len(Hub.created) == 1, "at the new best; at the end the same drafter is there already"
+    assert "private" in (
+        Hub.created[0].get("visibility"),
+        *(["private"] * Hub.created[0].get("private", False)),
+    )
+    assert {"README.md", "config.json", "draftsmith.json"} <= Hub.files.keys()
+    assert b"# Medusa" in Hub.files["README.md"]
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert draftsmith.train("medusa", **{**given, "push_each_best": False}) == best
+    (warning,) = [line for line in caplog.messages if line.startswith("not pushed: ")]
+    assert "the hub does not take it as me/medusa" in warning
+    again = f"draftsmith export --drafter {best.resolve()} --to vllm --out {tmp_path}/run/pushed"
+    assert warning.endswith(f"to repeat it: {again} --push me/medusa")
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "token", "says"),
+    [
+        ("medusa", "mine", "hf_x", "push is 'mine', which is no repository; write OWNER/NAME"),
+        ("medusa", "me/a b", "hf_x", "push is 'me/a b', which is no repository"),
+        ("medusa", "me/mine", None, "push needs a token; log in with hf auth login"),
+        ("mtp", "me/mine", "hf_x", "mtp stitch"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_anything_is_loaded(
+    method: str,
+    name: str,
+    token: str | None,
+    says: str,
+    tmp_path: Path,
+    saved_tiny: Path,
+    online: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    config = make_config(tmp_path, saved_tiny, method, **SHORT)
+    with pytest.raises(draftsmith.UserError, match="push") as error:
+        draftsmith.train(method, config=config, push=name)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists() and not Hub.created
+
+
+def test_a_push_is_refused_offline(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, **SHORT)
+    with pytest.raises(draftsmith.UserError, match="unset HF_HUB_OFFLINE, or leave push out"):
+        draftsmith.train("medusa", config=config, push="me/mine")
+    with pytest.raises(draftsmith.UserError, match="push_each_best needs push"):
+        draftsmith.train("medusa", config=config, push_each_best=True)
+
+
+def test_trackers_are_those_of_accelerate() -> None:
+    assert {*get_args(Tracker)} == {"none", *LOGGER_TYPE_TO_CLASS}
+
+
+def test_a_tracker_that_is_not_there_is_one_line(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, **SHORT)
+    with pytest.raises(draftsmith.UserError, match="pip install swanlab, or leave the tracker out"):
+        draftsmith.train("medusa", config=config, tracker="swanlab")
+    with pytest.raises(draftsmith.UserError, match="takes none, aim, .* or wandb, not mlfow"):
+        draftsmith.train("medusa", config=config, tracker="mlfow")
+
+
+def test_a_configuration_is_flat_for_trackers() -> None:
+    nested = {"a": {"b": None, "c": [1, 2]}, "d": [{"path": "x"}], "e": {}, "f": 0.5, "g": True}
+    assert flat(nested) == {
+        "a.b": "null", "a.c": "[1, 2]", "d.0.path": "x", "e": "{}", "f": 0.5, "g": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+def test_a_tracker_gets_every_metric_and_the_configuration(
+    tracker: str, tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tracker has written is read back by its own package."""
+    if importlib.util.find_spec(tracker) is None:
+        pytest.skip(f"{tracker} is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, saved_tiny, **SHORT)
+    draftsmith.train("medusa", config=config, tracker=tracker, project="mine")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    wanted = {(row["step"], name) for row in rows for name in row if name != "step"}
+    if tracker == "mlflow":
+        import mlflow
+
+        (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+        params, client = run.data.params, mlflow.MlflowClient()
+        names = {name for _, name in wanted}
+        found = {
+            (one.step, name)
+            for name in names
+            for one in client.get_metric_history(run.info.run_id, spelled(name, "mlflow"))
+        }
+    else:
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        (run,) = trackio.Api().runs("mine")
+        params = run.config
+        logs = SQLiteStorage.get_logs("mine", run.name, run_id=run.id)
+        found = {(row["step"], name) for row in logs for name in row}
+    assert wanted <= found
+    assert params["target.path"] == str(saved_tiny) and str(params["optim.lr"]) == "0.001"
+    assert {"data.sources.0.path", "heads.num_heads", "data.held_out.sources"} <= {*params}

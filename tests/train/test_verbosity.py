@@ -1,0 +1,81 @@
+"""--quiet and --verbose of every command."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from draftsmith.inference.console import Progress
+from draftsmith.train.command_line.verbosity import set_up_logging, take_verbosity
+from draftsmith.train.commands.cli import main
+
+OURS, DATASETS = logging.getLogger("draftsmith"), logging.getLogger("datasets")
+
+
+@pytest.fixture(autouse=True)
+def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Levels as they are without a command, before and after."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    before = transformers_logging.get_verbosity()
+    levels = [(one, one.level) for one in (logging.root, OURS, DATASETS)]
+    yield
+    for one, level in levels:
+        one.setLevel(level)
+    transformers_logging.set_verbosity(before)
+    Progress.quiet = False
+    take_verbosity([])
+
+
+@pytest.mark.parametrize(
+    ("word", "ours", "transformers", "datasets"),
+    [
+        ("--quiet", logging.WARNING, logging.ERROR, logging.ERROR),
+        ("--verbose", logging.DEBUG, logging.INFO, logging.INFO),
+        ("--seed", logging.INFO, None, logging.WARNING),
+    ],
+)
+def test_libraries_follow_the_switch(
+    word: str,
+    ours: int,
+    transformers: int | None,
+    datasets: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own, or nothing is set up
+    before = transformers_logging.get_verbosity()
+    left = take_verbosity(["generate", word, "--prompt", "x"])
+    assert left == ["generate", *([word] * (word == "--seed")), "--prompt", "x"]
+    set_up_logging(main=True)
+    assert OURS.getEffectiveLevel() == ours and Progress.quiet == (word == "--quiet")
+    assert transformers_logging.get_verbosity() == (transformers or before)
+    assert DATASETS.level == datasets
+
+
+def test_a_variable_of_transformers_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+    before = transformers_logging.get_verbosity()
+    take_verbosity(["--verbose"])
+    set_up_logging(main=True)
+    assert transformers_logging.get_verbosity() == before
+
+
+def test_progress_is_silent_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress.quiet = True
+    for _ in (progress := Progress(range(2), desc="work")):
+        progress.say("a line")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_switches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["doctor"], ["train", "eagle"], ["data", "plan"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--quiet", "--verbose"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == (
+            "error: --quiet and --verbose exclude each other; give one\n"
+        )
+    main(["--quiet", "--version"])
+    assert capsys.readouterr().out.startswith("draftsmith ")

@@ -1,0 +1,55 @@
+"""`draftsmith data split`: sets rows aside by conversation, before anything is trained on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...heads.errors import UserError
+from ...heads.files import check_output
+from ...inference.conversations.choice import Units
+from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.given import GivenRows, write_rows
+from ...inference.conversations.messages import RowError, check_text
+from ...inference.conversations.rows import LeftOut
+from ...inference.conversations.sources import rows_of, source_files
+from ..data.split import chance
+from .options import SplitOptions as Options
+
+
+def run(options: Options) -> None:
+    """Write the two files, and print how many rows and conversations each has.
+
+    Raises `UserError`, also where one of them would be empty.
+    """
+    source = options.source(options.data)
+    outs = {"--out-train": options.out_train, "--out-test": options.out_test}
+    for option, out in outs.items():
+        check_output(out, option)
+    taken = [Path(out).resolve() for out in outs.values()]
+    if len({*taken}) < 2 or {*taken} & {file.resolve() for file in source_files(source) or []}:
+        raise UserError("--data, --out-train and --out-test must be three files")
+    left_out, units = LeftOut(options.data, options.bad_rows), Units()
+    rows: list[tuple[Any, Conversation]] = []
+    for name, raw in rows_of(source):
+        try:
+            check_text(raw)
+            rows.append((raw, conversation_of(raw)))
+        except RowError as error:
+            left_out.add(name, error)
+        else:
+            units.add(*rows[-1])
+    sides: dict[str, list[tuple[Any, int]]] = {options.out_train: [], options.out_test: []}
+    for raw, conversation in rows:
+        unit = units.of(raw, conversation)
+        held_out = chance("held out", options.seed, unit) < options.share
+        sides[options.out_test if held_out else options.out_train].append((raw, unit))
+    for out, side in sides.items():
+        if not side:
+            raise UserError(
+                f"no rows of {options.data} are left for {out}: {len(rows)} rows, share "
+                f"{options.share:g}, each conversation by chance; give another --share or --seed"
+            )
+    for out, side in sides.items():
+        write_rows(GivenRows(options.data, [raw for raw, _ in side]), Path(out))
+        print(f"{out}: {len(side)} rows of {len({unit for _, unit in side})} conversations")

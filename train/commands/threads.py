@@ -1,0 +1,161 @@
+"""Number of CPU threads of a command, and how they wait, by what else the machine is doing.
+
+OpenMP's threads spin while they wait for each other. On cores that other processes use too, a
+thread that spins takes the time that the thread it waits for needs: decoding with two threads on
+two busy cores is several times slower than with one. Both settings are read when torch is first
+imported, so they are chosen before, from the processes that run at that moment.
+
+Threads change only the speed of a command, and the last bits of what is trained. A command that
+continues earlier work therefore takes the number that the work began with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ...inference.evaluation.journal import journal_path
+
+NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+FIRST_LOOK_S, SECOND_LOOK_S = 0.15, 0.6
+EVERY_S = 0.01  # between two readings of the number of running processes
+SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
+WATCH_S = 30.0
+
+
+def choose_threads(options: Any) -> None:
+    """Choose the threads of the command with these options, and print a line where that matters.
+
+    Nothing is chosen once torch is imported, for a command that loads no target, for one of several
+    ranks, or in place of what the environment says.
+    """
+    given = next((os.environ[name] for name in NUMBERS if name in os.environ), None)
+    waits = any(name in os.environ for name in WAITS)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if "torch" in sys.modules or not hasattr(options, "target") or ranks > 1:
+        return
+    if given == "1" or (given is not None and waits):
+        return
+    cores, wanted = os.cpu_count() or 1, usable_cores()
+    others = other_processes(FIRST_LOOK_S)
+    if crowded(others, wanted, cores):  # a process that was just ending does not count
+        others = other_processes(SECOND_LOOK_S)
+    busy = crowded(others, wanted, cores)
+    if given is None:
+        number = stored_threads(options)
+        if busy and number is None:
+            number = threads_beside(others, wanted, cores)
+        if number is not None:
+            os.environ["OMP_NUM_THREADS"] = given = str(number)
+    if not busy:
+        threading.Thread(target=_watch, args=(options,), daemon=True, name="load").start()
+        return
+    chosen = "one thread"
+    if given != "1":
+        chosen = f"{given} threads"
+        if not waits:
+            os.environ["OMP_WAIT_POLICY"] = "passive"
+            chosen += ", which sleep while they wait"
+    load = f"load {others:.1f} on {cores} core{'s' if cores != 1 else ''}"
+    print(f"the machine is busy ({load}): {chosen}; read tau, not tokens/s", file=sys.stderr)
+
+
+def crowded(others: float, wanted: int, cores: int) -> bool:
+    """Return true where `wanted` threads and `others` need more than there are `cores`."""
+    return others + wanted > cores + SPARE
+
+
+def threads_beside(others: float, wanted: int, cores: int) -> int:
+    """Return how many of `wanted` threads have a core each beside `others`; at least one."""
+    return max(1, min(wanted, int(cores - others + SPARE)))
+
+
+def usable_cores() -> int:
+    """Return the number of physical cores that this process may use, which is torch's default."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(psutil.cpu_count(logical=False) or 1, allowed or 1)
+
+
+def other_processes(seconds: float) -> float:
+    """Return the mean number of other running threads of the machine within `seconds`.
+
+    It is read from Linux's `/proc/stat`, since the mean of the last minute has the command before
+    this one in it. Elsewhere it is that mean, and 0 where there is none.
+    """
+    counts = []
+    end = time.monotonic() + seconds
+    while (running := running_now()) is not None and time.monotonic() < end:
+        counts.append(running - 1)  # without this thread
+        time.sleep(EVERY_S)
+    if counts:
+        return sum(counts) / len(counts)
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
+
+
+def running_now() -> int | None:
+    """Return how many threads of the machine run or wait for a core; None where it is not known."""
+    try:
+        text = Path("/proc/stat").read_text()
+        return int(text.split("procs_running", 1)[1].split(None, 1)[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def stored_threads(options: Any) -> int | None:
+    """Return the number of threads of the earlier work that this command continues; else None.
+
+    It is in the last checkpoint of a training run, in the journal of an evaluation or a tuning, and
+    in the profile by which trees are chosen.
+    """
+    places: list[tuple[Path, tuple[str, ...]]] = []
+    if profile := getattr(options, "profile", None):
+        places.append((Path(str(profile)), ("machine", "threads")))
+    if report := getattr(options, "json", None):
+        places.append((journal_path(report), ("identity", "threads")))
+    if out := getattr(options, "out", None):
+        places.append((journal_path(out), ("identity", "machine", "threads")))
+        last = Path(out, "last").resolve().parent
+        places.append((last / "provenance.json", ("threads",)))
+    return next(filter(None, (_number(*place) for place in places)), None)
+
+
+def _number(path: Path, keys: tuple[str, ...]) -> int | None:
+    """Return the number at `keys` of a JSON file, or of a journal's first line; None without."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            value = json.loads(file.readline() if keys[0] == "identity" else file.read())
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # whoever reads the file next says what is wrong with it
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _watch(options: Any) -> None:
+    """Print one line when a machine that was quiet at the start is busy for a minute."""
+    from ...inference.console import tqdm
+    from ...inference.evaluation.remarks import busy_now
+
+    while True:
+        time.sleep(WATCH_S)
+        if line := busy_now():
+            break
+    if os.environ.get("OMP_NUM_THREADS") != "1" and _continues(options):
+        line += "; interrupt the command and start it again to continue with threads that sleep"
+    tqdm.write(line, file=sys.stderr)
+
+
+def _continues(options: Any) -> bool:
+    """Return true if the command, interrupted and started again, continues where it stopped."""
+    return bool(getattr(options, "out", None) or getattr(options, "json", None))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..heads.errors import UserError
 from ..inference.rounds.device import best_of
 from .settings import NEEDS_LABELS, Divergence
 
@@ -181,6 +182,9 @@ def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Te
         # total variation.
         distance = (log_p.exp() - log_q.exp()).abs().sum(-1)
         return CE_SHARE * cross_entropy(log_q, labels) + (1 - CE_SHARE) * distance
+    if name not in _SOFT:
+        known = ", ".join(get_args(Divergence))
+        raise UserError(f"there is no divergence {name!r}; choose one of {known}")
     return _SOFT[name](log_q, log_p)
 
 

@@ -6,13 +6,16 @@ code of that module, as the user asked by naming it.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -208,6 +211,27 @@ def wrong_tree(tree: DraftTree, root: Tensor, most: int, vocab_size: int) -> str
     return None
 
 
+@contextmanager
+def reported(cls: type) -> Iterator[None]:
+    """Turn exceptions that pass through the module of a user's class into `UserError`s of one line.
+
+    The line names the place in that module. Those of a class of draftsmith stay as they are.
+    """
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [frame for frame in frames if frame.filename == file]
+        ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
+        if ours or not places or out_of_memory(error):
+            raise
+        where = f"{os.path.relpath(places[-1].filename)}, line {places[-1].lineno}"
+        raise UserError(f"{cls.__name__} failed in {where}: {_said(error)}") from error
+
+
 def class_named(name: str) -> Any:
     """Return the class or function that `name` stands for. Raises `UserError`."""
     try:
@@ -215,8 +239,10 @@ def class_named(name: str) -> Any:
             return point.load()
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())  # a module next to which the command was started
-        module, _, attribute = name.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        path, _, attribute = name.partition(":")
+        module = importlib.import_module(path)
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
     except ModuleNotFoundError as error:
         raise UserError(
             f"{name} cannot be imported: {first_line(error)}; start the command in the "
@@ -224,3 +250,7 @@ def class_named(name: str) -> Any:
         ) from error
     except Exception as error:
         raise UserError(f"{name} cannot be imported: {_said(error)}") from error
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]
+    near = difflib.get_close_matches(attribute, own, 1) or own
+    there = f"did you mean {path}:{near[0]}?" if near else "it defines none"
+    raise UserError(f"{path} has no class {attribute}; {there}")

@@ -26,6 +26,7 @@ from ..heads.files import JsonObject, check_output_folder, whole_file
 from ..inference.console import Progress, several
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
+from ..inference.own_drafters import reported
 from ..inference.targets.ranks import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
@@ -68,6 +69,12 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     Every rank has the same number of `callbacks`. Raises `Stopped` after a last checkpoint if the
     run was asked to end, and `UserError` for what the user can correct.
     """
+    with reported(type(method)):
+        return _prepare_and_train(run, method, callbacks)
+
+
+def _prepare_and_train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback]) -> Path:
+    """Check and resolve a run, and train; see `train`."""
     check_before_loading(run, method)
     # From here on the run says what is trained: so do its folder, its trackers and its checks.
     target = target_of_run(run)

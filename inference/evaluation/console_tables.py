@@ -131,7 +131,7 @@ def settings_table(report: Report, titles: Sequence[str], longest: int = LONGEST
     A group is headed by its setting and sorted by speed-up. Its fastest row is marked and bold.
     Names of more than `longest` characters are folded.
     """
-    counted = report.scope.replace("prompt", "held-out prompt", 1)
+    counted = report.scope
     table = plain_table(f"{report.target_name}\n{counted}, {report.dtype}")
     table.add_column("drafter", overflow="fold", min_width=18, max_width=longest)
     for title in titles:

@@ -137,7 +137,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         hint = " (or data extract)" if prog != "draftsmith train" else ""
         if close := difflib.get_close_matches(method, METHODS, n=1):
             hint = f"; did you mean {close[0]!r}?"
-        fail(f"name a method to train: {methods}{hint}")
+        fail(f"name a method to train: {methods}, or module:Class of your own{hint}")
 
     def shown(values: Any) -> str:
         from .printed import config_text

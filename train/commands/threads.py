@@ -144,15 +144,16 @@ def _number(path: Path, keys: tuple[str, ...]) -> int | None:
 
 def _watch(options: Any) -> None:
     """Print one line when a machine that was quiet at the start is busy for a minute."""
-    from ...inference.console import tqdm
-    from ...inference.evaluation.remarks import busy_now
-
     while True:
+        # First of all: the main thread imports these modules itself meanwhile.
         time.sleep(WATCH_S)
-        if line := busy_now():
+        remarks = sys.modules.get("draftsmith.inference.evaluation.remarks")
+        if remarks is not None and (line := remarks.busy_now()):
             break
     if os.environ.get("OMP_NUM_THREADS") != "1" and _continues(options):
         line += "; interrupt the command and start it again to continue with threads that sleep"
+    from tqdm import tqdm
+
     tqdm.write(line, file=sys.stderr)
 
 

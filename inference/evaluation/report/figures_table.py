@@ -165,7 +165,8 @@ def table_of(rows: Sequence[Row]) -> Table:
         title.append(f"batch {rows[0].batch_size}")
     if SEEDS in {row.interval_over for row in rows}:
         title.append(
-            f"means over {seeds} seeds with 95% t intervals over seeds (prompts are fixed)"
+            f"means over {seeds} seeds with 95% t intervals over seeds (prompts are fixed); rows "
+            "that no seed changes have none"
         )
     else:
         title.append("95% intervals over prompts")

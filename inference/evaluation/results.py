@@ -105,7 +105,7 @@ class Sample(Struct, kw_only=True):
     came: list[int]
     """Depth of an accepted draft, 0 the target's own, -1 the prefill's."""
     p: ByDepth
-    """The target's probability of each token."""
+    """The target's probability of each token; at T = 1 where decoding is greedy."""
     best: list[list[tuple[str, float]]]
     """The target's most likely tokens in place of each, with their probabilities."""
     id: str | int = ""

@@ -16,7 +16,7 @@ trap 'rm -rf "$source_folder"' EXIT
 mkdir "$source_folder/pages"
 # Of a copy without .git, all files but those of an environment and of runs.
 files() { git ls-files -z 2>/dev/null || find . -type f -not -path './.venv/*' -not -path './runs/*' -not -path './models/*' -print0 | sed -z 's#^\./##'; }
-files | grep -zE '\.(md|yaml|png|ipynb|sh|py|sbatch|Dockerfile)$|^(LICENSE|CITATION.cff)$' |
+files | grep -zE '\.(md|yaml|png|svg|ipynb|sh|py|sbatch|Dockerfile)$|^(LICENSE|CITATION.cff)$' |
     grep -zvE '^((train|heads|inference|distill|draftsmith)/|scripts/site/)' | tar --null -T - -cf - | tar -C "$source_folder/pages" -xf -
 pages=$source_folder/pages/docs
 cp scripts/site/api.md "$pages/"

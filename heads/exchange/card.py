@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ class CardFigures:
     batch: int
     tau: float
     interval: tuple[float, float]
-    """95% interval of tau: its lower and upper end."""
+    """95% interval of tau: its lower and upper end; NaN where there are too few prompts."""
     survival: tuple[float, ...]
     """Shares of the rounds that accepted at least 1, 2, .. drafts."""
     prompts: int
@@ -164,9 +164,10 @@ def _table(request: ExportRequest, measured: Sequence[CardFigures], stored: int)
             "|---|---|---|---|---|---|",
         ]
         for row in shown:
-            low, high = row.interval
             rates = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.survival)
-            tau = f"{row.tau:.2f} ({low:.2f}-{high:.2f})"
+            low, high = row.interval
+            interval = "" if isnan(low) else f" ({low:.2f}-{high:.2f})"  # few prompts give none
+            tau = f"{row.tau:.2f}{interval}"
             lines.append(
                 f"| {row.prompts} of {row.prompt_set.name} | {row.drafts} | {row.temperature:g} | "
                 f"{row.batch} | {tau} | {rates} |"

@@ -126,6 +126,7 @@ def test_numbers_and_names_are_not_shown_as_files() -> None:
 
 
 def test_the_documents_list_every_command() -> None:
+    """What each is for stands in the reference, which is generated."""
     listed = (ROOT / "docs" / "README.md").read_text()
-    for verb, (*_, purpose) in VERBS.items():
-        assert f"| `{verb}` | {purpose} |" in listed
+    for verb in VERBS:
+        assert f"`{verb}`" in listed

@@ -1,15 +1,22 @@
-"""Write the reference of commands and of configuration keys from their dataclasses of options.
+"""Write the reference of commands, configuration keys and reports from the types that define them.
 
-python scripts/reference.py        # docs/reference/commands.md and configuration.md
+python scripts/reference.py        # docs/reference/commands.md, configuration.md and report.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import docstring_parser
+from msgspec import Struct
+
+from draftsmith.inference.evaluation.definitions import DEFINITIONS
+from draftsmith.inference.evaluation.results import Report
 from draftsmith.train.command_line.fields import (
     SHORT_GROUPS,
     Option,
@@ -23,6 +30,45 @@ from draftsmith.train.command_line.values import takes
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, run_class_named
 
+REPORT = """# Keys of a report
+
+<!-- Made by `python scripts/reference.py` from the types in inference/evaluation. -->
+
+`draftsmith evaluate --json FILE` writes one object. Ratios of nothing are `NaN`, what does not
+apply is `null`. Every figure can be counted again from `rounds` of each request.
+[Metrics](../metrics.md) defines the figures in full.
+"""
+OTHERS = """
+## Other JSON files
+
+**`draftsmith evaluate --features`** writes a smaller object: `schema_version` 2, `replayed_from`,
+`target`, `dtype`, `versions`, `options`, `temperature` (of the replies), `loop_share`, and for each
+drafter `tau_incl_bonus`, `tau_ci95`, `survival` and `emitted` (tokens emitted in every round of
+every text).
+
+**`draftsmith compare --json`** writes `reports`, `drafters`, `fail_on_regression` and `settings`,
+whose `rows` have `category`, `report`, `requests`, `tau_before`, `tau_before_ci95`, `tau_after`,
+`tau_after_ci95`, `change`, `change_ci95` (of pairs) and `regressed`. Next to the rows of a setting
+are `tests`, the rows of all settings that have an interval, and `level`, that of the intervals by
+which rows are flagged ([intervals](../metrics.md#intervals)).
+
+**A row of a profile of `draftsmith tune`** has the chosen tree (`kind`, `label`, `setting`,
+`predicted`, `measured`), `plain`, `default` and the `finalists` in the same form, and:
+
+- `finalists[].gain`, `gain_interval`: tokens per second over the default's on the prompts that
+  trees are chosen on; the intervals of all finalists together err in 5% (`best.level` each).
+- `best`: the finalist of the highest `gain`: `label`, `gain`, `gain_interval`, `level`, and, if the
+  interval excludes no gain, its gain on the other prompts: `gain_again`, `gain_again_ci95`,
+  `prompts_again`.
+- `taken`, `reason`: whether the best one replaces the default, and why, in words.
+- `gain_over_default`, `gain_ci95`: what the chosen tree gains over the default: `gain_again` and
+  its interval if the best was taken, else 1 and null.
+- `effort`: `prompts` that trees are chosen on, `prompts_again` of the gain, lengths and timings
+  that fitted into the budget.
+"""
+JSON = {str: "text", bool: "boolean", int: "integer", float: "number", Mapping: "table"}
+JSON |= {dict: "table", type(None): "null"}
+NULL = re.compile(r"\bNone\b")
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 COLUMNS = 100
 CODE_COLUMNS = 80
@@ -64,7 +110,11 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Return the pages by their names in docs/reference."""
-    return {"commands.md": commands_page(), "configuration.md": configuration_page()}
+    return {
+        "commands.md": commands_page(),
+        "configuration.md": configuration_page(),
+        "report.md": report_page(),
+    }
 
 
 def commands_page() -> str:
@@ -162,6 +212,65 @@ def key(name: str, by_method: dict[str, Option]) -> Iterator[str]:
     item = item_of(option.kind)
     for one in options_of_class(item) if item is not None else ():
         yield from entry(f"{name}[].{one.name}", one, {default_of(one): []}, kind_of(one))
+
+
+def report_page() -> str:
+    """Return the page of the keys of a report, by its tables."""
+    lines = [REPORT, "## The report", "", *keys_of_table(Report)]
+    for path, kind in tables_in(Report):
+        lines += ["", f"## `{path}`", "", *folded(NULL.sub("null", paragraphs_of(kind)[0])), ""]
+        lines += keys_of_table(kind)
+    return "\n".join(lines) + "\n" + OTHERS
+
+
+def tables_in(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tables that a table of the report holds, with their paths in the JSON."""
+    for name, field in get_type_hints(kind).items():
+        for table in filter(is_table, parts_of(field)):
+            many = {list: "[]", dict: ".NAME"}
+            end = next((many[part] for part in parts_of(field) if part in many), "")
+            here = f"{path}.{name}{end}".removeprefix(".")
+            yield here, table
+            yield from tables_in(table, here)
+
+
+def keys_of_table(kind: Any) -> Iterator[str]:
+    """Yield the lines of the keys of a table; those without a text are defined in the metrics."""
+    found = docstring_parser.parse_from_object(kind).params
+    texts = {one.arg_name: " ".join((one.description or "").split()) for one in found}
+    hints = get_type_hints(kind)
+    elsewhere = []
+    for name in kind.__struct_fields__:
+        inner = [paragraphs_of(part)[0] for part in parts_of(hints[name]) if is_table(part)]
+        text = next(filter(None, (texts.get(name), DEFINITIONS.get(name), *inner)), "")
+        if text:
+            text = NULL.sub("null", capital(text).removesuffix("."))
+            yield from folded(f"- `{name}` ({json_of(hints[name])}): {text}.", "  ")
+        else:
+            elsewhere.append(f"`{name}`")
+    if elsewhere:
+        yield from folded(f"- {joined(elsewhere)}: as in [metrics](../metrics.md).", "  ")
+
+
+def parts_of(kind: Any) -> list[Any]:
+    """Return a type and the types in it: `list`, `int` of `list[int]`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    return [origin or kind, *(part for one in inner for part in parts_of(one))]
+
+
+def is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def json_of(kind: Any) -> str:
+    """Return the JSON types of a key in words."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    return joined(dict.fromkeys(word_of(get_origin(one) or one) for one in kinds), "or")
+
+
+def word_of(kind: Any) -> str:
+    """Return the JSON type of a class in a word; the other ones are sequences."""
+    return "table" if is_table(kind) else JSON.get(kind, "list")
 
 
 def entry(name: str, option: Option, defaults: dict[str, list[str]], kind: str = "") -> list[str]:

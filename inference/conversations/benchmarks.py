@@ -29,10 +29,13 @@ class Benchmark(Struct, kw_only=True, frozen=True):
     """Prompts that are known by a name, as a report names them."""
 
     name: str
+    """Name that it was asked for by."""
     path: str
     """Data set on the hub, or the address of a JSONL file."""
     config_name: str | None = None
+    """Configuration of the data set."""
     split: str | None = None
+    """Split of the data set."""
     revision: str | None = None
     """Branch, tag or commit that was asked for; None: the main branch, or a fixed file."""
     license: str

@@ -47,6 +47,7 @@ from . import replayed
 from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
+from .definitions import DEFINITIONS
 from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
 from .journal import Journal, kept
@@ -55,7 +56,6 @@ from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .remarks import load
 from .results import (
-    DEFINITIONS,
     SCHEMA,
     Conditions,
     DrafterOrigin,

@@ -1,13 +1,14 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/metrics.md#report-keys explains every key, `DEFINITIONS` most. Ratios of nothing are NaN, which
-Python writes into JSON and reads from it; None stands for what does not apply.
+docs/reference/report.md is made of these types: the docstring of a field explains its key, else its
+entry in `DEFINITIONS`. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
+None stands for what does not apply.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeGuard
 
@@ -18,15 +19,11 @@ from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 from ..conversations.benchmarks import Benchmark
+from .definitions import ByDepth, ByName, Interval, Number, Temperature
+from .server_figures import ServerReport
 
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
-Number = float | None
-Interval = tuple[Number, Number]
-"""Both ends of a 95% interval; NaN where it is not known."""
-ByName = Mapping[str, Number]
-ByDepth = Sequence[Number]
-Temperature = Annotated[float, Meta(ge=0)]
 NAN = float("nan")
 FEWEST = 5  # prompts, or batches, for which an interval is given
 SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
@@ -37,36 +34,56 @@ class RequestRecord(Struct, kw_only=True):
     """One reply with one drafter."""
 
     id: str | int
+    """The row's id, or its number."""
     category: str
+    """The row's category."""
     turn: Count
+    """Turn of the conversation, from 0."""
     rounds: list[tuple[Count, Count, Count]]
     prompt: Count | None = None
     """Number of the prompt among those that were read, from 0."""
     unit: Count
     """Number of the first prompt with the same id, or without ids the same text."""
     n_prompt: Count = 0
+    """Tokens of the prompt."""
     n_out: Count = 0
+    """Tokens of the reply."""
     n_rounds: Count = 0
+    """Number of rounds."""
     accepted_hist: list[Count] = []
+    """Rounds that accepted 0, 1, 2, ... drafts."""
     drafted_hist: list[Count] = []
+    """Rounds that drafted 0, 1, 2, ... nodes."""
     offered_hist: list[Count] = []
+    """Rounds by offered depth: accepted, and 1 more if the draft after them was rejected."""
     tau_incl_bonus: Number = None
     ttft_s: Number = None
     decode_s: Number = None
+    """Wall time of its rounds."""
     tpot_s: Number = None
+    """Time per token after the first."""
     chunk_gap_s: ByName | None = None
+    """Wall time of a round: `p50` and `p95`."""
     rb_tau: Number = None
     alpha: ByDepth | None = None
     t_draft_s: Number = None
+    """Its share of the drafter's time."""
     t_verify_s: Number = None
+    """Its share of the verifications."""
     t_accept_s: Number = None
+    """Its share of sampling and the acceptance rule."""
     t_kv_s: Number = None
+    """Its share of the commits."""
     t_host_s: Number = None
+    """Its share of the remaining wall time."""
     finish_reason: str | None = None
+    """`eos`, `stop`, `length`, or `context` (the target's positions)."""
     equal_to_ar: bool | None = None
+    """Whether the reply equals plain decoding's; null where that is not promised."""
     first_divergence: Count | None = None
     top2_gap: Number = None
     verify_mode: str | None = None
+    """Rule of its first round."""
 
     def __post_init__(self) -> None:
         demand(
@@ -84,14 +101,19 @@ class Sample(Struct, kw_only=True):
     """Reply token by token, as the page shows it."""
 
     tokens: list[str]
+    """Its tokens as text."""
     came: list[int]
+    """Depth of an accepted draft, 0 the target's own, -1 the prefill's."""
     p: ByDepth
-    """The target's probability of each token."""
+    """The target's probability of each token; at T = 1 where decoding is greedy."""
     best: list[list[tuple[str, float]]]
     """The target's most likely tokens in place of each, with their probabilities."""
     id: str | int = ""
+    """The row's id, or its number."""
     turn: Count = 0
+    """Turn of the conversation, from 0."""
     prompt: str = ""
+    """What was asked."""
 
     def __post_init__(self) -> None:
         lengths = {len(column) for column in (self.tokens, self.came, self.p, self.best)}
@@ -104,16 +126,20 @@ class CategoryFigures(Struct, kw_only=True):
     tau_incl_bonus: float
     tau_ci95: Interval
     requests: Count = 0
+    """Replies of the category."""
 
 
 class DrafterFigures(Struct, kw_only=True):
     """Figures of one drafter, or of plain decoding, in one setting."""
 
     requests: Count
+    """Replies."""
     rounds: Count = 0
+    """Rounds of all replies."""
     steps: Count = 0
     """Rounds of whole batches: a batch goes on until its last request has finished."""
     tokens: Count = 0
+    """Tokens, the prefills' included."""
     tau_incl_bonus: Number
     tau_ci95: Interval | None
     tau_macro: Number = None
@@ -128,6 +154,7 @@ class DrafterFigures(Struct, kw_only=True):
     discarded_share: Number = None
     zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
+    """Rounds that accepted 0, 1, 2, ... drafts."""
     rb_tau: Number = None
     alpha: float | ByDepth | None = None
     verify_mode: list[str] = []
@@ -144,6 +171,7 @@ class DrafterFigures(Struct, kw_only=True):
     speedup_ci95: Interval | None = None
     speedup_median: Number = None
     untuned: str | None = None
+    """Of a tuned drafter: the name of the same drafter without the profile."""
     gain_over_default: Number = None
     gain_ci95: Interval | None = None
     verify_cost: Number = None
@@ -151,14 +179,17 @@ class DrafterFigures(Struct, kw_only=True):
     predicted_speedup: Number = None
     modelled_speedup: Number = None
     warnings: list[str] = []
+    """What makes the figures doubtful, in words."""
     by_category: dict[str, CategoryFigures] = {}
     per_request: list[RequestRecord] = []
     samples: list[Sample] = []
+    """The first replies, token by token."""
     setting: JsonObject | None = None
     """Settings of the tree that a profile or an engine chose."""
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
     kind: str | None = None
+    """The drafter's method and settings, such as `eagle3:length=3`."""
 
     @property
     def split(self) -> dict[str, float]:
@@ -176,9 +207,13 @@ class SettingFigures(Struct, kw_only=True):
     """Figures of every drafter at one temperature and batch size."""
 
     temperature: Temperature
+    """Of the sampling; 0 is greedy."""
     batch: Annotated[int, Meta(ge=1)]
+    """Requests that are decoded together."""
     lossless: bool
+    """False with typical acceptance."""
     drafters: dict[str, DrafterFigures]
+    """A table for each way of decoding, by its name; `plain` is plain decoding."""
 
     def __post_init__(self) -> None:
         # every speed-up is a ratio to plain decoding
@@ -195,84 +230,17 @@ class SettingFigures(Struct, kw_only=True):
         return {name: figures for name, figures in self.drafters.items() if name != "plain"}
 
 
-class ServerRequest(Struct, kw_only=True):
-    """One reply of a server."""
-
-    id: str | int
-    turn: Count = 0
-    n_prompt: Count = 0
-    n_out: Count = 0
-    ttft_s: Number = None
-    tpot_s: Number = None
-    finish_reason: str | None = None
-
-
-class Divergence(Struct, kw_only=True):
-    """First difference of a server's reply to plain decoding's."""
-
-    id: str | int
-    turn: Count = 0
-    index: Count = 0
-    top2_gap: Number = None
-
-
-class ServerFigures(Struct, kw_only=True):
-    """Figures of a live server at one temperature and concurrency."""
-
-    temperature: Temperature
-    concurrency: Annotated[int, Meta(ge=1)]
-    in_flight_peak: Count = 0
-    tau_incl_bonus: Number
-    tau_definition: str = ""
-    tau_emitted: Number
-    survival: ByDepth
-    accept_rate: Number
-    mean_n_draft: Number = None
-    tokens_s: Number
-    seconds: Number = None
-    ttft_quantiles_s: ByName | None = None
-    tpot_quantiles_s: ByName | None = None
-    chunk_gap_quantiles_s: ByName | None = None
-    requests: Count = 0
-    tokens: int = 0
-    chunks: Count = 0
-    # A server may count anything: a restart between two readings makes differences negative.
-    drafts: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    rounds: int | None = None
-    speculates: bool | None = None
-    client_busy: Number = None
-    warnings: list[str] = []
-    per_request: list[ServerRequest] = []
-    equal_to_plain: Count | None = None
-    compared: Count | None = None
-    divergences: list[Divergence] = []
-
-
-class ServerReport(Struct, kw_only=True):
-    """Figures of a live server in each setting."""
-
-    url: str
-    engine: str
-    version: str | None
-    model: str | None = None
-    context: Count | None = None
-    definitions: dict[str, str] = {}
-    settings: list[ServerFigures]
-
-    @property
-    def title(self) -> str:
-        return f"{self.engine} {self.version} at {self.url}"
-
-
 class PromptSet(Struct, kw_only=True):
     """Prompts that were decoded."""
 
     path: str | None = None
+    """File, folder or data set as it was named."""
     sha256: str
+    """Hash of the token ids and later turns."""
     prompts: Count
+    """Number of prompts."""
     categories: dict[str, Count] = {}
+    """Number of prompts of each category."""
     benchmark: Benchmark | None = None
     """Benchmark that was read by its name."""
 
@@ -281,13 +249,21 @@ class TargetFacts(Struct, kw_only=True):
     """Fingerprint of the target; of a target without weights only name and tokenizer are known."""
 
     name: str = ""
+    """Folder or name on the hub."""
     model_type: str | None = None
+    """From its configuration."""
     hidden_size: Count | None = None
+    """Its hidden size."""
     num_layers: Count | None = None
+    """Its number of decoder layers."""
     vocab_size: Count | None = None
+    """Its vocabulary, in tokens."""
     tokenizer_hash: str | None = None
+    """Hash of its tokenizer."""
     template_hash: str | None = None
+    """Hash of its chat template."""
     weights_hash: str | None = None
+    """Hash of a sample of its weights."""
     numbers: JsonObject = {}
     """Values of the configuration that change the output, by flat names."""
 
@@ -296,7 +272,9 @@ class DrafterOrigin(Struct, kw_only=True):
     """A drafter's spec, and the hashes of its weight files; None for one without files."""
 
     spec: str = ""
+    """Drafter as it was given."""
     sha256: str | None = None
+    """Hash of its weights."""
 
 
 class Conditions(Struct, kw_only=True):
@@ -315,6 +293,7 @@ class Conditions(Struct, kw_only=True):
     layout: str | None = None
     """`packed`, or `as stored`: the order of the target's matrices."""
     packed_bytes: Count | None = None
+    """Bytes of the matrices that were packed."""
     four_tokens: Number = None
     """Time of a pass over four tokens as a multiple of one over one, for one request."""
 
@@ -339,25 +318,42 @@ class Report(Document, kw_only=True):
     finite: ClassVar[bool] = False
 
     schema_version: Annotated[int, Meta(ge=1)] = 1
+    """4; earlier versions, of before the first release, are not read."""
     command: str = ""
+    """The command line."""
     started_at: str = ""
+    """Time of the start, UTC."""
     target: TargetFacts | None = None
     dtype: str | None = None
+    """Type of the target's weights."""
     device: str | None = None
+    """Device of the target."""
     threads: Count | None = None
+    """Threads of torch."""
     machine: JsonObject | None = None
+    """The machine."""
     conditions: Conditions | None = None
     versions: dict[str, str] = {}
+    """Versions of Python and packages."""
     sampling: JsonObject | None = None
+    """Sampling settings as they were resolved."""
     options: JsonObject | None = None
+    """All options as they were resolved."""
     prompt_set: PromptSet
     peak_memory_bytes: Count | None = None
+    """Most memory of this process: the GPU's if the target is there, else resident."""
     definitions: dict[str, str] = {}
+    """Short definitions of the figures."""
     left_out: dict[str, str] = {}
+    """Baselines and engines that were not measured, and why."""
     drafters: dict[str, DrafterOrigin] = {}
+    """What each name stands for."""
     drafter_bytes: Mapping[str, int | None] = {}
+    """Bytes of each drafter's own weights, without what it shares with the target."""
     settings: list[SettingFigures]
+    """A table for each temperature and batch size."""
     server: ServerReport | None = None
+    """A live server; only with `--server`."""
     partial: str = ""
     """Part that is measured so far, in words; empty for a whole report."""
 
@@ -466,50 +462,3 @@ def write_report(report: Report, path: str | None) -> None:
     if path is not None:
         with whole_file(path) as aside:
             write_json(aside, report.to_json())
-
-
-DEFINITIONS = {
-    "tau_incl_bonus": "tokens emitted per round, the target's own included, the prefill's "
-    "excluded, pooled over requests",
-    "tau_ci95": "95% interval over prompts (the turns of one go together), by the jackknife of "
-    "log(tau) with Student's t; not given for fewer than five prompts",
-    "tau_by_position": "tau of the rounds whose root is below that position",
-    "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
-    "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
-    "target's own, -1 the prefill's",
-    "rounds": "of each request: [nodes drafted, drafts accepted, tokens emitted] of every round",
-    "discarded_share": "share of all verified nodes, roots included, that were drafts and not "
-    "accepted",
-    "verify_cost": "a verification over a plain verification; round_cost: a whole round over a "
-    "plain round",
-    "predicted_speedup": "tau over round_cost; both over plain decoding's: what the split of "
-    "these very rounds explains",
-    "modelled_speedup": "predicted from the smallest batch's tau and draft time, and from plain "
-    "decoding's steps at all sizes",
-    "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles "
-    "over requests, nearest rank",
-    "survival": "share of rounds that accepted at least d drafts",
-    "cond_accept": "survival at d over survival at d - 1; cond_offered: among the rounds that had "
-    "a draft at d",
-    "chunk_gap": "seconds between the pieces that a reader of the stream sees: one a round",
-    "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
-    "speedup_ci95": "over prompts; over batches where several prompts ran together; not given for "
-    "fewer than five of them",
-    "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where "
-    "both wrote the same text, the ratio of the times",
-    "gain_over_default": "of a tuned drafter: tokens a second over those of the same drafter "
-    "without the profile (untuned), on the same prompts; gain_ci95: its interval, as speedup_ci95",
-    "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
-    "traversal, rrs, or typical (lossy)",
-    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
-    "for fixed drafts at T > 0",
-    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
-    "distributions only",
-    "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
-    "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null "
-    "for rules that keep the distribution only",
-    "first_divergence": "index of the first token that differs from plain decoding",
-    "top2_gap": "the target's best logit minus its second best there: near-ties flip in low "
-    "precision, others must not",
-}
-"""Short definitions of the figures, for the report; docs/metrics.md has the whole ones."""

@@ -42,7 +42,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.checks import numbers
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.options import EvaluateOptions
-from draftsmith.inference.evaluation.results import ServerFigures
+from draftsmith.inference.evaluation.server_figures import ServerFigures
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_for_decoding
 

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 
 from ....heads.errors import UserError
 from ..compare import check_alike
+from ..definitions import Number
 from ..intervals import LEVEL, student_t
 from ..remarks import UNTRAINED_MARK, untrained_part
-from ..results import DrafterFigures, Number, Report, SettingFigures, known
+from ..results import DrafterFigures, Report, SettingFigures, known
 from .lineage import Named, in_all
 from .tables import Table, by_column, factor, interval, number
 

@@ -34,15 +34,12 @@ from ..measure import Results, first_difference
 from ..options import EvaluateOptions
 from ..results import (
     SHOWN,
-    Divergence,
-    ServerFigures,
-    ServerReport,
-    ServerRequest,
     SettingFigures,
     by_depth,
     identical,
     written,
 )
+from ..server_figures import Divergence, ServerFigures, ServerReport, ServerRequest
 from .client import (
     EngineServer,
     Load,

@@ -141,7 +141,11 @@ class Transcript:
         return pieces
 
     def _write(self, tokens: Sequence[int], reason: str | None) -> str:
-        """Return the text that has become final with `tokens`, after which the reply may end."""
+        """Return the text that has become final with `tokens`, after which the reply may end.
+
+        The token that ended a reply is never text, even where no token is hidden.
+        """
+        tokens = tokens[:-1] if reason == "eos" else tokens
         written = [token for token in tokens if token not in self._hidden]
         text = self._text.add(written, last=reason is not None, stopped=reason == "stop")
         self.reply.text += text

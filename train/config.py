@@ -419,8 +419,10 @@ class RunConfig:
             raise UserError(
                 "rows_per_step, batch_rows and log_every must be at least 1, epochs above 0"
             )
-        if self.seed < 0 or not self.data.sources:
-            raise UserError("seed must be at least 0, and data.sources name at least one source")
+        if self.seed < 0:
+            raise UserError("seed must be at least 0")
+        if not self.data.sources:
+            raise UserError("data.sources names nothing; name at least one file or data set")
         self.for_ = [choice_named(name, ENGINES) for name in self.for_]
         if unknown := [name for name in self.for_ if name not in ENGINES]:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")

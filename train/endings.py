@@ -300,6 +300,7 @@ class Stopped(Exception):
     """Exception of a run that was asked to stop and has saved a checkpoint."""
 
     def __init__(self, status: int) -> None:
+        super().__init__("asked to stop; the same call resumes from the last checkpoint")
         self.status = status
 
 
@@ -318,8 +319,15 @@ class Stop:
         self.status = 0
         """Exit status of a run that was asked to stop; 0 while there was no request."""
         self._since = 0.0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._ask)
+        self._before = {
+            number: signal.signal(number, self._ask)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        }
+
+    def restore(self) -> None:
+        """Give the signals back to those who handled them before, such as a notebook."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @property
     def asked(self) -> bool:

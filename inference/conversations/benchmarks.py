@@ -65,8 +65,8 @@ class Benchmark(Struct, kw_only=True, frozen=True):
         except UserError as error:
             reason, _, _ = str(error).partition(";")
             raise UserError(
-                f"benchmark {self.name} cannot be read: {reason}; correct that, or download "
-                f"{self.file} and give the path of the file"
+                f"benchmark {self.name} cannot be read: {reason}; check HF_HUB_OFFLINE and "
+                f"the network, or download {self.file} and give its path"
             ) from error
 
     @property
@@ -125,7 +125,7 @@ def rows_at(address: str) -> Iterator[tuple[str, Any]]:
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
-        raise UserError(f"{address} is not asked for where HF_HUB_OFFLINE is set")
+        raise UserError("HF_HUB_OFFLINE is set")
     try:
         answer = httpx.get(address, follow_redirects=True, timeout=60).raise_for_status()
         # `splitlines` would end a line at characters that a JSON text may hold as well

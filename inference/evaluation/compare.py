@@ -284,7 +284,7 @@ def _share(text: str | None) -> float | None:
     except ValueError:
         value = -1.0  # refused below, with the numbers that are out of range
     if not 0 <= value < 1:
-        raise UserError(f"--fail-on-regression takes a share such as 2%, not {text!r}")
+        raise UserError(f"--fail-on-regression takes a share such as 2% or 0.02, not {text!r}")
     return value
 
 

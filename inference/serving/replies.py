@@ -121,8 +121,10 @@ class Pending:
             if self._asked.return_token_ids:
                 entry["token_ids"] = reply.token_ids
             choices.append(entry)
+        prompt = {"prompt_token_ids": self.jobs[0].request.prompt_ids}
         return {
             **self._head("chat.completion"),
+            **(prompt if self.chat and self._asked.return_token_ids else {}),
             "choices": choices,
             "usage": self.usage(),
             "draftsmith": [figures(choice.reply) for choice in self.choices],

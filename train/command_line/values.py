@@ -25,15 +25,22 @@ class WrongValue(Exception):
     """Value that an option does not take; the message goes on after the option's name."""
 
 
+YAML = (".yaml", ".yml")
+
+
 def from_word(kind: Any, word: str) -> Any:
     """Return the value that a word of a command line means for an option of type `kind`.
 
-    `2,4,7` is a list of numbers, `a.jsonl,b.jsonl` one of sources; lists and tables may be YAML,
-    and the options of a part a YAML file. Raises `UserError` for a file that is none.
+    `2,4,7` is a list of numbers, `a.jsonl,b.jsonl` one of sources, also for a part that has
+    `sources`; lists and tables may be YAML, and the options of a part a YAML file. Raises
+    `UserError` for a file that is none.
     """
     lists = [one for one in alternatives(kind) if get_origin(one) in (list, tuple)]
     if word == "null" and NoneType in get_args(kind):
         return None
+    sources = is_dataclass(kind) and any(one.name == "sources" for one in fields(kind))
+    if sources and not word.lstrip().startswith("{") and Path(word).suffix not in YAML:
+        return {"sources": word.split(",")}  # --data FILE
     if is_dataclass(kind) and Path(word).is_file():
         return read_yaml(Path(word))
     bracket = word.lstrip().startswith(("[", "{"))

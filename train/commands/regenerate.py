@@ -106,8 +106,9 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
             out.unlink()  # nothing is left of a command that wrote nothing
         raise
     notes.report(options.data)
-    done = "%s: %d conversations, %d tokens written by the target, %d without an end"
-    log.info(done, out, sink.rows, sink.tokens, sink.cut)
+    tokens = f"{sink.tokens} tokens" if sink.tokens or not sink.rows else "replies as text"
+    done = "%s: %d conversations, %s written by the target, %d without an end"
+    log.info(done, out, sink.rows, tokens, sink.cut)
     if line := cut_replies(sink.cut, sink.replies):
         log.warning("%s: %s", out, line)
 

@@ -17,6 +17,7 @@ from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.conversations.messages import RowError, without_nulls
+from ...inference.evaluation.server.client import client_of, model_named, models_of
 from ...inference.keys import OF_SERVER, headers_with_key
 from .options import RegenerateOptions as Options
 from .tasks import Sink, Task
@@ -51,6 +52,7 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
     limits = asyncio.Semaphore(options.server.concurrency)
     warned = False
     headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
+    model = await _model(options, headers)
     async with httpx.AsyncClient(headers=headers, timeout=options.server.timeout_s) as client:
 
         async def work(task: Task) -> None:
@@ -58,7 +60,7 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
             nonlocal warned
             async with limits:
                 try:
-                    exact = await _converse(client, task, options)
+                    exact = await _converse(client, task, options, model)
                 except RowError as error:
                     log.warning("%s is left out: %s", task.id, error)
                     return
@@ -78,14 +80,14 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
                 group.create_task(work(task))
 
 
-async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> bool:
+async def _converse(client: httpx.AsyncClient, task: Task, options: Options, model: str) -> bool:
     """Get all replies of one conversation; return true if every one came with its token ids.
 
     Raises `RowError` if the server refuses one of the prompts.
     """
     exact = True
     while True:
-        answer = await _post(client, _request(task, options), options)
+        answer = await _post(client, _request(task, options, model), options)
         choice = answer.choices[0]
         message = {"role": "assistant", **without_nulls(choice.message), "content": choice.content}
         exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
@@ -100,11 +102,27 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
             return exact
 
 
-def _request(task: Task, options: Options) -> JsonObject:
-    """Return the body of a request for the next reply of a conversation."""
+async def _model(options: Options, headers: dict[str, str]) -> str:
+    """Return the server's name of the target: as given, or found among the models that it lists.
+
+    A server without such a list is asked for the target's name.
+    """
+    url, target = options.server.url or "", options.target.path
+    if options.server.model is not None:
+        return options.server.model
+    try:
+        async with client_of(url, headers) as client:
+            models = await models_of(client)
+    except UserError:
+        return target
+    return model_named(models, target, None, url, "--server.model")
+
+
+def _request(task: Task, options: Options, model: str) -> JsonObject:
+    """Return the body of a request to `model` for the next reply of a conversation."""
     sampling = options.sampling
     request: JsonObject = {
-        "model": options.server.model or options.target.path,
+        "model": model,
         "messages": task.said,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

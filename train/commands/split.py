@@ -42,7 +42,8 @@ def run(options: Options) -> None:
     sides: dict[str, list[tuple[Any, int]]] = {options.out_train: [], options.out_test: []}
     for raw, conversation in rows:
         unit = units.of(raw, conversation)
-        held_out = chance("held out", options.seed, unit) < options.share
+        # Not the chance by which training holds out rows of what is left here.
+        held_out = chance("set aside", options.seed, unit) < options.share
         sides[options.out_test if held_out else options.out_train].append((raw, unit))
     for out, side in sides.items():
         if not side:

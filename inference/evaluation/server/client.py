@@ -153,15 +153,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     Raises `UserError`, also for a server of another engine and for a model that it does not serve.
     """
     url = str(client.base_url).rstrip("/")
-    listed = await _get(client, "/v1/models")
-    try:
-        models = {entry.id: entry for entry in convert(listed, ModelList).data}
-    except DocumentError as error:
-        problem = "" if listed is None else f" that can be read ({error})"
-        raise UserError(
-            f"{url} has no /v1/models{problem}; give --server the root of a {MEASURED}"
-        ) from error
-    name = _model(models, target, model, url)
+    models = await models_of(client)
+    name = model_named(models, target, model, url, "--server-model")
     engine, facts = await _recognised(client)
     protocol = PROTOCOLS[engine]
     client.headers.update(protocol.headers)
@@ -179,6 +172,19 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     )
 
 
+async def models_of(client: httpx.AsyncClient) -> dict[str, ModelEntry]:
+    """Return the models of a server by their names. Raises `UserError` if it does not list them."""
+    listed = await _get(client, "/v1/models")
+    try:
+        return {entry.id: entry for entry in convert(listed, ModelList).data}
+    except DocumentError as error:
+        problem = "" if listed is None else f" that can be read ({error})"
+        url = str(client.base_url).rstrip("/")
+        raise UserError(
+            f"{url} has no /v1/models{problem}; give --server the root of a {MEASURED}"
+        ) from error
+
+
 async def _recognised(client: httpx.AsyncClient) -> tuple[str, ServerFacts]:
     """Return the name of a server's engine, and what its own answers say."""
     # In reverse, because the first engine, vLLM, has no answer of its own and takes every server.
@@ -189,10 +195,13 @@ async def _recognised(client: httpx.AsyncClient) -> tuple[str, ServerFacts]:
     raise AssertionError("vLLM takes every server")
 
 
-def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
+def model_named(
+    models: dict[str, ModelEntry], target: str, wanted: str | None, url: str, option: str
+) -> str:
     """Return the model's name for requests: the wanted, the target's, or the only base model's.
 
-    Raises `UserError` if the wanted one is not served, or if several base models are.
+    `option` is where a user names it. Raises `UserError` if the wanted one is not served, or if
+    several base models are.
     """
     if wanted is not None:
         if wanted not in models:
@@ -202,9 +211,7 @@ def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: 
         return target
     bases = [name for name, entry in models.items() if entry.parent is None]
     if len(bases) != 1:
-        raise UserError(
-            f"{url} serves {', '.join(models) or 'no model'}; name one with --server-model"
-        )
+        raise UserError(f"{url} serves {', '.join(models) or 'no model'}; name one with {option}")
     return bases[0]
 
 

@@ -15,9 +15,21 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
     exit 2
 fi
 
+# An environment that a user made, active or in .venv, is used as it is if it has draftsmith and what a server needs.
+made_by_user() {
+    [ -x "$1/bin/python" ] && ! compgen -G "$1/.draftsmith-*" >/dev/null &&
+        "$1/bin/python" -c 'import draftsmith, torch, uvicorn' 2>/dev/null
+}
+ready=
+if [ "${extras:=serve}" = serve ] && [ -z "${DRAFTSMITH_VENV:-}" ]; then
+    for made in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$venv"; do
+        if [ -n "$made" ] && made_by_user "$made"; then venv=$made ready=1; break; fi
+    done
+fi
+
 # The stamp names what was installed, so that a changed pyproject or constraints file installs again. The extra dev holds serve too.
 stamp="$venv/.draftsmith-$(cat pyproject.toml constraints.txt constraints-dev.txt | cksum | cut -d ' ' -f 1)"
-if [ ! -e "$stamp-dev" ] && [ ! -e "$stamp-${extras:=serve}" ]; then
+if [ -z "$ready" ] && [ ! -e "$stamp-dev" ] && [ ! -e "$stamp-$extras" ]; then
     echo "installing into $venv (about two minutes the first time)" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     quiet=(-q --disable-pip-version-check)

@@ -233,6 +233,11 @@ class FeatureOptions:
     concurrency: int = 8
     """Number of requests that each rank has under way at one time."""
 
+    @property
+    def live(self) -> bool:
+        """True if the target runs in the training's own processes."""
+        return self.store is None and self.server is None
+
     def __post_init__(self) -> None:
         check_url(self.server, "features.server")
         if self.store is not None and self.server is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from math import prod
@@ -48,8 +49,14 @@ def check_there(path: str) -> None:
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])
         raise UserError(f"target {path} is an address; give the model's name, {name}")
-    if names_a_folder(path):
-        raise UserError(f"target folder {path} does not exist; check the path")
+    if names_a_folder(path) or folder.suffix == ".gguf":
+        raise UserError(f"target {path} does not exist; check the path")
+    if folder.parent.is_dir() and folder.parent != Path("."):
+        names = [one.name for one in folder.parent.iterdir() if one.is_dir()]
+        if meant := difflib.get_close_matches(folder.name, names, 1):
+            raise UserError(
+                f"target {path} does not exist; did you mean {folder.parent / meant[0]}?"
+            )
     # What remains may be the name of a model on the hub. The cache is asked first, so that a model
     # that was downloaded before loads without a network.
     try:

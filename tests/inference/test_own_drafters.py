@@ -107,7 +107,9 @@ def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.Monkey
     ("spec", "why"),
     [
         ("no_such_module:Mine", "no_such_module:Mine cannot be imported: No module named"),
-        (f"{MODULE}:Absent", "has no attribute 'Absent'"),
+        (f"{MODULE}:Absent", "has no class Absent; did you mean"),
+        ("scripts/my_drafter.py:LastSeen", f"such as {MODULE}:LastSeen"),
+        (f"{MODULE}:LastSeen:tests", f"such as {MODULE}:LastSeen:folder=tests"),
         (f"{MODULE}:LastSeen:width=3", "unexpected keyword argument 'width'; it takes length"),
         (f"{MODULE}:guess", "missing a required argument"),
         (f"{MODULE}:NO_NODE", "is nothing that can be called"),

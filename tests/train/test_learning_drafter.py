@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from draftsmith.train.commands import cli
 from draftsmith.train.config import Evaluation
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.method import Method, method_named
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import PYTHON, QUICKSTART, ROOT
 
 METHOD = "scripts.learning_drafter:Gru"
 PROMPTS = [
@@ -167,3 +170,20 @@ def test_the_command_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
             cli._train_main([METHOD, *words], "draftsmith train")
         printed = capsys.readouterr()
         assert ended.value.code == code and said in printed.out + printed.err
+
+
+def test_an_error_in_the_training_code_names_its_place(tmp_path: Path, trained: Path) -> None:
+    module = EXAMPLE.read_text().replace("states[rows]", "states[rows + 10**9]")
+    (tmp_path / "broken_drafter.py").write_text(module)
+    done = subprocess.run(
+        [
+            PYTHON, "-m", "draftsmith", "train", "broken_drafter:Gru", "--target", str(QUICKSTART),
+            "--data", str(trained.parents[1] / "train.jsonl"), "--out", str(tmp_path / "run"),
+            "--data.held-out.share", "0.5", "--max-steps", "1", "--size", "8",
+        ],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    place = r"error: Gru failed in broken_drafter.py, line \d+: IndexError"
+    assert re.search(place, done.stderr.splitlines()[-1]), done.stderr

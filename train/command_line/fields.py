@@ -33,7 +33,7 @@ OTHER_NAMES = {
     "save_total_limit": "checkpoints.keep", "eval_steps": "evaluation.every",
     "report_to": "tracker", "log_with": "tracker", "run_name": "project",
     "push_to_hub": "push", "hub_model_id": "push",
-    "draft_model": "drafter", "speculative_model": "drafter",
+    "temp": "temperature", "draft_model": "drafter", "speculative_model": "drafter",
 }  # fmt: skip
 """Options of other tools by the last part of their names, and ours for the same."""
 

@@ -215,6 +215,10 @@ def check_known(name: str, types: dict[str, Any], place: Place) -> None:
     if name not in types:
         similar = " or ".join(map(place.name, near(name.replace("-", "_"), types)))
         meant = f"; did you mean {similar}?" if similar else ""
+        if not similar and place is COMMAND_LINE and "set" in types:
+            meant = f"; a key of the run is written --set {name.replace('-', '_')}=VALUE"
+        if name == "set" and place is COMMAND_LINE:
+            meant = "; write each key as an option, such as --optim.lr 1e-5"
         raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
 
 
@@ -223,6 +227,10 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
 
     It may be a setting as Hydra has it, `optim.lr=1e-4`, or a value without its option's name.
     """
+    if re.fullmatch(r"-\w+", word):
+        meant = near(word[1:].replace("-", "_"), types)
+        such = f", such as {written(meant[0])}" if meant else ""
+        return f"there is no option {word}; options have two hyphens{such}"
     key, equals, value = word.lstrip("+").partition("=")
     if equals and (name := known_name(key.replace("-", "_"), types)):
         meant = [name] if name in types else near(name, types)

@@ -8,6 +8,7 @@ import time
 import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -15,6 +16,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from ...heads.artifact import read_own_file
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ...heads.layout import dtype_name
@@ -177,6 +179,13 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
         except UserError as error:
             finding.status, finding.found = "error", str(error)
         findings.append(finding)
+    if config.init_from is not None:
+        begins = Finding("init_from", "ok", f"{config.init_from} is a drafter")
+        try:
+            read_own_file(Path(config.init_from))
+        except UserError as error:
+            begins.status, begins.found = "error", str(error)
+        findings.append(begins)
     if (optimiser := check_optimiser(method, config)) is not None:
         findings.append(optimiser)
     return findings, config

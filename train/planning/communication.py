@@ -27,6 +27,8 @@ class Step:
     """Work of one GPU in a step, whatever the number of GPUs."""
 
     drafter_params: int
+    trained_params: int
+    """Those of the drafter that have gradients."""
     target_params: int
     target_layers: int
     hidden: int
@@ -63,12 +65,13 @@ def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     division = divided(config, options.gpus)
     positions = division.rows * config.data.max_length
     operations = shape.training_operations(options.written_share)
-    if config.features.store is None:
+    if config.features.live:
         operations += 2 * shape.active_params
     speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
     return Step(
-        shape.drafter_params, shape.target_params, shape.target_layers, shape.hidden, positions,
-        division.passes, config.rows_per_step, operations * positions * division.passes / speed,
+        shape.drafter_params, shape.drafter_params - shape.frozen_params, shape.target_params,
+        shape.target_layers, shape.hidden, positions, division.passes, config.rows_per_step,
+        operations * positions * division.passes / speed,
     )  # fmt: skip
 
 
@@ -86,13 +89,14 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     """
     share = (gpus - 1) / gpus
     weights = WEIGHT_BYTES * step.drafter_params * share
+    gradients = WEIGHT_BYTES * step.trained_params * share
     micro = step.passes
     states = TARGET_BYTES * step.positions * step.hidden * gpus
     return {
-        "DDP": 2 * weights,
-        "FSDP2": 2 * weights * micro + weights,
-        "ZeRO-2": weights * micro + weights,
-        "ZeRO-3": 3 * weights * micro,
+        "DDP": 2 * gradients,
+        "FSDP2": 2 * weights * micro + gradients,
+        "ZeRO-2": gradients * micro + gradients,
+        "ZeRO-3": (2 * weights + gradients) * micro,
         "target.spread fsdp": TARGET_BYTES * step.target_params * share * micro,
         "target.spread tensor": 2 * step.target_layers * 2 * states * share * micro,
     }

@@ -26,7 +26,7 @@ def optimiser_share(method: AnyMethod, run: RunConfig) -> float:
     """
     sizes = shape_of(method, run)
     work = sizes.training_operations(1.0)
-    if run.features.store is None:
+    if run.features.live:
         work += FORWARD * sizes.active_params
     target = ConfigOnly(config_at(run.target.path, run.target.trust_remote_code))
     drafter = outlined(method, run, target).drafter

@@ -282,7 +282,7 @@ def _memory_of_step(method: AnyMethod, run: Any, reply_share: float, gpus: int) 
             packed.attends_in_documents = packed.window is None
             packed.masks_packed_rows = packed.window is not None
         batch = full_batch(run, reply_share, gpus)
-        live = run.features.store is None
+        live = run.features.live
         extraction, features = extracted(target, objective.taps, batch, live)
         bf16 = run.precision == "bf16"
         step, activations, gradients = step_of(objective, drafter, features, bf16)

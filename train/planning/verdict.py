@@ -68,9 +68,8 @@ def need_of(
             target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
             4 * trained + int(plan["activation_bytes"]),
         )  # fmt: skip
-    live = config.features.store is None and config.features.server is None
     ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
-    return Need(memory, shape.target_layers, live, config.batch_rows, ends)
+    return Need(memory, shape.target_layers, config.features.live, config.batch_rows, ends)
 
 
 def fit(need: Need, spread: str, options: PlanOptions) -> str:

@@ -171,7 +171,7 @@ ENGINE = ServingEngine(
                 limits.remark(
                     lambda facts: facts.shape.norm_taps or facts.shape.norm_output,
                     "norms of each tap or of the recycled state (EAGLE-3.1) are not known there; "
-                    "train without",
+                    "train without them: --heads.norm-taps false --heads.norm-output false",
                 ),
                 _three_taps,
             ),

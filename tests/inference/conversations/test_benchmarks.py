@@ -148,7 +148,7 @@ for absent in (False, True):
     assert len(said) == 2 * len(BENCHMARKS)
     for line, benchmark in zip(said, [*BENCHMARKS.values()] * 2, strict=True):
         assert line.startswith(f"benchmark {benchmark.name} cannot be read: ")
-        assert line.endswith(f"download {benchmark.file} and give the path of the file")
+        assert line.endswith(f"download {benchmark.file} and give its path")
     *on_hub, spec = said[: len(BENCHMARKS)]
     assert all("hub cannot be reached" in line for line in on_hub) and "HF_HUB_OFFLINE is" in spec
     # A file of a project is read without it, and is offline here.

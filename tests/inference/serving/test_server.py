@@ -324,6 +324,17 @@ def test_special_tokens_are_left_out_unless_asked_for(server: Running, quickstar
         assert [choice["text"] for choice in choices] == texts == wanted
 
 
+def test_the_token_that_ends_a_reply_is_no_text(server: Running, quickstart: Target) -> None:
+    """As in vLLM, whose replies are learned from: also where special tokens are shown."""
+    body = {"messages": [{"role": "user", "content": "def close(self):"}], "max_tokens": 200}
+    body |= {"model": "target:plain", "skip_special_tokens": False, "return_token_ids": True}
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and choice["token_ids"][-1] in quickstart.eos_ids
+    assert choice["message"]["content"] == quickstart.tokenizer.decode(choice["token_ids"][:-1])
+    assert answer["prompt_token_ids"]
+
+
 def test_the_description_is_that_of_the_types(server: Running) -> None:
     """Every path of it is there, and its limits are those that requests meet."""
     document = httpx.get(f"{server.address}/openapi.json").json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -177,7 +178,9 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "run"
     data = {"sources": rows, "max_length": 256, "held_out": {"share": 0.5}}
     asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     best = draftsmith.train("medusa", **asked)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do
     assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
     written = [json.loads(line) for line in rows.open()]

@@ -11,6 +11,7 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands.options import SplitOptions
 from draftsmith.train.commands.split import run
+from draftsmith.train.data.split import chance
 
 
 def turns(number: int, count: int) -> list[dict[str, Any]]:
@@ -49,6 +50,12 @@ def test_no_conversation_lies_on_both_sides(tmp_path: Path) -> None:
     assert asked[1] <= {question(row) for row in grown[1]}
     assert not asked[1] & {question(row) for row in grown[0]}
     assert split(tmp_path, rows, seed=1)[1] != test
+
+
+def test_training_holds_out_rows_of_what_is_left() -> None:
+    """Both choose conversations by chance, and not the same ones."""
+    left = [unit for unit in range(2000) if chance("set aside", 0, unit) >= 0.05]
+    assert 60 < sum(chance("held out", 0, unit) < 0.05 for unit in left) < 130
 
 
 def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:

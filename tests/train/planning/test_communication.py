@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from draftsmith.train.planning.communication import Network, Step, limits, seconds, sent
 
 STEP = Step(
-    drafter_params=1000, target_params=8000, target_layers=3, hidden=10, positions=100,
-    passes=2, rows=16, seconds=1.0,
+    drafter_params=1000, trained_params=1000, target_params=8000, target_layers=3, hidden=10,
+    positions=100, passes=2, rows=16, seconds=1.0,
 )  # fmt: skip
+
+
+def test_frozen_weights_have_no_gradients_to_send() -> None:
+    """100 of 1,000 weights learn; FSDP2 and ZeRO-3 still gather all of them."""
+    some = sent(replace(STEP, trained_params=100), 2)
+    assert some["DDP"] == 2 * 200 and some["ZeRO-2"] == 2 * 200 + 200
+    assert some["FSDP2"] == 2 * 2 * 2000 + 200 and some["ZeRO-3"] == 2 * (2 * 2000 + 200)
 
 
 def test_bytes_of_two_gpus_by_hand() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
+from draftsmith.train.config import FeatureOptions
 from draftsmith.train.estimate import RunSizes
 from draftsmith.train.planning import shapes
 from draftsmith.train.planning.options import PlanOptions
@@ -27,7 +28,7 @@ ELSEWHERE = (
     "the training (data extract, features.store)."
 )
 CONFIG: Any = SimpleNamespace(
-    features=SimpleNamespace(store=None, server=None),
+    features=FeatureOptions(),
     batch_rows=4,
     checkpoints=SimpleNamespace(keep=2),
     target=SimpleNamespace(spread="whole"),

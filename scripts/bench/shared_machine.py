@@ -91,7 +91,7 @@ def seconds(stage: str, setting: str, limit: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--busy", default="0,2,4", help="numbers of busy processes")
     parser.add_argument("--stages", default="replies,medusa,eagle,evaluation")
     parser.add_argument("--repeats", type=int, default=1)

@@ -190,7 +190,7 @@ def test_markdown_is_shown_and_none_of_it_is_html(server: Running, browser: Brow
     other = [{"text": piece["text"], "drafted": False} for piece in pieces[:-1]]
 
     def answer(route: Route) -> None:
-        plain = route.request.post_data_json["model"].endswith(":plain")
+        plain = (route.request.post_data_json or {})["model"].endswith(":plain")
         body = events(other, 0.25) if plain else events(pieces, 0.125)
         route.fulfill(body=body, content_type="text/event-stream")
 

@@ -18,7 +18,8 @@ fi
 # An environment that a user made, active or in .venv, is used as it is if it has draftsmith and what a server needs.
 made_by_user() {
     [ -x "$1/bin/python" ] && ! compgen -G "$1/.draftsmith-*" >/dev/null &&
-        "$1/bin/python" -c 'import draftsmith, torch, uvicorn' 2>/dev/null
+        "$1/bin/python" -c 'import os, sys, draftsmith, torch, uvicorn
+sys.exit(not os.path.realpath(draftsmith.__file__).startswith(sys.argv[1]))' "$root/" 2>/dev/null
 }
 ready=
 if [ "${extras:=serve}" = serve ] && [ -z "${DRAFTSMITH_VENV:-}" ]; then

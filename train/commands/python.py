@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import wraps
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from transformers import PreTrainedModel
 
@@ -143,7 +143,7 @@ def train(
     out: AnyPath | None = None,
     *,
     config: AnyPath | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] = (),
     **options: Any,
 ) -> Path:
     """Train a drafter, and return the folder of the best one.
@@ -181,6 +181,10 @@ def train(
     from .pushing import pushing
 
     chosen = method_named(method)
+    if "callback" in options:
+        raise UserError("there is no argument callback; did you mean callbacks?")
+    if not isinstance(callbacks, list | tuple):
+        callbacks = [cast(Callback, callbacks)]
     if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
         raise UserError(
             f"callbacks are objects of draftsmith.Callback, not {type(wrong[0]).__name__}"

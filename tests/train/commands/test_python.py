@@ -178,6 +178,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "run"
     data = {"sources": rows, "max_length": 256, "held_out": {"share": 0.5}}
     asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
+    asked["evaluation"] = {"max_new_tokens": 16}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     best = draftsmith.train("medusa", **asked)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -159,7 +159,7 @@ def text(prompt: Any, **more: Any) -> bytes:
 
 CHAT, TEXT = POSTED
 HOSTILE: list[tuple[str, str, bytes, int]] = [
-    ("100,000 prompts", TEXT, text([[1]] * 100_000, n=128), 400),
+    ("400,000 prompts", TEXT, text([[1]] * 400_000, n=128), 400),
     ("100,000 texts", TEXT, text(["a"] * 100_000), 400),
     ("100,000 letters", TEXT, text("a" * 100_000), 400),
     ("1.9 MiB of text", TEXT, text("some words " * 180_000), 400),

@@ -304,6 +304,9 @@ class Stopped(Exception):
         self.status = status
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
 class Stop:
     """Requests to stop this process, so that training can save a checkpoint first.
 
@@ -319,15 +322,8 @@ class Stop:
         self.status = 0
         """Exit status of a run that was asked to stop; 0 while there was no request."""
         self._since = 0.0
-        self._before = {
-            number: signal.signal(number, self._ask)
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        }
-
-    def restore(self) -> None:
-        """Give the signals back to those who handled them before, such as a notebook."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
 
     @property
     def asked(self) -> bool:

@@ -146,7 +146,6 @@ def _train(
         TrainingLoop(trainer, folder, state, held_out, callbacks).run()
     finally:
         end_training(accelerator)
-        trainer.stop.restore()
     if trainer.stopping:
         # Another rank may have been the one that was asked; this one then ends as SIGTERM does.
         raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)

@@ -79,7 +79,7 @@ class RequestRecord(Struct, kw_only=True):
     finish_reason: str | None = None
     """`eos`, `stop`, `length`, or `context` (the target's positions)."""
     equal_to_ar: bool | None = None
-    """Whether the reply equals plain decoding's; null where that is not promised."""
+    """True if the reply equals plain decoding's; null where that is not promised."""
     first_divergence: Count | None = None
     top2_gap: Number = None
     verify_mode: str | None = None
@@ -113,7 +113,7 @@ class Sample(Struct, kw_only=True):
     turn: Count = 0
     """Turn of the conversation, from 0."""
     prompt: str = ""
-    """What was asked."""
+    """The prompt."""
 
     def __post_init__(self) -> None:
         lengths = {len(column) for column in (self.tokens, self.came, self.p, self.best)}
@@ -171,7 +171,7 @@ class DrafterFigures(Struct, kw_only=True):
     speedup_ci95: Interval | None = None
     speedup_median: Number = None
     untuned: str | None = None
-    """Of a tuned drafter: the name of the same drafter without the profile."""
+    """Name of the same drafter without the profile, where it is tuned."""
     gain_over_default: Number = None
     gain_ci95: Interval | None = None
     verify_cost: Number = None
@@ -179,7 +179,7 @@ class DrafterFigures(Struct, kw_only=True):
     predicted_speedup: Number = None
     modelled_speedup: Number = None
     warnings: list[str] = []
-    """What makes the figures doubtful, in words."""
+    """Reasons to doubt the figures, in words."""
     by_category: dict[str, CategoryFigures] = {}
     per_request: list[RequestRecord] = []
     samples: list[Sample] = []

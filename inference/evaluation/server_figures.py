@@ -91,7 +91,7 @@ class ServerFigures(Struct, kw_only=True):
     client_busy: Number = None
     """Share of the time in which the measuring process was busy."""
     warnings: list[str] = []
-    """What makes the figures doubtful, in words."""
+    """Reasons to doubt the figures, in words."""
     per_request: list[ServerRequest] = []
     equal_to_plain: Count | None = None
     """Greedy replies equal to plain decoding here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -26,6 +27,7 @@ from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..callbacks import Callback
 from ..config import Data, Source
+from ..endings import SIGNALS
 from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
@@ -199,7 +201,12 @@ def train(
         file = Path(run.out) / ROWS_FILE
         write_rows(rows, file)
         run.data.sources[0].path = str(file)
-    return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
+    finally:  # the calling program, such as a notebook, handles its signals again
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @naming_arguments

@@ -18,7 +18,7 @@ from .lineage import Named, in_all
 from .tables import Table, by_column, factor, interval, number
 
 PROMPTS, SEEDS = "prompts", "seeds"
-"""What the intervals of a row are over."""
+"""Names of what the intervals of a row are over."""
 
 
 @dataclass

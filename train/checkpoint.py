@@ -120,7 +120,7 @@ class RunFolder:
 
     def state_of(self, step: int) -> TrainerState:
         """Return what `trainer.json` of the checkpoint of `step` holds. Raises `UserError`."""
-        remedy = f"delete {self.at(step)} and go on from the checkpoint before it"
+        remedy = f"delete {self.at(step)} and continue from the checkpoint before it"
         return read_document(self.at(step) / "trainer.json", TrainerState, remedy)[0]
 
     def set_aside(self, after: int) -> None:
@@ -194,7 +194,7 @@ def find_resume(
         return None
     if not run.checkpoints.resume:
         raise UserError(
-            f"{folder.path} already holds checkpoints; choose another output, or go on with "
+            f"{folder.path} already holds checkpoints; choose another output, or continue with "
             "checkpoints.resume=true"
         )
     while problem := damage(newest := folder.at(steps[-1])):

@@ -311,7 +311,7 @@ class TrainingLoop:
                 finished = finished or trainer.stopping
         if trainer.stopping:
             log.warning(
-                "asked to stop: saved step %d of %d; the same command goes on from there",
+                "asked to stop: saved step %d of %d; the same command continues from there",
                 state.step,
                 total,
             )
@@ -408,7 +408,7 @@ class TrainingLoop:
             raise UserError(
                 f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a "
                 f"row; lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same "
-                "command goes on from the last checkpoint"
+                "command continues from the last checkpoint"
             )
         if self.accelerator.is_main_process:
             log.warning(

@@ -71,8 +71,7 @@ def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
     for report, path in zip(reports, paths, strict=True):
         if report.partial:
             raise UserError(
-                f"{path} holds only {report.partial}; let its command finish (it goes on where "
-                "it stopped)"
+                f"{path} holds only {report.partial}; run its command again to finish it"
             )
 
     def facts_of(report: Report) -> JsonObject:
@@ -293,7 +292,8 @@ def show(
 ) -> None:
     """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
     form = " ({:.2f}-{:.2f})"
-    what = names[0] if len({*names}) == 1 else ", then ".join(names)
+    alike = len({*names}) == 1
+    what, worse = (names[0], "REGRESSED") if alike else (", then ".join(names), "LOWER")
     console.print(f"compared: {what}", highlight=False, markup=False)
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
@@ -318,7 +318,7 @@ def show(
                 regressed.append(label)
         console.print(table)
         if regressed:
-            console.print(f"REGRESSED: {', '.join(regressed)}", style="bold")
+            console.print(f"{worse}: {', '.join(regressed)}", style="bold")
     console.print(
         "n: requests. tau with 95% intervals over prompts; those of the change are of pairs."
         f" Fewer than {FEWEST} prompts have none."
@@ -326,6 +326,6 @@ def show(
     tests, level = comparisons[0].tests, comparisons[0].level
     if tests > 1:
         console.print(
-            f"REGRESSED is judged by intervals of {100 * level:.5g}%: {tests} rows share an error "
+            f"{worse} is judged by intervals of {100 * level:.5g}%: {tests} rows share an error "
             "of 5%, so that equal drafters are flagged in 5% of all comparisons at most."
         )

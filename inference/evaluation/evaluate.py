@@ -79,9 +79,9 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 
 def if_interrupted(options: Options) -> str:
-    """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
+    """Return the line for a user who stopped an evaluation: what was written, and how to continue."""
     if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
-        return "nothing was written; with --json FILE the same command goes on where it stopped"
+        return "nothing was written; with --json FILE the same command continues where it stopped"
     return kept(options.json, "measured")
 
 

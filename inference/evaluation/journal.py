@@ -124,6 +124,6 @@ def kept(report: str, what: str) -> str:
         return f"nothing was {what} yet; the same command begins again"
     shown = f", and {report} shows it" if written.is_file() else ""
     return (
-        f"what was {what} so far is kept in {journal}{shown}; the same command goes on where it "
-        "stopped"
+        f"what was {what} so far is kept in {journal}{shown}; the same command continues where "
+        "it stopped"
     )

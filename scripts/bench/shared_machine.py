@@ -5,7 +5,8 @@
 
 Each stage is a smaller form of one of the quickstart's. It runs with the threads that the command
 chooses, and with fixed settings, next to processes that do nothing but compute. The settings take
-turns. The table has seconds, the ratio to the quiet machine, and that to the best fixed setting.
+turns. The table has seconds, the ratio to the quiet machine, and that to the best fixed setting. A
+setting that takes `LIMIT` times as long as the best one before it is stopped there, and has inf.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ TARGET = "scripts/quickstart/target"
 SETTINGS: dict[str, dict[str, str]] = {
     "chosen": {},
     "one thread": {"OMP_NUM_THREADS": "1"},
+    "two that sleep": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
     # GNU OpenMP's own default; naming it keeps the command from choosing another
     "two that spin": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "300000"},
-    "two that sleep": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
 }
 THREADS = {name for setting in SETTINGS.values() for name in setting}
+LIMIT = 1.5
 
 
 def stages(folder: Path) -> dict[str, list[str]]:
@@ -106,7 +108,9 @@ def main() -> None:
             with busy(count):
                 for _ in range(options.repeats):
                     for setting, times in taken.items():
-                        times.append(seconds(stage, setting, 15 * quiet.get(stage, 60.0)))
+                        known = [one for all_of in taken.values() for one in all_of]
+                        limit = LIMIT * min(known) if known else 15 * quiet.get(stage, 60.0)
+                        times.append(seconds(stage, setting, limit))
             medians = {name: statistics.median(times) for name, times in taken.items()}
             quiet.setdefault(stage, medians["chosen"])
             best = min(medians[name] for name in SETTINGS if name != "chosen")

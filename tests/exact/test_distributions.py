@@ -143,7 +143,7 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     }
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(40000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2000, pytest.param(40000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("settings", list(SETTINGS))
 @pytest.mark.parametrize("name", list(drafters()))
 def test_sampled_texts_have_the_targets_distribution(name: str, settings: str, count: int) -> None:

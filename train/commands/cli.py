@@ -69,7 +69,7 @@ def _main(argv: list[str]) -> None:
 
     def if_interrupted() -> str:
         if verb in ("data extract", "data regenerate"):
-            return "the same command goes on where it stopped"
+            return "the same command continues where it stopped"
         if hasattr(module, "if_interrupted"):
             return module.if_interrupted(options)
         return "nothing was written"
@@ -145,7 +145,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         return config_text(method, values)
 
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}", shown)
-    choose_threads(run)
+    choose_threads(run, training=True)
     if prog == "draftsmith train" and not quiet():
         words = shlex.join(argv)
         print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
@@ -161,7 +161,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         if is_main_rank():
             say_what_came_out(best, run, method)
 
-    guarded(start, lambda: "the same command goes on from the last checkpoint")
+    guarded(start, lambda: "the same command continues from the last checkpoint")
 
 
 def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:

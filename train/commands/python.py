@@ -174,7 +174,7 @@ def train(
 
     `callbacks` get the metrics and the checkpoints, see `draftsmith.Callback`.
 
-    All options, with defaults: `draftsmith train METHOD --help-all`. The same call goes on where an
+    All options, with defaults: `draftsmith train METHOD --help-all`. The same call continues where an
     earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
@@ -236,7 +236,7 @@ def evaluate(
     - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
     - `baselines: bool` (True): measure ngram, lookahead and early-exit too.
     - `like: list[str]`: engines to draft like, such as `["vllm:drafts=3"]`.
-    - `json: str`: file to write the report to; the same call then goes on where one stopped.
+    - `json: str`: file to write the report to; the same call then continues where one stopped.
     - `dtype: str`, `device: str`: as for `load`, for a target by its path or name.
 
     All of them: `draftsmith evaluate --help-all`. Of the report, `settings` has an entry for each
@@ -309,11 +309,20 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
 
 def _names_files(data: Any) -> bool:
-    """Return whether `data` names files: a path, a source of a run, several, or its section."""
+    """Return whether `data` names files: a path, a source of a run, several, or its section.
+
+    Raises `UserError` for texts.
+    """
     if type(data) in (dict, Data):  # not a `DatasetDict`
         return True
     keys = {one.name for one in fields(Source)}
     several = data if isinstance(data, list | tuple) else [data]
+    for one in several:  # neither a path nor a name on the hub has white space in practice
+        if isinstance(one, str) and len(one.split()) > 1 and not Path(one).exists():
+            raise UserError(
+                f"data: there is no file {one!r}, and a text teaches nothing without the target's "
+                "reply; give rows with messages, or write replies with draftsmith data regenerate"
+            )
     return all(
         isinstance(one, str | PathLike | Source) or (isinstance(one, dict) and one.keys() <= keys)
         for one in several

@@ -3,7 +3,7 @@
 Nothing else raises tau as much as training on replies that the target wrote
 (docs/data.md#target-written-replies). The token ids that the target was given and wrote are stored,
 so nothing is tokenised twice. Each finished conversation is appended as one line, or one for each
-of its sequences; a second call goes on after the last complete one. Several workers
+of its sequences; a second call continues after the last complete one. Several workers
 (`--share 3/64`) write files of their own into one folder, and none answers what is there.
 """
 

@@ -213,5 +213,5 @@ async def _post(
         if response.status_code != 429 and response.status_code < 500:
             break
     raise UserError(
-        f"server {url} does not answer ({problem}); check it, then run the same command to go on"
+        f"server {url} does not answer ({problem}); check it, then run the same command to continue"
     )

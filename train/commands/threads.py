@@ -2,8 +2,12 @@
 
 OpenMP's threads spin while they wait for each other. On cores that other processes use too, a
 thread that spins takes the time that the thread it waits for needs: decoding with two threads on
-two busy cores is several times slower than with one. Both settings are read when torch is first
-imported, so they are chosen before, from the processes that run at that moment.
+two busy cores is several times slower than with one. A decoding pass consists of operations so
+short that threads which sleep in between cost more than they gain, so it takes only threads that
+have a core each. A training step consists of longer ones: it keeps all threads, which sleep while
+they wait, since several threads get a larger share of crowded cores than one. Both settings are
+read when torch is first imported, so they are chosen before, from the processes that run at that
+moment.
 
 Threads change only the speed of a command, and the last bits of what is trained. A command that
 continues earlier work therefore takes the number that the work began with.
@@ -31,9 +35,10 @@ SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for
 WATCH_S = 30.0
 
 
-def choose_threads(options: Any) -> None:
+def choose_threads(options: Any, training: bool = False) -> None:
     """Choose the threads of the command with these options, and print a line where that matters.
 
+    `training` is true for a command whose time goes into training steps.
     Nothing is chosen once torch is imported, for a command that loads no target, for one of several
     ranks, or in place of what the environment says.
     """
@@ -52,7 +57,7 @@ def choose_threads(options: Any) -> None:
     if given is None:
         number = stored_threads(options)
         if busy and number is None:
-            number = threads_beside(others, wanted, cores)
+            number = wanted if training else uncontended_threads(others, wanted, cores)
         if number is not None:
             os.environ["OMP_NUM_THREADS"] = given = str(number)
     if not busy:
@@ -73,8 +78,8 @@ def crowded(others: float, wanted: int, cores: int) -> bool:
     return others + wanted > cores + SPARE
 
 
-def threads_beside(others: float, wanted: int, cores: int) -> int:
-    """Return how many of `wanted` threads have a core each beside `others`; at least one."""
+def uncontended_threads(others: float, wanted: int, cores: int) -> int:
+    """Return how many of `wanted` threads have a core that no other needs; at least one."""
     return max(1, min(wanted, int(cores - others + SPARE)))
 
 

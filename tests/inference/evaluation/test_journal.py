@@ -236,7 +236,7 @@ def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
     last = errors.splitlines()[-1]
-    assert last.startswith("ended by SIGTERM; ") and "the same command goes on where" in last
+    assert last.startswith("ended by SIGTERM; ") and "the same command continues where" in last
     assert (str(written) in last) == (command != "data regenerate")
     assert "Traceback" not in errors
 

@@ -27,7 +27,7 @@ class Notes:
 
     def lines(self) -> list[str]:
         """Return the notes as sentences, with the number of rows that each remark is about."""
-        lines = [f"not read: {', '.join(self._unread)}"] if self._unread else []
+        lines = [f"ignored keys: {', '.join(self._unread)}"] if self._unread else []
         remarks = self._remarks.items()
         return lines + [f"{remark} ({several(count, 'row')})" for remark, count in remarks]
 

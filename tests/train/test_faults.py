@@ -134,7 +134,8 @@ def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny
     code, _, errors = disturb(command_of(config, ranks=2), 7, signal.SIGKILL, rank=1)
     assert code != 0 and time.monotonic() - started < 100
     assert (
-        "error: rank 0 lost another one" in errors and "continues from the last checkpoint" in errors
+        "error: rank 0 lost another one" in errors
+        and "continues from the last checkpoint" in errors
     )
     assert resumed_at(train(config, ranks=2)) >= 5
     found = weights(tmp_path / "run", 20)

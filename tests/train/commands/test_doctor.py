@@ -139,7 +139,7 @@ def test_what_nothing_reads_and_ends_that_do_not_end_are_said(
     found = {(one["check"], one["status"]): one["found"] for one in json.loads(
         capsys.readouterr().out)}  # fmt: skip
     assert "<e>, which does not end generation" in found["end of a turn", "warning"]
-    assert found["chat rows", "warning"] == "not read: lang, mood of messages of the assistant"
+    assert found["chat rows", "warning"] == "ignored keys: lang, mood of messages of the assistant"
 
 
 def test_the_cost_of_the_optimiser_is_said_before_training(tmp_path: Path) -> None:

@@ -14,7 +14,12 @@ import pytest
 
 from draftsmith.inference.evaluation.journal import Journal
 from draftsmith.train.commands import threads
-from draftsmith.train.commands.threads import crowded, stored_threads, uncontended_threads, usable_cores
+from draftsmith.train.commands.threads import (
+    crowded,
+    stored_threads,
+    uncontended_threads,
+    usable_cores,
+)
 from tests.conftest import ROOT
 
 CHOICES = (*threads.NUMBERS, *threads.WAITS)

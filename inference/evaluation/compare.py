@@ -292,8 +292,9 @@ def show(
 ) -> None:
     """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
     form = " ({:.2f}-{:.2f})"
-    alike = len({*names}) == 1
-    what, worse = (names[0], "REGRESSED") if alike else (", then ".join(names), "LOWER")
+    what = names[0] if len({*names}) == 1 else ", then ".join(names)
+    # Two drafters of one report are not one drafter before and after a change.
+    worse = "REGRESSED" if len({*paths}) > 1 or len({*names}) == 1 else "LOWER"
     console.print(f"compared: {what}", highlight=False, markup=False)
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"

@@ -79,7 +79,7 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 
 def if_interrupted(options: Options) -> str:
-    """Return the line for a user who stopped an evaluation: what was written, and how to continue."""
+    """Return the line for a user who stopped an evaluation: what is kept, and how to continue."""
     if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
         return "nothing was written; with --json FILE the same command continues where it stopped"
     return kept(options.json, "measured")

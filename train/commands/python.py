@@ -174,8 +174,8 @@ def train(
 
     `callbacks` get the metrics and the checkpoints, see `draftsmith.Callback`.
 
-    All options, with defaults: `draftsmith train METHOD --help-all`. The same call continues where an
-    earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
+    All options, with defaults: `draftsmith train METHOD --help-all`. The same call continues where
+    an earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
     from ..command_line.parse import options_from
     from ..loop import train as run_training

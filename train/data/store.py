@@ -291,8 +291,8 @@ class StoredFeatures:
             time.sleep(0.01)
             if self._asked():
                 raise UserError(
-                    "asked to stop while waiting for the extractor; the same command continues from "
-                    "the last checkpoint"
+                    "asked to stop while waiting for the extractor; the same command continues "
+                    "from the last checkpoint"
                 )
             if time.monotonic() - since > PATIENCE_S:
                 log.warning(

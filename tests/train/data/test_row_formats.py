@@ -190,7 +190,8 @@ def test_keys_that_nothing_reads_are_named_once() -> None:
             notes=notes,
         )  # fmt: skip
     assert notes.lines() == [
-        "ignored keys: lang, weight, mood of messages of the user, score of messages of the assistant"
+        "ignored keys: lang, weight, mood of messages of the user, "
+        "score of messages of the assistant"
     ]
 
 

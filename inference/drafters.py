@@ -348,11 +348,13 @@ def load_proposer(
                 if best.gain is None:
                     inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
                 elif best.gain > 1:
-                    inform(f"{name} drafts with {drawn}, the tree that should pay on a {device}")
+                    inform(
+                        f"{name} drafts with {drawn}, the tree expected to be fastest on a {device}"
+                    )
                 else:
                     warn(
-                        f"no tree of {name} should pay on a {device}: with the best, {drawn}, some "
-                        f"{best.gain:.2f}x the speed of plain decoding is expected"
+                        f"no tree of {name} is expected to gain on a {device}: with the best, "
+                        f"{drawn}, some {best.gain:.2f}x the speed of plain decoding"
                     )
     else:
         kind, given = MODEL_FOLDER, (name,)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -206,12 +205,7 @@ def find_resume(
             )
     # Flat tables are compared, so that a message can name the single key that differs.
     try:
-        path = newest / "config.yaml"
-        if (former := former_config(path)) is None:
-            stored = options_from(type(run), {}, path)
-        else:
-            rows = folder.state_of(steps[-1]).rows_per_step
-            stored = options_from(type(run), {**former, "rows_per_step": rows})
+        stored = options_from(type(run), {}, newest / "config.yaml")
         fill_in(stored)
     except UserError as error:  # a run of another method has other keys
         raise UserError(
@@ -225,20 +219,6 @@ def find_resume(
                 f"now it is {now.get(key)}); choose another output, or the same config"
             )
     return steps[-1]
-
-
-def former_config(path: Path) -> JsonObject | None:
-    """Return the config of a run from before 2026-11-27, without the key that is gone; else None.
-
-    It has the forward passes of a rank, `accumulation`, in place of the rows of a step.
-    """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):  # which whoever reads it says
-        return None
-    if not isinstance(values, dict) or values.pop("accumulation", None) is None:
-        return None
-    return values
 
 
 # Keys that a resume may change: none of them changes what a step learns. They decide what is

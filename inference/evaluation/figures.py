@@ -298,9 +298,9 @@ def warnings_of(generations: Sequence[Generation]) -> list[str]:
     """Return the signs that make figures doubtful (docs/metrics.md#doubtful-figures)."""
     warnings = []
     if cut := sum(g.finish_reason == "context" for g in generations):
-        warnings.append(f"{cut} replies were cut where the target's positions end")
+        warnings.append(f"replies cut where the target's positions end: {cut}")
     if empty := sum(not g.rounds for g in generations):
-        warnings.append(f"{empty} replies had no round: their only token is the prefill's")
+        warnings.append(f"replies without a round, whose only token is the prefill's: {empty}")
     return warnings
 
 

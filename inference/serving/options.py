@@ -27,7 +27,7 @@ class ServeOptions:
         "port",
         "sampling.temperature",
         "max_new_tokens",
-        "api_key",
+        "api_key_file",
     )
 
     target: TargetConfig

@@ -43,7 +43,7 @@ def check_there(path: str) -> None:
         return check_folder(folder)
     if folder.is_file():
         remedy = "name a model's folder, with config.json, weights in safetensors and tokenizer"
-        if folder.suffix == ".gguf":
+        if folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF":  # Ollama's blobs
             remedy = of_gguf(folder)
         raise UserError(f"target {path} is a file; {remedy}")
     if path.startswith(HUB):
@@ -64,9 +64,11 @@ def check_there(path: str) -> None:
             HfApi().model_info(path, timeout=10)
     except Exception as error:
         reason = first_line(error)
+        remedy = hub_remedy(error)
+        if ":" in path:
+            remedy = "if it is a name of Ollama's, give the published model's, such as OWNER/NAME"
         raise UserError(
-            f"target {path!r} is no folder here, and the hub cannot give it ({reason}); "
-            f"{hub_remedy(error)}"
+            f"target {path!r} is no folder here, and the hub cannot give it ({reason}); {remedy}"
         ) from error
 
 
@@ -96,9 +98,11 @@ def check_folder(folder: Path) -> None:
 def of_gguf(file: Path) -> str:
     """Return how a GGUF file is turned into a folder that can be a target, as a remedy."""
     return (
-        "name the published model that it was made of, or turn it into a Hugging Face folder with "
-        f"transformers: from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) of "
-        "AutoModelForCausalLM and AutoTokenizer, then save_pretrained of both"
+        "name the published model that it was made of, or turn this GGUF file into a Hugging Face "
+        f"folder: pip install gguf, then from_pretrained({str(file.parent)!r}, "
+        f"gguf_file={file.name!r}) of transformers' AutoTokenizer and, with "
+        "quantization_config=GgufConfig(dequantize=True), of AutoModelForCausalLM, then "
+        "save_pretrained of both"
     )
 
 

@@ -34,6 +34,10 @@ OTHER_NAMES = {
     "report_to": "tracker", "log_with": "tracker", "run_name": "project",
     "push_to_hub": "push", "hub_model_id": "push",
     "temp": "temperature", "draft_model": "drafter", "speculative_model": "drafter",
+    "model_draft": "drafter", "spec_draft_model": "drafter", "md": "drafter", "m": "target.path",
+    "n_predict": "max_new_tokens", "predict": "max_new_tokens", "n": "max_new_tokens",
+    "speculative_config": "drafter",
+    "p": "prompt prompts",
 }  # fmt: skip
 """Options of other tools by the last part of their names, and ours for the same."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 import msgspec
 import yaml
@@ -161,8 +161,11 @@ def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
     for change in changes:
         key, _, value = change.partition("=")
         name = known_name(key.replace("-", "_"), values.types)
-        plain = from_word(values.types.get(name, Any), value)
-        values.put(name, plain, SETTING, name in given)
+        kind = values.types.get(name, Any)
+        again = name in given
+        if again and get_origin(kind) is not list:
+            raise UserError(f"--set {name} is given twice; it takes one value")
+        values.put(name, from_word(kind, value), SETTING, again)
         given.add(name)
     values.check_complete(SETTING)
     return values.made()
@@ -229,7 +232,7 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     """
     if re.fullmatch(r"-\w+", word):
         meant = near(word[1:].replace("-", "_"), types)
-        such = f", such as {written(meant[0])}" if meant else ""
+        such = f"; did you mean {written(meant[0])}?" if meant else ""
         return f"there is no option {word}; options have two hyphens{such}"
     key, equals, value = word.lstrip("+").partition("=")
     if equals and (name := known_name(key.replace("-", "_"), types)):

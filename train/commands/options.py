@@ -205,6 +205,7 @@ class SplitOptions(SourceOptions):
         "out_train",
         "out_test",
         "share",
+        "last_turn",
     )
 
     data: str
@@ -216,6 +217,9 @@ class SplitOptions(SourceOptions):
     """JSONL file to write the other rows to."""
     share: float = 0.1
     """Share of the conversations that is set aside."""
+    last_turn: bool = False
+    """Of a conversation that was logged once per turn, with all turns before it, keep the last
+    row."""
     seed: int = 0
     """Seed of the choice."""
     bad_rows: BadRows = "stop"

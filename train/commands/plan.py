@@ -131,7 +131,11 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     rows that the GPUs cannot share.
     """
     method = method_named(method_for(options.config, options.method))
-    changes = [*options.set] if target is None else [*options.set, f"target.path={target}"]
+    changes = [*options.set]
+    if target is not None:
+        if any(change.startswith(("target.path=", "target=")) for change in changes):
+            raise UserError("--target-shape and --set target.path both name the target; give one")
+        changes.append(f"target.path={target}")
     config = config_with(method.run_class, options.config, changes)
     # A plan may be made before the drafter is there that the run begins with.
     if config.init_from is not None and Path(config.init_from).is_dir():

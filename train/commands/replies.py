@@ -210,6 +210,10 @@ async def _post(
             raise RowError(problem)
         if response.status_code in (401, 403):
             problem += f"; give its API key with --server.api-key-file, or in {OF_SERVER}"
+        if response.status_code == 404 and not url.removesuffix("/chat/completions").endswith(
+            "/v1"
+        ):
+            problem = f"status 404; OpenAI's API is mostly at {options.server.url}/v1"
         if response.status_code != 429 and response.status_code < 500:
             break
     raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ def run(options: Options) -> None:
             left_out.add(name, error)
         else:
             units.add(*rows[-1])
+    if options.last_turn:
+        read, rows = len(rows), last_turns(rows)
+        print(f"{options.data}: {read} rows, {len(rows)} without those that a later turn repeats")
     sides: dict[str, list[tuple[Any, int]]] = {options.out_train: [], options.out_test: []}
     for raw, conversation in rows:
         unit = units.of(raw, conversation)
@@ -54,3 +59,27 @@ def run(options: Options) -> None:
     for out, side in sides.items():
         write_rows(GivenRows(options.data, [raw for raw, _ in side]), Path(out))
         print(f"{out}: {len(side)} rows of {len({unit for _, unit in side})} conversations")
+
+
+def last_turns(rows: list[tuple[Any, Conversation]]) -> list[tuple[Any, Conversation]]:
+    """Return the rows, in their order, whose request is not the beginning of another row's.
+
+    Of equal requests the last row is kept, and so is every row without messages.
+    """
+    requests = [request_hashes(conversation) for _, conversation in rows]
+    continued = {begun for request in requests for begun in request[:-1]}
+    last = {request[-1]: place for place, request in enumerate(requests) if request}
+    return [
+        row
+        for place, (row, request) in enumerate(zip(rows, requests, strict=True))
+        if not request or (request[-1] not in continued and last[request[-1]] == place)
+    ]
+
+
+def request_hashes(conversation: Conversation) -> list[int]:
+    """Return, for each message before the last reply, a hash of all messages up to it."""
+    messages = conversation.messages or []
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    texts = (json.dumps(message, sort_keys=True) for message in messages)
+    return [*accumulate(texts, lambda begun, text: hash((begun, text)), initial=0)][1:]

@@ -24,10 +24,12 @@ def check_same(options: Any, init_from: str, stored: JsonObject) -> None:
         # An option given as its default cannot be distinguished from one that was left out.
         if value not in (defaults[name], stored[name]):
             # A recipe's key cannot be left out, so what it has to be is said.
-            right = "null" if stored[name] is None else stored[name]
+            right = "null" if stored[name] is None else str(stored[name])
+            if defaults[name] is None:
+                right = "null, which takes the drafter's"
             raise UserError(
                 f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; set "
-                f"it to {right}, or leave it out"
+                f"heads.{name} to {right}"
             )
 
 

@@ -2,9 +2,9 @@
 // continues texts.
 
 export const REQUESTS = [
+  ["Code", "Write a Python function that returns the largest number of a list."],
   ["Explain", "Explain in three sentences why the sky is blue."],
   ["Rewrite", "Rewrite this politely: Send me the report now, I have waited long enough."],
-  ["Code", "Write a Python function that returns the largest number of a list."],
   ["Arithmetic", "A train covers 60 km in 45 minutes. What is its speed in km/h? Show the steps."],
   ["Translate", "Translate into French: The library opens at nine and closes at six."],
   ["Summarise", "Summarise in one sentence: Bees visit flowers for nectar. Pollen sticks to their " +

@@ -232,6 +232,12 @@ $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const words = $("words").value;
   if (running || !words.trim()) return;
+  for (const field of [$("temperature"), $("limit")]) {
+    if (field.checkValidity()) continue;
+    $("settings").open = true;
+    field.reportValidity();
+    return;
+  }
   try {
     if (!models.length) await loadModels();
   } catch (error) {

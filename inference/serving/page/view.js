@@ -107,8 +107,8 @@ function verdict(turn) {
   how.append(element("summary", "", "How they are timed"), element("p", "",
     "Both replies were decoded at the same time, a round of each in turn (one after the other where the " +
     "server decodes one batch at a time). Each has a clock that counts its own rounds alone, from its " +
-    "first token on, and both texts were shown at the same time on these clocks. Alone, each would have " +
-    "come sooner."));
+    "first token on, and both texts were shown at the same time on these clocks. Either one alone would have " +
+    "finished sooner."));
   line.append(how);
   return line;
 }

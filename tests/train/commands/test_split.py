@@ -58,6 +58,22 @@ def test_training_holds_out_rows_of_what_is_left() -> None:
     assert 60 < sum(chance("held out", 0, unit) < 0.05 for unit in left) < 130
 
 
+def test_the_last_turn_of_each_conversation_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any order, and of chat rows too; two equal requests are one."""
+    logged = [turns(number, 1 + number % 3) for number in range(60)]
+    chat = {
+        "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]
+    }
+    rows = [row for of_one in logged for row in of_one[::-1]]
+    train, test = split(tmp_path, [*rows, chat, {"prompt": "def f():"}, chat], last_turn=True)
+    kept = sorted(json.dumps(row) for row in [*train, *test])
+    expected = [*(of_one[-1] for of_one in logged), chat, {"prompt": "def f():"}]
+    assert kept == sorted(json.dumps(row) for row in expected)
+    assert "123 rows, 62 without those that a later turn repeats" in capsys.readouterr().out
+
+
 def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
     rows = turns(0, 5)
     file = str(tmp_path / "all.jsonl")

@@ -502,5 +502,5 @@ def load(
         raise UserError(
             f"drafter is a folder, a name or a draftsmith.Proposer, not {type(drafter).__name__}"
         )
-    drafter = guarded(with_name(drafter), type(drafter).__name__, target.vocab_size)
+    drafter = guarded(with_name(drafter), type(drafter).__name__, target)
     return Decoder(target, drafter)

@@ -374,7 +374,7 @@ def load_proposer(
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
     if own_method(kind.module) is not None:
-        proposer = guarded(proposer, kind.module, target.vocab_size)
+        proposer = guarded(proposer, kind.module, target)
     proposer.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
         beside = ",".join(f"{key}={value}" for key, value in lookup.items())

@@ -68,6 +68,11 @@ def check_own(name: str, settings: dict[str, Any]) -> Any:
     try:
         signature.bind(**given)
     except TypeError as error:
+        if "artifact" in signature.parameters:
+            raise UserError(
+                f"drafter {name} drafts with a trained drafter's weights; name the class of its "
+                "method, with folder=FOLDER"
+            ) from error
         known = ", ".join(key for key in signature.parameters if key != "target")
         raise UserError(f"drafter {name}: {error}; it takes {known or 'no settings'}") from error
     return make
@@ -94,7 +99,7 @@ def make_own(name: str, settings: dict[str, Any], target: Any) -> Proposer:
             f"drafter {name} makes a {type(proposer).__name__}; it has to be a subclass of "
             "draftsmith.Proposer"
         )
-    return guarded(with_name(proposer), name, target.vocab_size)
+    return guarded(with_name(proposer), name, target)
 
 
 def _said(error: Exception) -> str:
@@ -127,12 +132,13 @@ def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
     return [*([Path(source)] if source else []), *files, *weights]
 
 
-def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
+def guarded(proposer: Proposer, label: str, target: Any) -> Proposer:
     """Return a proposer of a user's class, whose mistakes become one line that names `label`.
 
     An exception in one of its methods, and a tree that cannot be verified, raise `UserError`.
     Proposers of draftsmith's own stay as they are, and so do those whose methods are a part of a
-    recorded round. Raises `UserError` for one without a sound `max_drafted`.
+    recorded round. Raises `UserError` for one without a sound `max_drafted`, and for taps that the
+    `target` does not have.
     """
     most = getattr(proposer, "max_drafted", None)
     if most is None:
@@ -141,12 +147,17 @@ def guarded(proposer: Proposer, label: str, vocab_size: int) -> Proposer:
         raise UserError(f"max_drafted of drafter {label} is {most!r}, not a whole number")
     if type(proposer).propose is Proposer.propose:
         raise UserError(f"drafter {label} has no method propose, which drafts")
+    for tap in proposer.taps:
+        if tap not in range(target.num_layers + 1):
+            raise UserError(
+                f"drafter {label} reads tap {tap!r}; the target has taps 0 to {target.num_layers}"
+            )
     base: Any = getattr(type(proposer), "guarded_class", type(proposer))
     if proposer.traceable or base.__module__.split(".")[0] == __name__.split(".")[0]:
         return proposer
     # A class, and not methods of the object: a batch drafts with a copy of the object.
     members: dict[str, Any] = {name: _reported(getattr(base, name), label) for name in METHODS}
-    members["propose"] = _checked(_reported(base.propose, label), label, vocab_size)
+    members["propose"] = _checked(_reported(base.propose, label), label, target.vocab_size)
     members |= {"guarded_class": base, "__slots__": ()}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     object.__setattr__(proposer, "__class__", type(base)(base.__name__, (base,), members))
@@ -244,10 +255,10 @@ def class_named(name: str) -> Any:
         if hasattr(module, attribute):
             return getattr(module, attribute)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{name} cannot be imported: {first_line(error)}; start the command in the "
-            "folder of the module, or install its package"
-        ) from error
+        remedy = "start the command in the folder of the module, or install its package"
+        if path.endswith(".py"):
+            remedy = f"did you mean {path.removesuffix('.py')}:{attribute}?"
+        raise UserError(f"{name} cannot be imported: {first_line(error)}; {remedy}") from error
     except Exception as error:
         raise UserError(f"{name} cannot be imported: {_said(error)}") from error
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]

@@ -41,6 +41,8 @@ def run(options: Options) -> None:
     """
     limit = _share(options.fail_on_regression)
     check_json(options.json)
+    if len(options.reports) == 1 and len(options.drafter) == 2:
+        options.reports *= 2  # two drafters of one report
     if len(options.reports) < 2:
         raise UserError("give at least two reports: draftsmith compare before.json after.json")
     if options.drafter and len(options.drafter) != len(options.reports):

@@ -146,7 +146,7 @@ def evaluate_drafters(
         log.warning("%s", why)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
-    own = [guarded(one, one.name, target.vocab_size) for one in own]
+    own = [guarded(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):

@@ -117,7 +117,8 @@ class CompareOptions:
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
     drafter: list[str] = field(default_factory=list, metadata={"form": "NAME"})
     """Name of the drafter in each report, in the same order; not needed where a report has one
-    besides the baselines, or one and its row of --like, which is then compared."""
+    besides the baselines, or one and its row of --like, which is then compared. Given twice
+    for one report, its two drafters are compared."""
     fail_on_regression: str | None = None
     """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
     interval lies below 0, and it has at least five prompts."""

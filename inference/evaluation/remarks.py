@@ -118,7 +118,9 @@ def of_setting(setting: SettingFigures) -> str:
     else:
         untrained = untrained_part(name, drafting[name])
         mark = f" ({untrained})" if untrained else ""
-        said.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}")
+        low = (drafting[name].speedup_ci95 or (None,))[0]
+        sure = ", but too few prompts to be sure of it" if known(low) and low <= 1 else ""
+        said.append(f"{name}{mark} is fastest, {gain_of(drafting[name])}{sure}")
         trained = [other for other in drafting if not untrained_part(other, drafting[other])]
         if untrained and trained:
             best = fastest(setting, trained)

@@ -107,6 +107,8 @@ def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.Monkey
     ("spec", "why"),
     [
         ("no_such_module:Mine", "no_such_module:Mine cannot be imported: No module named"),
+        ("no_such_module.py:Mine", r"; did you mean no_such_module:Mine\?"),
+        ("scripts.learning_drafter:GruProposer", "name the class of its method, with folder="),
         (f"{MODULE}:Absent", "has no class Absent; did you mean"),
         ("scripts/my_drafter.py:LastSeen", f"such as {MODULE}:LastSeen"),
         (f"{MODULE}:LastSeen:tests", f"such as {MODULE}:LastSeen:folder=tests"),
@@ -183,6 +185,12 @@ def test_mistakes_in_other_methods_name_them(quickstart: Target) -> None:
     mine.max_drafted = "2"  # type: ignore[assignment]
     with pytest.raises(UserError, match="max_drafted of drafter Mine is '2', not a whole number"):
         load(quickstart, mine())
+
+    class ReadsFar(drafts(chain)):  # type: ignore[misc]
+        taps = (0, 99)
+
+    with pytest.raises(UserError, match="drafter ReadsFar reads tap 99; the target has taps 0 to"):
+        load(quickstart, ReadsFar())
 
     class Forgets(drafts(chain)):  # type: ignore[misc]
         def commit(self, accepted: Any) -> None:

@@ -6,6 +6,7 @@ Its inputs are JSON reports of `draftsmith evaluate` and the logs of training ru
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -51,6 +52,9 @@ def run(options: Options) -> None:
             "name at least one run: a JSON of draftsmith evaluate, or a training run's folder"
         )
     check_output(options.out, "--out")
+    given = Counter(str(Path(path).resolve()) for path in options.runs)
+    if options.over_seeds and (twice := [path for path, count in given.items() if count > 1]):
+        raise UserError(f"{twice[0]} is given twice; --over-seeds takes one report of each seed")
     found = gather(options.runs)
     by_default = None if options.over_seeds or options.format not in (None, "html") else HTML_FILE
     out = options.out or by_default

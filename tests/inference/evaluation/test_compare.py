@@ -161,6 +161,8 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = " ".join(capsys.readouterr().out.split())
     assert "REGRESSED: all, chat n: requests." in said, "flagged, but nobody asked to fail"
     assert "judged by intervals of 98.333%: 3 rows share an error of 5%" in said
+    run(Options(reports=[b], drafter=["tuned", "tuned"]))
+    assert "compared: tuned" in capsys.readouterr().out, "two drafters of one report"
     with pytest.raises(SystemExit) as ended:
         run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
     assert ended.value.code == 3

@@ -203,6 +203,10 @@ def test_the_headline_does_not_give_the_win_of_a_lookup_to_what_was_trained() ->
         assert "no trained drafter by itself is faster than plain decoding" in said(**gains)
     assert said(eagle=1.2, ngram=1.1).startswith("eagle is fastest, 1.20x plain decoding, tau 2.00")
     assert said(eagle=1.004).startswith("no drafter is faster"), "1.00x is no gain"
+    unsure = {"plain": figures(1, 1, 0, 1), "eagle": figures(2, 1.3, 0, 1)}
+    unsure["eagle"].speedup_ci95 = (0.8, 2.1)
+    one = of_setting(SettingFigures(temperature=0, batch=1, lossless=True, drafters=unsure))
+    assert "(95%: 0.80-2.10), tau 2.00, but too few prompts to be sure of it" in one
 
 
 def test_own_threads_are_no_other_work() -> None:

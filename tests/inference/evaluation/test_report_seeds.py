@@ -107,6 +107,8 @@ def test_what_is_no_series_of_seeds_is_refused(seeds: list[str], tmp_path: Path)
     with pytest.raises(UserError, match="makes one table, not a page"):
         run(Options(seeds, str(tmp_path / "r.html"), over_seeds=True))
     change(seeds[1], lambda report: report["drafters"]["head"].update(sha256="0"))
+    with pytest.raises(UserError, match=r"seed-0.json is given twice; --over-seeds takes one"):
+        run(Options([*seeds, seeds[0]], over_seeds=True))
     with pytest.raises(UserError, match=r"seed-1.json have the same weights of head; give one"):
         run(Options(seeds, over_seeds=True))
     change(seeds[1], lambda report: report["prompt_set"].update(sha256="other"))

@@ -112,6 +112,14 @@ def test_what_nobody_means_is_refused_with_its_price(
         check_affordable(run, module, 1)
 
 
+def test_a_key_and_a_target_are_given_once(tmp_path: Path, saved_tiny: Path) -> None:
+    config = str(make_config(tmp_path, saved_tiny, "eagle"))
+    with pytest.raises(UserError, match="--set epochs is given twice; it takes one value"):
+        plan.run(Options(config, set=["epochs=1", "epochs=2"]))
+    with pytest.raises(UserError, match="--target-shape and --set target.path both name the targ"):
+        plan.run(Options(config, target_shape="qwen3-8b", set=[f"target.path={saved_tiny}"]))
+
+
 def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(
     tmp_path: Path, saved_tiny: Path, capsys
 ) -> None:

@@ -304,6 +304,17 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
     assert (
         "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
     )
+    given = config.read_text()
+    for wrong, says in (
+        (given.replace("160", "999"), "data.max_length is 999, but the target has 256 positions"),
+        (given + "for: [sglang]\n", "(--for sglang)"),
+    ):
+        config.write_text(wrong)
+        done = quick(capsys, "doctor", "--config", config, "--json", "-")
+        (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
+        assert done.returncode == 2 and error["check"] == "config and target"
+        assert says in error["found"]
+    config.write_text(given)
     write(tmp_path / "train.jsonl", [])
     done = quick(capsys, "doctor", "--config", config, "--json", "-")
     assert done.returncode == 2

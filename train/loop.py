@@ -328,7 +328,7 @@ class TrainingLoop:
                 if evaluating or saving:
                     trainer.pace.restart()
                 finished = finished or trainer.stopping
-        if trainer.stopping:
+        if trainer.stopping and self.accelerator.is_main_process:
             log.warning(
                 "asked to stop: saved step %d of %d; the same command continues from there",
                 state.step,

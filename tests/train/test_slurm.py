@@ -48,6 +48,8 @@ def started(
     """The script as a job of one node with two GPUs; `folder` has the stand-ins' notes."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "state").write_text("RUNNING\n")
     for name, text in commands.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -113,6 +115,14 @@ def test_a_job_that_was_asked_to_stop_is_queued_again(
     launched = (tmp_path / "launched").read_text()
     assert "--num_processes 2 --main_process_ip localhost --main_process_port 20007" in launched
     assert launched.endswith("-m draftsmith.train eagle --out a b\n")
+
+
+def test_an_accelerate_configuration_that_does_not_exist(tmp_path: Path) -> None:
+    process = started(tmp_path, ["eagle"], COMMANDS, ACCELERATE_CONFIG="ddp.yaml")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2 and not (tmp_path / "step").exists()
+    said = "error: ACCELERATE_CONFIG=ddp.yaml does not exist; there are: configs/accelerate/ddp.yaml"
+    assert errors.startswith(said) and "configs/accelerate/zero3.yaml" in errors
 
 
 @pytest.mark.full

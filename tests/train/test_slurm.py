@@ -121,7 +121,9 @@ def test_an_accelerate_configuration_that_does_not_exist(tmp_path: Path) -> None
     process = started(tmp_path, ["eagle"], COMMANDS, ACCELERATE_CONFIG="ddp.yaml")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2 and not (tmp_path / "step").exists()
-    said = "error: ACCELERATE_CONFIG=ddp.yaml does not exist; there are: configs/accelerate/ddp.yaml"
+    said = (
+        "error: ACCELERATE_CONFIG=ddp.yaml does not exist; there are: configs/accelerate/ddp.yaml"
+    )
     assert errors.startswith(said) and "configs/accelerate/zero3.yaml" in errors
 
 

@@ -237,7 +237,8 @@ def run_keys() -> dict[str, Any]:
     from ..method import METHODS, run_class_named
 
     runs = map(run_class_named, METHODS)
-    return {one.name: one.kind for run in runs for one in fields_of(run)}
+    options = (one for run in runs for one in fields_of(run))
+    return {one.name: one.kind for one in options if not is_dataclass(one.kind)}
 
 
 def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:

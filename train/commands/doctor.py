@@ -27,7 +27,7 @@ from ...inference.settings import TargetConfig
 from ...inference.targets.packed import one_thread
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
-from ..command_line.parse import options_from
+from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..data.features import LiveTarget
 from ..loop import check_beginning, check_with_target
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     template_kwargs: JsonObject = {}
     if options.config is not None:
         # A target that was named is checked in place of the config's.
-        run_findings, config = check_run(options.config, options.method, target)
+        run_findings, config = check_run(options.config, options.method, target, options.set)
         findings += run_findings
         target = config.target
         template_kwargs = config.data.chat_template_kwargs
@@ -159,16 +159,22 @@ def room(check: str, free: int, text: str, advice: str) -> Finding:
 
 
 def check_run(
-    path: str, given: MethodName | None, target: TargetConfig | None = None
+    path: str,
+    given: MethodName | None,
+    target: TargetConfig | None = None,
+    changes: Sequence[str] = (),
 ) -> tuple[list[Finding], RunConfig]:
     """Return the findings about the config file `path` and its data sources, and the run.
 
-    A `target` with a path replaces the config's. Raises `UserError` if the file is not a config of
-    the method.
+    A `target` with a path replaces the config's, and `changes` other keys, each KEY=VALUE. Raises
+    `UserError` if the file is not a config of the method.
     """
     method = method_for(path, given)
-    named = {"target": target} if target is not None and target.path else {}
-    config = options_from(run_class_named(method), named, path)
+    if target is not None and target.path:
+        changes = [f"target.path={target.path}", *changes]
+    config = config_with(run_class_named(method), path, [*changes])
+    if target is not None and target.path:
+        config.target = target
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         finding = Finding(f"data {source.name or source.path}", "ok", f"{source.path} can be read")

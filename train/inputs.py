@@ -63,8 +63,7 @@ called before anything is written: such a resume must leave the folder as it is.
 def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
     """Load the target, data and features that the run's config names; `folder` is its output.
 
-    Raises `UserError` for data that cannot be used, and for packed rows that are longer than the
-    target's positions.
+    Raises `UserError` for data that cannot be used.
     """
     if (store := run.features.store) is not None:
         return stored_inputs(run, store, accelerator, check)
@@ -72,11 +71,6 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
         target: Target | ServedTarget = served_target(run, accelerator)
     else:
         target = load_target(on_rank(run.target, accelerator))
-        if run.data.max_length > target.max_positions:
-            raise UserError(
-                f"data.max_length is {run.data.max_length}, but the target has "
-                f"{target.max_positions} positions; lower it"
-            )
     known = identity_of(target.fingerprint())
     check(known)
     data, seed = folder / "data", run.seed

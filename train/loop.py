@@ -77,11 +77,7 @@ def _prepare_and_train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Ca
     """Check and resolve a run, and train; see `train`."""
     check_before_loading(run, method)
     # From here on the run says what is trained: so do its folder, its trackers and its checks.
-    target = target_of_run(run)
-    method.resolve(run, target)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    divided(run, ranks)
-    check_affordable(run, method, ranks)
+    target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     say_engines(run, method)
     accelerator = make_accelerator(run)
     log_engine(accelerator)
@@ -222,12 +218,35 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     else:
         manifest_of(run.features.store)
     if run.init_from is not None:
-        before = read_own_file(Path(run.init_from)).method
-        if before != (name := method.drafter_class.method):
-            raise UserError(
-                f"init_from {run.init_from} is a drafter of method {before}; this run trains {name}"
-            )
+        check_beginning(run.init_from, method)
     check_tracker(run.tracker)
+
+
+def check_beginning(init_from: str, method: AnyMethod) -> None:
+    """Raise `UserError` if the folder `init_from` is not a drafter of the method."""
+    before = read_own_file(Path(init_from)).method
+    if before != (name := method.drafter_class.method):
+        raise UserError(
+            f"init_from {init_from} is a drafter of method {before}; this run trains {name}"
+        )
+
+
+def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> ConfigOnly:
+    """Resolve the run for its target, and return the target's config; no weights are read.
+
+    Raises `UserError` for settings that do not fit the target, such as packed rows that are longer
+    than its positions, and for a run that `ranks` cannot share or this machine cannot hold.
+    """
+    target = target_of_run(run)
+    if run.features.live and run.data.max_length > target.max_positions:
+        raise UserError(
+            f"data.max_length is {run.data.max_length}, but the target has "
+            f"{target.max_positions} positions; lower it"
+        )
+    method.resolve(run, target)
+    divided(run, ranks)
+    check_affordable(run, method, ranks)
+    return target
 
 
 class TrainingLoop:
@@ -309,7 +328,7 @@ class TrainingLoop:
                 if evaluating or saving:
                     trainer.pace.restart()
                 finished = finished or trainer.stopping
-        if trainer.stopping:
+        if trainer.stopping and self.accelerator.is_main_process:
             log.warning(
                 "asked to stop: saved step %d of %d; the same command continues from there",
                 state.step,

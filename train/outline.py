@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
 from ..inference.settings import TargetConfig
+from ..inference.targets.model_head import ConfigFacts
 from ..inference.targets.target_files import base_and_adapter
 from .config import RunConfig
 
@@ -60,13 +61,11 @@ class Outline(Work):
     drafter: nn.Module
 
 
-class ConfigOnly:
+class ConfigOnly(ConfigFacts):
     """Config of a target, under the attributes of a target that methods read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
-        self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
-        self.hidden_size = self.config.hidden_size
         # One id, a list of ids, or None.
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])

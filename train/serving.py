@@ -26,6 +26,15 @@ def say_engines(run: RunConfig, method: AnyMethod) -> None:
     """
     if not run.for_ and not is_main_rank():  # which has nothing to say
         return
+    for line in sentences(check_engines(run, method)):
+        log.info("%s", line)
+
+
+def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it.
+
+    Raises `UserError` if an engine of `run.for_` will not take it; see `facts_before`.
+    """
     facts = facts_before(run, method)
     for name in run.for_:
         recipe = ENGINES[name].recipes.get(facts.kind)
@@ -33,8 +42,7 @@ def say_engines(run: RunConfig, method: AnyMethod) -> None:
         reason = refusal(name, facts) or (listed.refused(facts) if listed is not None else None)
         if reason is not None:
             raise UserError(f"{reason} (--for {name})")
-    for line in sentences(facts):
-        log.info("%s", line)
+    return facts
 
 
 def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:

@@ -48,7 +48,49 @@ FINAL_NORMS = (
 """Names of the norm before the head; the last is LFM2's."""
 
 
-class ModelHead:
+class ConfigFacts:
+    """Facts that the config of a language model states."""
+
+    config: Any
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a text can have here, which may be fewer than the config names."""
+        named = getattr(self.config, "max_position_embeddings", None) or UNLIMITED
+        return min(named, self.longrope_border or named)
+
+    @property
+    def longrope_border(self) -> int | None:
+        """Positions at which longrope changes the rotary factors of the whole text, or None.
+
+        A forward pass takes short or long factors by its last position. Text ends at the border:
+        past it, keys in the cache would keep the short factors, and rows of a batch would change
+        each other's.
+        """
+        tables = getattr(self.config, "rope_parameters", None) or {}
+        # Where the kinds of layers differ, there is a table for each kind.
+        nested = [table for table in tables.values() if isinstance(table, dict)]
+        found = []
+        for table in nested or [tables]:
+            if table.get("rope_type") == "longrope":
+                found.append(table.get("original_max_position_embeddings"))
+        own = getattr(self.config, "original_max_position_embeddings", None)
+        return min(filter(None, [*found, own]), default=None) if found else None
+
+
+class ModelHead(ConfigFacts):
     """Model without a forward pass of its layers: embedding, head and facts.
 
     The layers may be shapes without numbers (`StoredTarget`); `CausalModel` can run them.
@@ -101,42 +143,6 @@ class ModelHead:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that a text can have here, which may be fewer than the config names."""
-        named = getattr(self.config, "max_position_embeddings", None) or UNLIMITED
-        return min(named, self.longrope_border or named)
-
-    @property
-    def longrope_border(self) -> int | None:
-        """Positions at which longrope changes the rotary factors of the whole text, or None.
-
-        A forward pass takes short or long factors by its last position. Text ends at the border:
-        past it, keys in the cache would keep the short factors, and rows of a batch would change
-        each other's.
-        """
-        tables = getattr(self.config, "rope_parameters", None) or {}
-        # Where the kinds of layers differ, there is a table for each kind.
-        nested = [table for table in tables.values() if isinstance(table, dict)]
-        found = []
-        for table in nested or [tables]:
-            if table.get("rope_type") == "longrope":
-                found.append(table.get("original_max_position_embeddings"))
-        own = getattr(self.config, "original_max_position_embeddings", None)
-        return min(filter(None, [*found, own]), default=None) if found else None
 
     @property
     def trial_starts(self) -> list[int]:

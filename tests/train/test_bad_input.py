@@ -17,7 +17,14 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.train.commands.cli import main
-from tests.conftest import PYTHON, STORIES, make_tokenizer, random_heads, tiny_target
+from tests.conftest import (
+    PYTHON,
+    QUICKSTART,
+    STORIES,
+    make_tokenizer,
+    random_heads,
+    tiny_target,
+)
 from tests.train.data.test_tables import chat, write
 from tests.train.test_loop import environment, make_config
 
@@ -304,6 +311,25 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
     assert (
         "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
     )
+    given = config.read_text()
+    for wrong, says in (
+        (given.replace("160", "999"), "data.max_length is 999, but the target has 256 positions"),
+        (given + "for: [sglang]\n", "(--for sglang)"),
+    ):
+        config.write_text(wrong)
+        done = quick(capsys, "doctor", "--config", config, "--json", "-")
+        (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
+        assert done.returncode == 2 and error["check"] == "config and target"
+        assert says in error["found"]
+    for extra, says in (
+        (("--set", "data.max_length=999"), "the target has 256 positions"),
+        (("--target", QUICKSTART, "--set", "data.max_length=2000"), "has 1024 positions"),
+    ):
+        config.write_text(given)
+        done = quick(capsys, "doctor", "--config", config, "--json", "-", *extra)
+        (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
+        assert error["check"] == "config and target" and says in error["found"]
+    expect(quick(capsys, "doctor", "--set", "epochs=2"), "name it with --config")
     write(tmp_path / "train.jsonl", [])
     done = quick(capsys, "doctor", "--config", config, "--json", "-")
     assert done.returncode == 2

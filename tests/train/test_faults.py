@@ -121,7 +121,8 @@ def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(
     )
     assert "best drafter" not in out
     saved = RunFolder(str(tmp_path / "run")).steps()[-1]
-    assert 7 <= saved < 20 and f"asked to stop: saved step {saved} of 20" in errors
+    said = f"asked to stop: saved step {saved} of 20"
+    assert 7 <= saved < 20 and errors.count(said) == 1  # by one of the ranks
     assert resumed_at(train(config, ranks=ranks)) == saved
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)

@@ -74,6 +74,15 @@ WRONG = [
     ),
     ("data plan --config x --tokens lots", "--tokens takes a number, not lots"),
     ("data plan --tokens 1e6", "--config is missing"),
+    *(
+        (f"data plan --config x --{given} 8", f"unknown option --{given}{says}")
+        for given, says in (
+            ("nodes", " (see"),
+            ("rows-per-step", "; a key of the run is written --set rows_per_step=VALUE (see"),
+            ("objective.steps", "; a key of the run is written --set objective.steps=VALUE (see"),
+            ("rows-per-stp", "; did you mean --set rows_per_step=VALUE? (see"),
+        )
+    ),
     (
         "tune --target T --prompts x --out y --drafter ngram --budget soon",
         "--budget takes a number",

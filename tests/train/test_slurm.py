@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.pages import blocks_of
 from tests.train.test_loop import environment, make_config, resumed_at
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -47,6 +48,8 @@ def started(
     """The script as a job of one node with two GPUs; `folder` has the stand-ins' notes."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "state").write_text("RUNNING\n")
     for name, text in commands.items():
         (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
@@ -114,6 +117,16 @@ def test_a_job_that_was_asked_to_stop_is_queued_again(
     assert launched.endswith("-m draftsmith.train eagle --out a b\n")
 
 
+def test_an_accelerate_configuration_that_does_not_exist(tmp_path: Path) -> None:
+    process = started(tmp_path, ["eagle"], COMMANDS, ACCELERATE_CONFIG="ddp.yaml")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2 and not (tmp_path / "step").exists()
+    said = (
+        "error: ACCELERATE_CONFIG=ddp.yaml does not exist; there are: configs/accelerate/ddp.yaml"
+    )
+    assert errors.startswith(said) and "configs/accelerate/zero3.yaml" in errors
+
+
 @pytest.mark.full
 def test_a_training_saves_and_goes_on_in_the_next_job(tmp_path: Path, saved_tiny: Path) -> None:
     """Two ranks under accelerate's launcher, which meets at the job's own port."""
@@ -134,3 +147,23 @@ def test_a_training_saves_and_goes_on_in_the_next_job(tmp_path: Path, saved_tiny
     _, errors = process.communicate(timeout=300)
     done = subprocess.CompletedProcess([], process.returncode, "", errors)
     assert process.returncode == 0 and resumed_at(done) >= 3, errors
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "attempts"),
+    [
+        ("asked to stop: saved step 4 of 9; the same command continues from there", 143, 1),
+        ("error: asked to stop while waiting for the extractor; the same command", 143, 1),
+        ("error: data.sources is missing", 2, 1),
+        ("error: rank 1 lost another one (closed by peer); the same command", 1, 3),
+    ],
+)
+def test_the_retry_template_of_the_page(
+    line: str, status: int, attempts: int, tmp_path: Path
+) -> None:
+    """With a launcher that says `line` and fails with status 1, as accelerate's does."""
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "running.md") if "for attempt in" in b.text)
+    launcher = f"accelerate() {{ echo '{line}' >&2; return 1; }}\n"
+    done = subprocess.run(["bash", "-c", launcher + block.text], cwd=tmp_path, check=False)
+    assert done.returncode == status
+    assert len([*tmp_path.glob("train-*.log")]) == attempts

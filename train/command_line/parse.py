@@ -216,13 +216,29 @@ def options_from(
 def check_known(name: str, types: dict[str, Any], place: Place) -> None:
     """Raise `UserError` for an option that there is not, with those that are spelled like it."""
     if name not in types:
-        similar = " or ".join(map(place.name, near(name.replace("-", "_"), types)))
-        meant = f"; did you mean {similar}?" if similar else ""
-        if not similar and place is COMMAND_LINE and "set" in types:
-            meant = f"; a key of the run is written --set {name.replace('-', '_')}=VALUE"
+        plain = name.replace("-", "_")
+        similar = [place.name(one) for one in near(plain, types)]
+        if place is COMMAND_LINE and "set" in types:
+            keys = run_keys()
+            if (key := known_name(plain, keys)) in keys:
+                raise UserError(
+                    f"{place.unknown}{place.quote(name)}; a key of the run is written "
+                    f"--set {key}=VALUE"
+                )
+            similar = similar or [f"{SETTING.name(one)}=VALUE" for one in near(plain, keys)]
+        meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
         if name == "set" and place is COMMAND_LINE:
             meant = "; write each key as an option, such as --optim.lr 1e-5"
         raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
+
+
+def run_keys() -> dict[str, Any]:
+    """Return the keys of the runs of all methods, which `--set` takes, and their types."""
+    from ..method import METHODS, run_class_named
+
+    runs = map(run_class_named, METHODS)
+    options = (one for run in runs for one in fields_of(run))
+    return {one.name: one.kind for one in options if not is_dataclass(one.kind)}
 
 
 def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:

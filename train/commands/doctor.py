@@ -8,7 +8,6 @@ import time
 import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -16,7 +15,6 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from ...heads.artifact import read_own_file
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ...heads.layout import dtype_name
@@ -29,12 +27,15 @@ from ...inference.settings import TargetConfig
 from ...inference.targets.packed import one_thread
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
-from ..command_line.parse import options_from
+from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..data.features import LiveTarget
+from ..loop import check_beginning, check_with_target
 from ..method import MethodName, method_for, method_named, run_class_named
+from ..outline import target_of_run
 from ..planning.optimiser import optimiser_share
 from ..provenance import versions
+from ..serving import check_engines
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
@@ -69,10 +70,10 @@ def run(options: Options) -> None:
     target = options.target
     template_kwargs: JsonObject = {}
     if options.config is not None:
-        run_findings, config = check_run(options.config, options.method)
-        findings += run_findings
         # A target that was named is checked in place of the config's.
-        target = target if target.path or config.target is None else config.target
+        run_findings, config = check_run(options.config, options.method, target, options.set)
+        findings += run_findings
+        target = config.target
         template_kwargs = config.data.chat_template_kwargs
     if target.path:
         findings += check_target(target, rows, template_kwargs)
@@ -157,13 +158,23 @@ def room(check: str, free: int, text: str, advice: str) -> Finding:
     return Finding(check, "warning" if low else "ok", f"{text}; {advice}" if low else text)
 
 
-def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunConfig]:
+def check_run(
+    path: str,
+    given: MethodName | None,
+    target: TargetConfig | None = None,
+    changes: Sequence[str] = (),
+) -> tuple[list[Finding], RunConfig]:
     """Return the findings about the config file `path` and its data sources, and the run.
 
-    Raises `UserError` if the file is not a config of the method.
+    A `target` with a path replaces the config's, and `changes` other keys, each KEY=VALUE. Raises
+    `UserError` if the file is not a config of the method.
     """
     method = method_for(path, given)
-    config = options_from(run_class_named(method), {}, path)
+    if target is not None and target.path:
+        changes = [f"target.path={target.path}", *changes]
+    config = config_with(run_class_named(method), path, [*changes])
+    if target is not None and target.path:
+        config.target = target
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         finding = Finding(f"data {source.name or source.path}", "ok", f"{source.path} can be read")
@@ -182,13 +193,33 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], RunCo
     if config.init_from is not None:
         begins = Finding("init_from", "ok", f"{config.init_from} is a drafter")
         try:
-            read_own_file(Path(config.init_from))
+            check_beginning(config.init_from, method_named(method))
         except UserError as error:
             begins.status, begins.found = "error", str(error)
         findings.append(begins)
     if (optimiser := check_optimiser(method, config)) is not None:
         findings.append(optimiser)
+    # Last: it resolves the run.
+    if (fitting := check_fit(method, config)) is not None:
+        findings.append(fitting)
     return findings, config
+
+
+def check_fit(method: MethodName, config: RunConfig) -> Finding | None:
+    """Return the finding about the config with its target: what training checks before it loads.
+
+    None where the target's config cannot be read, which the finding about the target explains.
+    """
+    try:
+        target_of_run(config)
+    except UserError:
+        return None
+    try:
+        check_with_target(config, method_named(method), 1)
+        check_engines(config, method_named(method))
+    except UserError as error:
+        return Finding("config and target", "error", str(error))
+    return Finding("config and target", "ok", "the settings fit the target")
 
 
 def check_optimiser(method: MethodName, config: RunConfig) -> Finding | None:

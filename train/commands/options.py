@@ -442,6 +442,7 @@ class DoctorOptions(SourceOptions):
     first: ClassVar[tuple[str, ...]] = (
         "target.path",
         "config",
+        "set",
         "chat",
         "json",
     )
@@ -450,6 +451,8 @@ class DoctorOptions(SourceOptions):
     """Target to load and check."""
     config: str | None = None
     """Training config to check; its target is checked too, unless another one is named."""
+    set: list[str] = field(default_factory=list)
+    """Change of a key of the config, such as data.sources=replies; may be given several times."""
     method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
@@ -462,3 +465,5 @@ class DoctorOptions(SourceOptions):
     def __post_init__(self) -> None:
         if self.chat and not self.target.path and self.config is None:
             raise UserError("--chat needs a chat template; name the target with --target")
+        if self.set and self.config is None:
+            raise UserError("--set changes a key of a config; name it with --config")

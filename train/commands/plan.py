@@ -19,7 +19,7 @@ from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console, several
 from ..command_line.parse import config_with
-from ..config import RunConfig
+from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
@@ -64,7 +64,7 @@ def run(options: Options) -> None:
     if output_json(options.json, {**found, **as_json(memory, step, network)}):
         return
     Console().print(line, style="bold", highlight=False)
-    show(shape, plan, memory, options)
+    show(shape, plan, memory, options, config.features)
     Console().print(steps_note(steps, options, config), highlight=False)
     if note:
         Console().print(note)
@@ -152,19 +152,26 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
 
 
 def show(
-    shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, options: Options
+    shape: RunSizes,
+    plan: dict[str, float],
+    memory: StepMemory | None,
+    options: Options,
+    features: FeatureOptions,
 ) -> None:
     """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
     once = f"forward at {options.mfu:.0%} of peak"
     times = plan["extractions"]
     if times != 1:
-        once += f", live: in each of {times:g} epochs"
+        once += f", {'live' if features.live else 'by the server'}: in each of {times:g} epochs"
     extracting, training = plan["extract_gpu_hours"] * times, plan["train_gpu_hours"]
     drafter = f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position"
     per_token = f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"
     decoding = f"decoding at {DECODE_SHARE:.0%} of peak"
-    sharded = f"bf16; sharded {size(plan['target_bytes'] / options.gpus)} a GPU"
+    target = "embedding and head, bf16"
+    if features.live:
+        sharded = size(plan["target_bytes"] / options.gpus)
+        target = f"{count(shape.target_params)}, bf16; sharded {sharded} a GPU"
     table = Table("what", "how much", "of it")
     table.add_row("features, if stored", size(plan["feature_bytes"]), per_token)
     table.add_row("features, if stored in fp8", size(plan["feature_bytes_fp8"]), "")
@@ -173,7 +180,7 @@ def show(
     table.add_row("... in this process", hours(plan["regenerate_here_gpu_hours"]), here)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    for name, bytes_, note in memory_rows(shape, memory, sharded) if memory else []:
+    for name, bytes_, note in memory_rows(memory, target, features) if memory else []:
         table.add_row(f"GPU memory: {name}", size(bytes_), note)
     total = plan["total_gpu_hours"]
     console = Console()
@@ -182,7 +189,7 @@ def show(
         f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu} in all. "
         "All of it is estimated from the shapes of target and drafter; nothing was run."
     )
-    if plan["feature_bytes"] > TOO_MUCH:
+    if plan["feature_bytes"] > TOO_MUCH and features.live:
         console.print(
             f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: "
             "train live, or keep a bounded ring "
@@ -208,11 +215,18 @@ def show_sending(step: Step, network: Network, gpus: int) -> None:
         console.print(sentence)
 
 
-def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple[str, float, str]]:
-    """Return name, bytes and remark of each row of the plan that is about a GPU's memory."""
-    extraction = "besides these, before the drafter's step" if memory.extraction else "from a store"
+def memory_rows(
+    memory: StepMemory, target: str, features: FeatureOptions
+) -> list[tuple[str, float, str]]:
+    """Return name, bytes and remark of each row of the plan that is about a GPU's memory.
+
+    `target` is the remark about the target's weights.
+    """
+    extraction = "besides these, before the drafter's step"
+    if not features.live:
+        extraction = "from a store" if features.store is not None else "from a server"
     return [
-        ("target", memory.target, f"{count(shape.target_params)}, {sharded}"),
+        ("target", memory.target, target),
         ("drafter", memory.drafter + memory.moments, "fp32 weights and the optimiser's moments"),
         ("features", memory.features, "of one batch"),
         ("activations", memory.activations, "left by the drafter's forward pass"),

@@ -53,6 +53,7 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
     warned = False
     headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
     model = await _model(options, headers)
+    refused = asyncio.Event()
     async with httpx.AsyncClient(headers=headers, timeout=options.server.timeout_s) as client:
 
         async def work(task: Task) -> None:
@@ -60,7 +61,7 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
             nonlocal warned
             async with limits:
                 try:
-                    exact = await _converse(client, task, options, model)
+                    exact = await _converse(client, task, options, model, refused)
                 except RowError as error:
                     log.warning("%s is left out: %s", task.id, error)
                     return
@@ -80,14 +81,16 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
                 group.create_task(work(task))
 
 
-async def _converse(client: httpx.AsyncClient, task: Task, options: Options, model: str) -> bool:
+async def _converse(
+    client: httpx.AsyncClient, task: Task, options: Options, model: str, refused: asyncio.Event
+) -> bool:
     """Get all replies of one conversation; return true if every one came with its token ids.
 
     Raises `RowError` if the server refuses one of the prompts.
     """
     exact = True
     while True:
-        answer = await _post(client, _request(task, options, model), options)
+        answer = await _post(client, _request(task, options, model), options, refused)
         choice = answer.choices[0]
         message = {"role": "assistant", **without_nulls(choice.message), "content": choice.content}
         exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
@@ -172,19 +175,24 @@ class CompletionAnswer(msgspec.Struct):
     prompt_token_ids: list[Token] | None = None
 
 
+def _pause_s(attempt: int) -> float:
+    """Return the seconds before the attempt of that number; 0 is the first one."""
+    return min(0.5 * 2**attempt, 30) if attempt else 0.0
+
+
 async def _post(
-    client: httpx.AsyncClient, request: JsonObject, options: Options
+    client: httpx.AsyncClient, request: JsonObject, options: Options, refused: asyncio.Event
 ) -> CompletionAnswer:
     """Return the answer to a request.
 
     A server that fails, or answers in another form, is asked again `retries` times, with growing
-    pauses. Raises `RowError` if it refuses this request, `UserError` if it does not answer.
+    pauses. The first refused connection of a command is logged, and sets `refused`. Raises
+    `RowError` if it refuses this request, `UserError` if it does not answer.
     """
     url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
     problem = ""
     for attempt in range(options.server.retries + 1):
-        if attempt:
-            await asyncio.sleep(min(0.5 * 2**attempt, 30))
+        await asyncio.sleep(_pause_s(attempt))
         try:
             # The client's own limit is for each read: a server that sends a byte a second would
             # never meet it.
@@ -195,6 +203,12 @@ async def _post(
             continue
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
+            left_s = sum(map(_pause_s, range(attempt + 1, options.server.retries + 1)))
+            if isinstance(error, httpx.ConnectError) and left_s and not refused.is_set():
+                refused.set()
+                log.warning(
+                    "server %s does not answer yet; trying for %g s", options.server.url, left_s
+                )
             continue
         if response.status_code == 200:
             try:

@@ -40,6 +40,8 @@ class Step:
     """Packed rows of a step of all GPUs."""
     seconds: float
     """Time that a GPU computes in a step."""
+    live: bool = True
+    """False where no process of the training has the target."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     return Step(
         shape.drafter_params, shape.drafter_params - shape.frozen_params, shape.target_params,
         shape.target_layers, shape.hidden, positions, division.passes, config.rows_per_step,
-        operations * positions * division.passes / speed,
+        operations * positions * division.passes / speed, config.features.live,
     )  # fmt: skip
 
 
@@ -83,7 +85,8 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     does that for each micro-batch, and gathers new weights once a step. ZeRO-3 gathers like FSDP2
     and spreads like ZeRO-2; what it gathers again for every chunk of a loss is not counted. Of a
     target with `spread=fsdp` every layer is gathered in each micro-batch; with `spread=tensor` all
-    GPUs run every GPU's micro-batch, and add up the states twice in each layer.
+    GPUs run every GPU's micro-batch, and add up the states twice in each layer. Both are left out
+    where the target is not live.
 
     Example: two GPUs, a drafter of 1,000 parameters, one micro-batch. DDP: 2 x 4,000 / 2 bytes.
     """
@@ -92,11 +95,15 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     gradients = WEIGHT_BYTES * step.trained_params * share
     micro = step.passes
     states = TARGET_BYTES * step.positions * step.hidden * gpus
-    return {
+    engines = {
         "DDP": 2 * gradients,
         "FSDP2": 2 * weights * micro + gradients,
         "ZeRO-2": gradients * micro + gradients,
         "ZeRO-3": (2 * weights + gradients) * micro,
+    }
+    if not step.live:
+        return engines
+    return engines | {
         "target.spread fsdp": TARGET_BYTES * step.target_params * share * micro,
         "target.spread tensor": 2 * step.target_layers * 2 * states * share * micro,
     }

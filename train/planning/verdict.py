@@ -28,7 +28,7 @@ class Need:
     layers: int
     """Layers of the target."""
     live: bool
-    """False for a run from a feature store, which has no target to shard."""
+    """False for a run from a feature store or a server, which has no target to shard."""
     batch_rows: int = 1
     """Packed rows that a pass may have."""
     ends: int = 0
@@ -61,20 +61,22 @@ def need_of(
     shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
 ) -> Need:
     """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
+    ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
     if memory is None:
         drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
-        target = int(plan["target_bytes"])
+        target = int(plan["target_bytes"]) if config.features.live else ends
         memory = StepMemory(
             target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
             4 * trained + int(plan["activation_bytes"]),
         )  # fmt: skip
-    ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
     return Need(memory, shape.target_layers, config.features.live, config.batch_rows, ends)
 
 
 def fit(need: Need, spread: str, options: PlanOptions) -> str:
     """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
     gb = gpu_memory(options)
+    if not need.live:
+        spread = "whole"  # what there is of the target is not spread
     # The other GPUs of a run whose target is whole have a copy of it each.
     gpus = 1 if spread == "whole" else options.gpus
     each = f"{size(need.each(gpus))} on each GPU at the peak of a step"
@@ -115,10 +117,26 @@ def remedies(need: Need, spread: str, gb: float) -> list[str]:
 
 
 def counted(gpus: int, gb: float) -> str:
-    """Return `2 GPUs of 80 GB`, or `4 nodes of 8 GPUs of 80 GB`."""
+    """Return `2 GPUs of 80 GB`, `12 GPUs of 80 GB on 2 nodes`, `4 nodes of 8 GPUs of 80 GB`."""
     if gpus > GPUS_OF_A_NODE:
-        return f"{-(-gpus // GPUS_OF_A_NODE)} nodes of {GPUS_OF_A_NODE} GPUs of {gb:g} GB"
+        nodes, left_over = -(-gpus // GPUS_OF_A_NODE), gpus % GPUS_OF_A_NODE
+        if left_over:
+            return f"{gpus} GPUs of {gb:g} GB on {nodes} nodes"
+        return f"{nodes} nodes of {GPUS_OF_A_NODE} GPUs of {gb:g} GB"
     return f"{gpus} GPU{'s' if gpus > 1 else ''} of {gb:g} GB"
+
+
+def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
+    """Return the GPU-hours of the training itself, and what is said of those spent elsewhere."""
+    training, replies = plan["train_gpu_hours"], plan["regenerate_gpu_hours"]
+    features = plan["extract_gpu_hours"] * plan["extractions"]
+    if config.features.live:
+        return training + features, f"replies {replies:,.1f} more, before it"
+    if config.features.store is not None:
+        return training, f"replies {replies:,.1f} and features {features:,.1f} more, before it"
+    return training, (
+        f"replies {replies:,.1f} more, before it; features {features:,.1f} more, on their server"
+    )
 
 
 def gpu_memory(options: PlanOptions) -> float:
@@ -130,24 +148,26 @@ def verdict(
     need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
 ) -> tuple[str, dict[str, Any]]:
     """Return the first line of a plan, and its figures by name as JSON can hold them."""
-    total = plan["total_gpu_hours"]
-    wall = total / options.gpus
+    training, more = hours_of(plan, config)
+    wall = training / options.gpus
     # The checkpoints with the best one, and the features of a store in bfloat16.
     disk = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
-    what = "checkpoints; live features take none"
+    source = "live features" if need.live else "features from a server"
+    what = f"checkpoints; {source} take none"
     if config.features.store is not None:
         disk += plan["feature_bytes"]
         what = "checkpoints and stored features"
     spread = config.target.spread
     parts = [
         fit(need, spread, options),
-        f"{total:,.1f} GPU-hours, {wall:,.1f} hours on {options.gpus} x {options.gpu}.",
+        f"training {training:,.1f} GPU-hours, {wall:,.1f} hours on {options.gpus} x "
+        f"{options.gpu}; {more}.",
         f"Disk: {size(disk)} ({what}).",
     ]
     price = None
     if options.price_per_gpu_hour is not None:
-        price = total * options.price_per_gpu_hour
-        parts.append(f"Price: {price:,.2f} at {options.price_per_gpu_hour:g} a GPU-hour.")
+        price = plan["total_gpu_hours"] * options.price_per_gpu_hour
+        parts.append(f"Price of all: {price:,.2f} at {options.price_per_gpu_hour:g} a GPU-hour.")
     gb = gpu_memory(options)
     bytes_ = need.each(1 if spread == "whole" else options.gpus)
     figures = {

@@ -145,6 +145,22 @@ def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(
     )
 
 
+def test_a_target_that_is_elsewhere_is_neither_spread_nor_sharded(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(make_config(tmp_path, saved_tiny))
+    live = ("ordinary disk", "target.spread fsdp", "sharded", "live features")
+    for setting, says in (
+        ("precision=bf16", live),
+        ("features.store=STORE", ("from a store", "embedding and head, bf16")),
+        ("features.server=http://n:1/v1", ("from a server", "embedding and head, bf16")),
+    ):
+        plan.run(Options(config, "medusa", gpus=1, tokens=1e12, set=[setting]))
+        printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert {word for word in live if word in printed} == {*live} & {*says}
+        assert all(word in printed for word in says)
+
+
 def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) -> None:
     Qwen3MoeConfig(
         hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,

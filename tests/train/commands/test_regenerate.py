@@ -449,13 +449,16 @@ def test_a_server_without_token_ids_leaves_text_to_learn_from(
         assert (learned[-1] in ends) == (row["finish_reason"] == "stop")
 
 
-def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny: Path) -> None:
-    with pytest.raises(UserError, match="does not answer"):
-        run(
-            options(
-                tmp_path, saved_tiny, ROWS, server=ServerOptions("http://127.0.0.1:9/v1", retries=0)
-            )
-        )
+def test_a_server_that_is_not_there_is_a_clear_error(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one line, not one for each request, says before it how long it is tried."""
+    for retries, said in ((0, []), (1, ["trying for 1 s"])):
+        server = ServerOptions("http://127.0.0.1:9/v1", retries=retries)
+        with pytest.raises(UserError, match="does not answer"):
+            run(options(tmp_path, saved_tiny, ROWS, server=server))
+        lines = [line for line in caplog.messages if "does not answer yet" in line]
+        assert [line.split("; ")[1] for line in lines] == said
 
 
 TOOLS = [

@@ -35,6 +35,7 @@ def test_bytes_of_two_gpus_by_hand() -> None:
         "target.spread fsdp": 2 * 8000,
         "target.spread tensor": 2 * 2 * 3 * 2 * 2 * 1000,
     }
+    assert {*sent(replace(STEP, live=False), 2)} == {"DDP", "FSDP2", "ZeRO-2", "ZeRO-3"}
 
 
 def test_a_node_is_left_through_its_cards() -> None:

@@ -33,7 +33,10 @@ CONFIG: Any = SimpleNamespace(
     checkpoints=SimpleNamespace(keep=2),
     target=SimpleNamespace(spread="whole"),
 )
-PLAN = {"total_gpu_hours": 40.0, "drafter_bytes": 4e9, "feature_bytes": 5e12}
+PLAN = {
+    "total_gpu_hours": 40.0, "drafter_bytes": 4e9, "feature_bytes": 5e12, "extractions": 2.0,
+    "regenerate_gpu_hours": 16.0, "extract_gpu_hours": 4.0, "train_gpu_hours": 16.0,
+}  # fmt: skip
 
 
 def test_what_a_gpu_needs_where_several_share_the_target() -> None:
@@ -56,6 +59,7 @@ def test_what_a_gpu_needs_where_several_share_the_target() -> None:
             f"with target.spread fsdp, or a smaller batch_rows, or {ELSEWHERE}",
         ),
         ({"gpu": "L40S", "gpus": 8}, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
+        ({"gpus": 12}, "fsdp", "fits 12 GPUs of 80 GB on 2 nodes (target.spread fsdp): 17.0 GB"),
         ({"gpu_memory": 14.0}, "whole", "needs 4 nodes of 8 GPUs of 14 GB with target.spread"),
         ({"gpu_memory": 30.0, "gpus": 2}, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each"),
         ({"gpu_memory": 11.0}, "whole", "does not fit 11 GB (70.0 GB on each GPU"),
@@ -89,14 +93,30 @@ def test_hours_disk_and_price_stand_in_the_line() -> None:
     """Three checkpoints of three quarters of 4 GB; 40 GPU-hours at 2.5."""
     options = PlanOptions("x", gpus=8, price_per_gpu_hour=2.5)
     line, figures = verdict(NEED, PLAN, options, CONFIG)
-    assert "40.0 GPU-hours, 5.0 hours on 8 x H100." in line
+    assert "training 24.0 GPU-hours, 3.0 hours on 8 x H100; replies 16.0 more, before it." in line
     assert "Disk: 9.0 GB (checkpoints; live features take none)." in line
-    assert line.endswith("Price: 100.00 at 2.5 a GPU-hour.")
+    assert line.endswith("Price of all: 100.00 at 2.5 a GPU-hour.")
     assert figures["fits"] and figures["price"] == 100 and figures["fewest_gpus"] == 1
-    config: Any = SimpleNamespace(**{**vars(CONFIG), "features": SimpleNamespace(store="s")})
+    config: Any = SimpleNamespace(**{**vars(CONFIG), "features": FeatureOptions("s")})
     line, figures = verdict(NEED, PLAN, PlanOptions("x", gpus=8), config)
     assert "Disk: 5.0 TB (checkpoints and stored features)" in line and "Price" not in line
     assert figures["price"] is None and figures["disk_bytes"] == 9e9 + 5e12
+    assert "training 16.0 GPU-hours, 2.0 hours on 8 x H100; replies 16.0 and features 8.0" in line
+
+
+def test_a_target_on_a_server_is_not_spread() -> None:
+    """Neither are its hours those of the training, nor its features on this disk."""
+    config: Any = SimpleNamespace(
+        **{
+            **vars(CONFIG),
+            "features": FeatureOptions(server="http://node1:8000/v1"),
+            "target": SimpleNamespace(spread="fsdp"),
+        }
+    )
+    line, _ = verdict(Need(MEMORY, 60, live=False), PLAN, PlanOptions("x", gpus=8), config)
+    assert line.startswith("fits 80 GB: 70.0 GB on each GPU at the peak of a step. ")
+    assert "replies 16.0 more, before it; features 8.0 more, on their server." in line
+    assert "Disk: 9.0 GB (checkpoints; features from a server take none)." in line
 
 
 def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
@@ -104,6 +124,9 @@ def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
     sums = {"target_bytes": 2e9, "activation_bytes": 1e9}
     need = need_of(shape, sums, None, CONFIG)
     assert need.each(1) == 2e9 + 16e8 + 1e9
+    config: Any = SimpleNamespace(**{**vars(CONFIG), "features": FeatureOptions("s")})
+    ends = 2 * 2 * 1000 * 32000
+    assert need_of(shape, sums, None, config).each(1) == ends + 16e8 + 1e9
 
 
 @pytest.mark.full
@@ -129,7 +152,7 @@ def test_a_known_target_needs_no_hub(
     assert (
         found["plan"]["total_gpu_hours"] == pytest.approx(total) == pytest.approx(114.4, abs=0.05)
     )
-    assert found["verdict"]["hours"] == pytest.approx(total / 8)
+    assert found["verdict"]["hours"] == pytest.approx((total - hours["regenerate"]) / 8)
 
 
 def test_an_unknown_target_is_answered_with_the_nearest_and_the_list() -> None:

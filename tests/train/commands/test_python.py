@@ -16,7 +16,9 @@ import pytest
 
 import draftsmith
 from draftsmith.inference.conversations.given import given_rows, write_rows
+from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions
+from draftsmith.train import evaluation
 from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands import python as functions
 from draftsmith.train.commands.options import ExportOptions, ExtractOptions
@@ -182,8 +184,17 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
     asked["evaluation"] = {"max_new_tokens": 16}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    most_drafts: list[int] = []
+
+    def spied(emitted: Any, units: Any, drafts: int) -> tuple[float, float]:
+        most_drafts.append(drafts)
+        return tau_interval(emitted, units, drafts)
+
+    monkeypatch.setattr(evaluation, "tau_interval", spied)
     best = draftsmith.train("medusa", **asked)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    # Medusa has four heads; the interval of few prompts would reach beyond what they can draft.
+    assert most_drafts and set(most_drafts) <= {1, 2, 3, 4}
     assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do
     assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
     written = [json.loads(line) for line in rows.open()]
@@ -239,7 +250,7 @@ def test_errors_name_arguments(tmp_path: Path) -> None:
     rows: Any = [{"problem": "1 + 1", "solution": "2"}]
     out, words = tmp_path / "run", "def a(self):"
     decoder: Any = draftsmith.load(QUICKSTART, device="cpu")
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
     table = type("DataFrame", (), {})()
     meant = r'unknown option .held_out.; did you mean \*\*{"data.held_out": ...}\?'
     calls: list[tuple[Any, str]] = [

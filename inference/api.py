@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import inspect
 import logging
 import math
 import time
@@ -277,7 +278,7 @@ class Decoder:
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        settings = _known(Sampling, sampling)
+        settings = _known(Sampling, sampling, self.generate)
         if samples > 1 and settings.greedy:
             raise UserError("samples are all the same at temperature 0; give a temperature too")
         stops = _stops(stop)
@@ -315,7 +316,7 @@ class Decoder:
         >>> "".join(stream) == stream.reply.text
         True
         """
-        settings, stops = _known(Sampling, sampling), _stops(stop)
+        settings, stops = _known(Sampling, sampling, self.stream), _stops(stop)
         requests, single = self._requests(prompts, raw, chat_template_kwargs)
         steps = decode(self.target, self.proposer, requests, max_new_tokens, settings, None, stops)
         return Stream(steps, requests, self, stops, single)
@@ -413,13 +414,21 @@ def _is_one(prompts: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], Integral | dict)
 
 
-def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
-    """Return `make(**settings)`. Raises `UserError` for a setting that the dataclass has not."""
+def _known(make: Callable[..., T], settings: dict[str, Any], called: Callable[..., Any]) -> T:
+    """Return `make(**settings)`. Raises `UserError` for a setting that the dataclass has not.
+
+    `called` is the function that took the settings; its own parameters may be the ones meant.
+    """
     names = [f.name for f in fields(make)]  # type: ignore[arg-type]
+    parameters = [
+        one.name
+        for one in inspect.signature(called).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
     for name in settings:
         if name not in names:
             near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-            near += difflib.get_close_matches(name, names, 1)
+            near += difflib.get_close_matches(name, [*names, *parameters], 1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise UserError(f"unknown option {name!r}; {meant}")
     return make(**settings)
@@ -472,7 +481,7 @@ def load(
     if isinstance(drafter, str | Path):
         check_spec(drafter)
     if isinstance(target, str | Path):
-        target = _known(TargetConfig, {"path": str(target), **options})
+        target = _known(TargetConfig, {"path": str(target), **options}, load)
     elif options:
         raise UserError(
             f"{', '.join(options)}: a loaded target, or one with a config, takes no options"

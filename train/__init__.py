@@ -6,11 +6,13 @@
 
     best = draftsmith.train("eagle", target=TARGET, data="replies.jsonl", out="runs/mine")
 
-`help(draftsmith.train.__call__)` explains the arguments.
+`help(draftsmith.train.__call__)` explains the arguments. Its signature and its docstring are also
+those of `draftsmith.train`, where notebooks and editors look for them.
 """
 
 import sys
 from collections.abc import Callable
+from inspect import Signature, signature
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +25,14 @@ class _Callable(ModuleType):
         from .commands.python import train
 
         return train
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self.__call__)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__call__.__doc__
 
 
 sys.modules[__name__].__class__ = _Callable

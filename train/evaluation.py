@@ -229,10 +229,13 @@ class HeldOutEvaluation:
             raise GivenUp
         results = self._gather(results)
         emitted = [rounds for _, _, rounds, _ in results]
+        # A path has one draft of each level of the tree.
+        plan = getattr(proposer, "plan", None)
+        levels = proposer.max_drafted if plan is None else plan.length
         return Measurement(
             emitted,
             tau(emitted),
-            tau_interval(emitted, [unit for unit, *_ in results]),
+            tau_interval(emitted, [unit for unit, *_ in results], levels),
             sum(not equal for *_, equal in results),
             tau_by_position([(start, rounds) for _, start, rounds, _ in results]),
         )

@@ -53,19 +53,24 @@ def given_rows(given: Any, name: str, split: str | None = None, chat: bool = Fal
     tables = (datasets.Dataset, datasets.IterableDataset) if datasets else ()
     if isinstance(given, of_splits):
         if split not in given:
-            what = f"has no split {split!r}" if split else "has several splits"
-            raise UserError(
-                f"{name} {what}; give one of them, such as {name}[{next(iter(given), 'train')!r}]: "
-                f"{', '.join(map(str, given))}"
-            )
+            what = f"has no split {split!r}" if split else f"is a {type(given).__name__}"
+            splits = ", ".join(f"{name}[{str(one)!r}]" for one in given)
+            raise UserError(f"{name} {what}; give one of its splits: {splits or 'it has none'}")
         given = given[split]
     elif split is not None:
         raise UserError(f"{name} has no splits; leave out split")
     if not isinstance(given, (list, tuple, *tables)):
+        remedy = '; use df.to_dict("records")' if type(given).__name__ == "DataFrame" else ""
         raise UserError(
             f"{name} is a path, a list of rows, or a Dataset of the package datasets, not "
-            f"{type(given).__name__}"
+            f"{type(given).__name__}{remedy}"
         )
+    for number, row in enumerate(given if isinstance(given, list | tuple) else ()):
+        if not isinstance(row, str | Mapping):
+            raise UserError(
+                f"{name}[{number}] is of type {type(row).__name__}; a row is a dict such as "
+                '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+            )
     return GivenRows(name, given, chat)
 
 

@@ -71,6 +71,8 @@ def source_files(source: str | RowSource) -> list[Path] | None:
         or path.is_absolute()
         or source.path.startswith((".", "~"))
         or source.path.count("/") > 1
+        or len(source.path.split()) != 1  # a text
+        or "" in source.path.split(":")
     ):
         raise UserError(f"data source {path} does not exist; check the path")
     elif ":" in source.path:

@@ -93,7 +93,8 @@ def tau_interval(
     """Return the 95% interval of tau; NaN for fewer than `FEWEST` units with a round.
 
     `emitted[i]` are the tokens emitted in each round of request i, `units[i]` names its unit; each
-    request is one of its own if they are not given. `drafts` is the most that a round drafted.
+    request is one of its own if they are not given. `drafts` is the most that a round drafted,
+    or the most levels of its tree, where they are known.
 
     The interval is cut at what tau can be: every round emits one token, and at most a further one
     for each draft. The part that is cut off cannot hold tau, so that the interval holds it as often

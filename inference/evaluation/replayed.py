@@ -93,7 +93,7 @@ def replayed(
         accepted += [tokens - 1 for tokens in rounds]
     return {
         "tau_incl_bonus": tau(emitted),
-        "tau_ci95": tau_interval(emitted, [text.unit for text in texts]),
+        "tau_ci95": tau_interval(emitted, [text.unit for text in texts], proposer.max_drafted),
         "survival": survival(accepted, max(accepted, default=0)),
         "emitted": emitted,
     }

@@ -394,6 +394,8 @@ class Report(Document, kw_only=True):
                 )
         return "\n".join(lines)
 
+    __repr__ = __str__  # what a notebook shows
+
     def to_json(self) -> JsonObject:
         """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
         value = msgspec.to_builtins(self)

@@ -140,6 +140,9 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
         (lambda: decoder.generate([{"content": "x"}]), r"messages\[0\].role is missing"),
         (lambda: load(quickstart, None), "must be named"),  # type: ignore[arg-type]
         (lambda: load(str(QUICKSTART), dtyp="float32"), "did you mean dtype"),
+        (lambda: load(str(QUICKSTART), drafters="ngram"), "did you mean drafter?"),
+        (lambda: decoder.generate(prompt=PROMPT), "did you mean prompts?"),
+        (lambda: decoder.stream(PROMPT, stops=["a"]), "did you mean stop?"),
         (lambda: load(quickstart, device="cuda"), "takes no options"),
         (lambda: load(str(QUICKSTART), device="mps"), "not supported"),
         (lambda: load("no/such/target/folder"), "check the path"),

@@ -103,7 +103,10 @@ def test_a_wrong_key_in_the_file_is_named(
     ("rows", "says"),
     [
         ([], "train is empty"),
-        ([{"messages": [{"role": "user", "content": "no reply"}]}], "no token of the assistant's"),
+        (
+            [{"messages": [{"role": "user", "content": "no reply"}]}],
+            "no message of role assistant; the roles are user",
+        ),
         ([{"mesages": []}], "none of messages"),
         (["not json"], "not valid JSON"),
         ([chat("x", "the " * 500)], "data.max_length is 160"),

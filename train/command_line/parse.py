@@ -23,7 +23,7 @@ from ...heads.files import read_yaml
 from ..endings import fail
 from .fields import SWITCHES, fields_of, item_of, joined, known_name, near, positional, written
 from .help_text import help_page
-from .values import TABLES, WrongValue, converted, from_python, from_word, takes
+from .values import TABLES, WrongValue, converted, from_python, from_word, shown, takes
 
 T = TypeVar("T")
 # What options take of which the type does not say it.
@@ -71,7 +71,7 @@ class Values(Generic[T]):
             return
         try:
             if is_dataclass(kind):
-                raise WrongValue(f" takes {takes(kind, name)}, not {value}")
+                raise WrongValue(f" takes {takes(kind, name)}, not {shown(value)}")
             value = converted(kind, value)
         except WrongValue as wrong:
             raise UserError(f"{place.wrong}{place.name(name)}{wrong}") from wrong

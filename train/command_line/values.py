@@ -144,5 +144,9 @@ def takes(kind: Any, name: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a user types it, `2,x` for a list."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Return a value as a user types it, `2,x` for a list; of another object only its type."""
+    if isinstance(value, list):
+        return ",".join(map(shown, value))
+    if isinstance(value, str | int | float | dict | NoneType):
+        return str(value)
+    return type(value).__name__

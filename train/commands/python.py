@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import fields
 from functools import wraps
 from os import PathLike, fspath
 from pathlib import Path
+from types import NoneType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from transformers import PreTrainedModel
@@ -41,6 +43,11 @@ NAMED = re.compile(
     r"|--(?P<no>no-)?(?P<option>[a-z][\w.-]*)"
 )
 """Commands and options in messages. A command stays as it is, also where Python called."""
+DOTTED = re.compile(
+    r"\b(?P<name>[a-z]\w*(?:\.[a-z]\w*)+)"
+    r"(?:(?: to |[ =])(?P<value>\d[\w.]*\d|\d|true|false|row|skip|adamw)\b)?"
+)
+"""Options of the parts of a run in messages, and values that are suggested for them."""
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,19 +67,24 @@ def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
 def in_python(message: str) -> str:
     """Return a message about options of draftsmith as one about arguments.
 
+    An option of a part is no name of an argument. What a message says to do, after its first
+    semicolon, has it as Python takes it.
+
     >>> in_python("give --target.dtype bfloat16, or leave out --no-baselines")
     'give dtype bfloat16, or leave out baselines=False'
+    >>> in_python("no rows; give a larger --data.held-out.share")
+    'no rows; give a larger **{"data.held_out.share": ...}'
     """
     from ..command_line.fields import fields_of
     from ..config import RunConfig
     from .options import ExportOptions
 
-    known = {
-        part
+    names = {
+        one.name
         for options in (EvaluateOptions, ExportOptions, RunConfig)
         for one in fields_of(options)
-        for part in (one.name, one.name.rpartition(".")[2])
     }
+    known = names | {name.rpartition(".")[2] for name in names}
 
     def argument(found: re.Match[str]) -> str:
         if found["again"] is not None and found["same"] == found["again"].replace("-", "_"):
@@ -82,7 +94,18 @@ def in_python(message: str) -> str:
             return found[0]
         return f"{name}=False" if found["no"] else name
 
-    return NAMED.sub(argument, message)
+    def dotted(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if name not in names:
+            return found[0]
+        if name == "data.sources":
+            return found[0].replace(name, "data")
+        if value is not None and not value[0].isdigit():
+            value = value.capitalize() if value in ("true", "false") else f'"{value}"'
+        return f'**{{"{name}": {value or "..."}}}'
+
+    wrong, semicolon, remedy = NAMED.sub(argument, message).partition(";")
+    return wrong + semicolon + DOTTED.sub(dotted, remedy)
 
 
 @naming_arguments
@@ -153,8 +176,9 @@ def train(
     `method` is medusa, eagle, dflash, dspark, mtp or distill, or a `train.method.Method` of your
     own: its class, or `module:Class`. `target` is the model's folder or name on the hub. `data` is
     a file of conversations, the name of a data set on the hub, a list of them, a list of rows
-    (dicts, such as `{"messages": [...]}`), or a `datasets.Dataset`; rows are kept in
-    `out/rows.jsonl`, and the run records a hash of all texts. A data set on the hub of
+    (dicts, such as `{"messages": [...]}`), a `datasets.Dataset`, or a dict of options of the data
+    whose `sources` are one of these; rows are kept in `out/rows.jsonl`, and the run records a hash
+    of all texts. A data set on the hub of
     several configurations is a dict in a list: `[{"path": "openai/gsm8k", "config_name":
     "main"}]` (also `split`, `revision`, `streaming: bool`, `weight: float`).
     `out` is the run's folder. `config` is a YAML file of a run, whose values the arguments replace.
@@ -168,8 +192,8 @@ def train(
     - `precision: str`: no (float32) or bf16.
     - `init_from: str`: folder of a drafter to start from.
     - `heads: dict`, `objective: dict`: the drafter's shape and the loss, by method.
-    - `data.max_length: int` (1024), `data.held_out: dict` (`{"share": 0.05}`): beside `data`, as
-      `**{"data.max_length": 512}`.
+    - `data.max_length: int` (1024), `data.held_out: dict` (`{"share": 0.05}`): in addition to
+      `data`, as `**{"data.max_length": 512}`.
     - `seed: int` (0), `dtype: str`, `device: str`, `adapter: str`: as for `load`.
 
     `callbacks` get the metrics and the checkpoints, see `draftsmith.Callback`.
@@ -187,13 +211,20 @@ def train(
         raise UserError("there is no argument callback; did you mean callbacks?")
     if not isinstance(callbacks, list | tuple):
         callbacks = [cast(Callback, callbacks)]
-    if wrong := [one for one in callbacks if not isinstance(one, Callback)]:
+    for one in callbacks:
+        _check_callback(one)
+    if not isinstance(target, str | PathLike | TargetConfig | NoneType):
         raise UserError(
-            f"callbacks are objects of draftsmith.Callback, not {type(wrong[0]).__name__}"
+            "target is a model's folder or its name on the hub, not a "
+            f"{type(target).__name__}; save it with save_pretrained"
         )
-    rows = None if data is None or _names_files(data) else given_rows(data, "data")
-    source = data if rows is None else [Source(ROWS_FILE, name="data")]
-    values: dict[str, Any] = {"target": target, "data": source, "out": out}
+    part = data if type(data) is dict and "sources" in data else None
+    given = data if part is None else part["sources"]
+    rows = None if given is None or _names_files(given) else given_rows(given, "data")
+    if rows is not None:
+        source = [Source(ROWS_FILE, name="data")]
+        data = source if part is None else {**part, "sources": source}
+    values: dict[str, Any] = {"target": target, "data": data, "out": out}
     named = {name: value for name, value in values.items() if value is not None}
     run = options_from(chosen.run_class, {**named, **options}, config)
     if rows is not None:
@@ -250,20 +281,22 @@ def evaluate(
         if name in options and (name == "features" or str(options[name]) == "-"):
             raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
     rows = None
+    if _is_text(prompts):
+        raise UserError(
+            f"prompts: there is no file {prompts!r}; a single prompt goes into a list: "
+            f"[{prompts!r}]"
+        )
     if not isinstance(prompts, str | PathLike):
         for name in ("config_name", "revision", "streaming"):
             if name in options:
                 raise UserError(f"{name} is for prompts by their path; leave it out")
         rows = given_rows(prompts, "prompts", options.pop("split", None))
-        prompts = "(given in Python)"
+        prompts = "given_in_python"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
     own = [with_name(one) for one in several if isinstance(one, Proposer)]
     others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
     if wrong := [one for one in others if not isinstance(one, str | PathLike)]:
-        raise UserError(
-            f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__} "
-            f"{str(wrong[0])[:60]!r}"
-        )
+        raise UserError(f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__}")
     values = {"drafter": others, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):
@@ -317,8 +350,8 @@ def _names_files(data: Any) -> bool:
         return True
     keys = {one.name for one in fields(Source)}
     several = data if isinstance(data, list | tuple) else [data]
-    for one in several:  # neither a path nor a name on the hub has white space in practice
-        if isinstance(one, str) and len(one.split()) > 1 and not Path(one).exists():
+    for one in several:
+        if _is_text(one):
             raise UserError(
                 f"data: there is no file {one!r}, and a text teaches nothing without the target's "
                 "reply; give rows with messages, or write replies with draftsmith data regenerate"
@@ -327,6 +360,24 @@ def _names_files(data: Any) -> bool:
         isinstance(one, str | PathLike | Source) or (isinstance(one, dict) and one.keys() <= keys)
         for one in several
     )
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is words: neither a path nor a name on the hub has white space."""
+    return isinstance(value, str) and len(value.split()) > 1 and not os.path.exists(value)
+
+
+def _check_callback(given: Any) -> None:
+    """Raise `UserError` for an object that is no callback, or has methods never called."""
+    if not isinstance(given, Callback):
+        raise UserError(f"callbacks are objects of draftsmith.Callback, not {type(given).__name__}")
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    methods = [name for name in dir(type(given)) if name.startswith("on_")]
+    if wrong := [name for name in methods if name not in known]:
+        raise UserError(
+            f"{type(given).__name__}.{wrong[0]} is never called; the methods of a callback are "
+            f"{', '.join(known)}"
+        )
 
 
 def _path_of(drafter: Any) -> Any:

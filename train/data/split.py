@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -58,6 +59,19 @@ def is_held_out(
         )
     moment = _moment(raw[held_out.time_field], row_name)
     return moment >= _moment(held_out.since, "data.held_out.since")
+
+
+def with_one_held_out(rows: Sequence[SourceRow], seed: int) -> list[SourceRow]:
+    """Return rows of which none is held out with one unit held out, if there are two or more.
+
+    A share of few rows may hold out none by chance. The unit is the one that a growing share
+    would hold out first.
+    """
+    units = {row.unit for row in rows}
+    if len(units) < 2:
+        return [*rows]
+    first = min(units, key=lambda unit: chance("held out", seed, unit))
+    return [replace(row, held_out=True, copies=1) if row.unit == first else row for row in rows]
 
 
 def chance(*what: object) -> float:

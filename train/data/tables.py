@@ -42,7 +42,7 @@ from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
 from .contamination import clean
-from .split import SourceRow, chance, is_held_out
+from .split import SourceRow, chance, is_held_out, with_one_held_out
 from .templates import Encoded, cut_replies, encode
 
 log = logging.getLogger(__name__)
@@ -242,18 +242,20 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
 
 def build(data: Data, target: TargetSource, seed: int) -> Tables:
     """Return the tables of the sources, deduplicated and decontaminated; errors as of `prepare`."""
-    train: list[SourceRow] = []
-    held_out: list[SourceRow] = []
+    rows: list[SourceRow] = []
     counts: dict[str, Counter[str]] = {}
     units = units_of(data)
     for source in data.sources:
         name = source.name or source.path
         counts[name] = count = Counter()
         lost: list[str] = []
-        for row in _read(source, data, target, units, seed, count, lost):
-            (held_out if row.held_out else train).append(row)
+        rows += _read(source, data, target, units, seed, count, lost)
         _refuse_losses(name, count, lost, data.max_lost_share)
-    equal = _equal_ids(data, train + held_out)
+    equal = _equal_ids(data, rows)
+    if data.held_out.by == "row" and not equal and not any(row.held_out for row in rows):
+        rows = with_one_held_out(rows, seed)
+    train = [row for row in rows if not row.held_out]
+    held_out = [row for row in rows if row.held_out]
     if data.deduplicate:
         # Held-out rows first: of two equal rows the one in training is dropped.
         seen: set[bytes] = set()
@@ -265,20 +267,14 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         for name, number in lost_rows.items():
             counts[name]["shares words with held-out rows"] += number
         train = cleaned
-    if equal and not (train and held_out):
-        raise UserError(f"no rows are left {'held out' if train else 'to learn from'}: {equal}")
-    if train and not held_out and data.held_out.by == "row":
-        raise UserError(
-            f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
-            f"{data.held_out.share:g}, each prompt by chance; give a larger share or more prompts"
-        )
     if not train or not held_out:
-        raise UserError(
-            f"no rows are left {'held out' if train else 'to learn from'} ({_describe(counts)}); "
-            "check data.sources and data.held_out"
-        )
-    for kind, rows in (("train", train), ("held out", held_out)):
-        for row in rows:
+        remedy = "check data.sources and data.held_out"
+        if data.held_out.by == "row":
+            remedy = "give two prompts or more, or another --data.held-out.share"
+        why = f": {equal}" if equal else f" ({_describe(counts)}); {remedy}"
+        raise UserError(f"no rows are left {'held out' if train else 'to learn from'}{why}")
+    for kind, kept in (("train", train), ("held out", held_out)):
+        for row in kept:
             counts[row.source][kind] += 1
     log.info("data: %s", _describe(counts))
     groups = sorted({row.group for row in (*train, *held_out)})
@@ -377,7 +373,7 @@ def _read(
         if not useful:
             if fits or not encoded:
                 count["nothing to learn"] += 1
-                reason = "no token of the assistant's"
+                reason = _unlearnable(conversation)
             else:
                 count["overlong"] += 1
                 longest = max(len(e.token_ids) for e in encoded)
@@ -428,6 +424,14 @@ def _conversation(raw: Any) -> Conversation | RowError:
         return conversation_of(raw)
     except RowError as error:
         return error
+
+
+def _unlearnable(conversation: Conversation) -> str:
+    """Return why a conversation has no token to learn."""
+    roles = [str(message["role"]) for message in conversation.messages or ()]
+    if roles and "assistant" not in roles:
+        return f"no message of role assistant; the roles are {', '.join(dict.fromkeys(roles))}"
+    return "no token of the assistant's"
 
 
 def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:

@@ -332,7 +332,7 @@ def test_lists_and_data_sets_are_sources() -> None:
         (
             split,
             None,
-            r"has several splits; give one of them, such as data\['train'\]: train, test",
+            r"is a DatasetDict; give one of its splits: data\['train'\], data\['test'\]",
         ),
         (split, "x", "has no split 'x'"),
         (table, "train", "has no splits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 
 import draftsmith
 from draftsmith.inference.conversations.given import given_rows, write_rows
+from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions
+from draftsmith.train import evaluation
 from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands import python as functions
 from draftsmith.train.commands.options import ExportOptions, ExtractOptions
@@ -110,9 +113,10 @@ def test_options_from_python_are_those_of_a_command_line() -> None:
         ({"epohcs": 2}, "unknown option 'epohcs'; did you mean epochs?"),
         ({"optim": {"learning_rate": 1}}, "unknown option 'optim.learning_rate'; did you mean"),
         ({"batch-rows": 2}, "unknown option 'batch-rows'; did you mean batch_rows or"),
-        ({"epochs": object()}, "epochs takes a number, not <object"),
+        ({"epochs": object()}, "epochs takes a number, not object"),
         ({"epochs": "many"}, "epochs"),
         ({"optim": {"lr": "fast"}}, "lr"),
+        ({"max_length": [object()]}, "unknown option 'max_length'; did you mean data.max_length"),
     ],
 )
 def test_wrong_options_are_one_clear_line(values: dict, said: str) -> None:
@@ -180,13 +184,22 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
     asked["evaluation"] = {"max_new_tokens": 16}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    most_drafts: list[int] = []
+
+    def spied(emitted: Any, units: Any, drafts: int) -> tuple[float, float]:
+        most_drafts.append(drafts)
+        return tau_interval(emitted, units, drafts)
+
+    monkeypatch.setattr(evaluation, "tau_interval", spied)
     best = draftsmith.train("medusa", **asked)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    # Medusa has four heads; the interval of few prompts would reach beyond what they can draft.
+    assert most_drafts and set(most_drafts) <= {1, 2, 3, 4}
     assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do
     assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
     written = [json.loads(line) for line in rows.open()]
-    again = {**asked, "data": written, "out": tmp_path / "again", "data.max_length": 256}
-    again |= {"data.held_out.share": 0.5, "data.decontaminate": False}
+    again = {**asked, "data": data | {"sources": written}, "out": tmp_path / "again"}
+    again["data.decontaminate"] = False
     assert draftsmith.train("medusa", **again) == tmp_path / "again" / "best"
     noted = [
         json.loads((tmp_path / name / "best" / "draftsmith.json").read_text())["provenance"]["data"]
@@ -200,6 +213,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         decoder.target, "ngram", questions("test", 3), baselines=False, max_new_tokens=4, repeats=1
     )
     assert asked_in_python.prompt_set.sha256 == report.prompt_set.sha256
+    assert repr(report) == str(report) and len(repr(report).splitlines()) == 4
     (setting,) = report.settings
     assert list(setting.drafters) == ["plain", "medusa", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
@@ -233,8 +247,12 @@ def test_a_type_may_have_its_short_name(config_class: Any, more: dict[str, str],
 def test_errors_name_arguments(tmp_path: Path) -> None:
     """Not options; the commands that a message names keep theirs, and so do engines."""
     medusa = QUICKSTART.parent / "drafters" / "medusa"
-    rows = [{"problem": "1 + 1", "solution": "2"}]
-    out = tmp_path / "run"
+    rows: Any = [{"problem": "1 + 1", "solution": "2"}]
+    out, words = tmp_path / "run", "def a(self):"
+    decoder: Any = draftsmith.load(QUICKSTART, device="cpu")
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    table = type("DataFrame", (), {})()
+    meant = r'unknown option .held_out.; did you mean \*\*{"data.held_out": ...}\?'
     calls: list[tuple[Any, str]] = [
         (lambda: draftsmith.load(medusa), "give it as drafter, and its target as target"),
         (lambda: draftsmith.evaluate(QUICKSTART, "ngram", ["a"], server="x"), "^server 'x'"),
@@ -243,6 +261,25 @@ def test_errors_name_arguments(tmp_path: Path) -> None:
         (lambda: draftsmith.train("eagle", QUICKSTART, rows, out), "logs-in-other-shapes"),
         (lambda: draftsmith.train("eagle", QUICKSTART, 3, out), "data is a path, a list of rows"),
         (lambda: draftsmith.export(medusa, "vllm", medusa), "name another out"),
+        (lambda: draftsmith.train("eagle", QUICKSTART, rows, out, held_out={}), meant),
+        (lambda: draftsmith.train("eagle", QUICKSTART, {"sources": [[1]]}, out), "is of type list"),
+        (lambda: draftsmith.train("eagle", QUICKSTART, [("a", "b")], out), r"data\[0\] is of type"),
+        (lambda: draftsmith.train("eagle", decoder, rows, out), "not a Decoder; save it with save"),
+        (
+            lambda: draftsmith.train("eagle", QUICKSTART, splits, out),
+            r"its splits: data\['train'\]$",
+        ),
+        (
+            lambda: draftsmith.train("eagle", QUICKSTART, table, out),
+            r'use df.to_dict\("records"\)$',
+        ),
+        (lambda: draftsmith.evaluate(decoder, "ngram", ["a"]), "target takes a text, not Decoder$"),
+        (lambda: draftsmith.export(decoder, "vllm", out), "drafter takes a text, not Decoder$"),
+        (lambda: draftsmith.evaluate(QUICKSTART, decoder, ["a"]), "a proposer, not Decoder$"),
+        (
+            lambda: draftsmith.evaluate(QUICKSTART, "ngram", words),
+            r"into a list: \['def a\(self\):'\]",
+        ),
     ]
     for call, said in calls:
         with pytest.raises(draftsmith.UserError, match=said) as raised:
@@ -251,10 +288,33 @@ def test_errors_name_arguments(tmp_path: Path) -> None:
     assert functions.in_python("give --target.dtype bf16, or split (--split)") == (
         "give dtype bf16, or split"
     )
+    assert functions.in_python(
+        "data.max_length is 8; set --data.held-out.by row, data.held_out.share=0.2 or data.sources"
+    ) == (
+        'data.max_length is 8; set **{"data.held_out.by": "row"}, **{"data.held_out.share": 0.2} '
+        "or data"
+    )
     for kept in ("start llama-server with --metrics", "draftsmith simulate --gpu GPU --drafts 3"):
         assert functions.in_python(kept) == kept
     with pytest.raises(draftsmith.UserError, match="path is missing .name is a label"):
         draftsmith.train("eagle", QUICKSTART, {"sources": [{"name": "me/sums"}]}, out)
+
+
+def test_a_method_of_a_callback_that_is_never_called_is_named(tmp_path: Path) -> None:
+    class Misspelt(draftsmith.Callback):
+        def on_stp(self, step: int, metrics: Any) -> None: ...
+
+    said = "Misspelt.on_stp is never called; the methods of a callback are on_step, on_evaluate, "
+    with pytest.raises(draftsmith.UserError, match=said):
+        draftsmith.train("eagle", QUICKSTART, "a.jsonl", tmp_path / "run", callbacks=Misspelt())
+
+
+def test_train_has_the_signature_and_the_docstring_of_its_function() -> None:
+    signature = inspect.signature(draftsmith.train)
+    assert list(signature.parameters) == [
+        "method", "target", "data", "out", "config", "callbacks", "options"
+    ]  # fmt: skip
+    assert (inspect.getdoc(draftsmith.train) or "").startswith("Train a drafter, and return")
 
 
 def test_a_data_set_is_written_as_the_list_of_its_rows(tmp_path: Path) -> None:

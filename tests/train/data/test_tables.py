@@ -112,10 +112,10 @@ def test_a_malformed_row_ends_the_command_unless_it_is_to_be_skipped(
 def test_nothing_left_and_empty_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="train is empty"):
         build(data(tmp_path, []), TARGET, seed=0)
-    with pytest.raises(
-        UserError, match="not one of 1 rows can be used.*no token of the assistant's"
-    ):
-        build(data(tmp_path, [{"messages": [{"role": "user", "content": "x"}]}]), TARGET, seed=0)
+    said = "not one of 1 rows can be used.*no message of role assistant; the roles are human, bot"
+    roles = [{"role": role, "content": "x"} for role in ("human", "bot", "human")]
+    with pytest.raises(UserError, match=said):
+        build(data(tmp_path, [{"messages": roles}]), TARGET, seed=0)
 
 
 def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path) -> None:
@@ -228,6 +228,25 @@ def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
     assert not np.array_equal(build(config, TARGET, seed=1).held_out.ids, tables.held_out.ids)
 
 
+def test_a_share_of_few_prompts_holds_one_out(tmp_path: Path) -> None:
+    """The one that a larger share holds out first; a source's weight does not copy it."""
+    held_out = []
+    for share in (0.001, 0.01, 0.2):
+        path = write(tmp_path / "a.jsonl", GOOD[:12])
+        config = Data([Source(path, weight=2)], HeldOutConfig("row", share=share))
+        tables = build(config, TARGET, seed=0)
+        assert len(tables.train) + len(tables.held_out) == 12
+        assert {*tables.train.copies} == {2} and {*tables.held_out.copies} == {1}
+        held_out.append({*tables.held_out.units.tolist()})
+    assert len(held_out[0]) == 1 and held_out[0] == held_out[1] < held_out[2]
+    for single in (GOOD[:1], [chat("question", f"reply {i}") for i in range(3)]):
+        config = Data([Source(write(tmp_path / "b.jsonl", single))])
+        with pytest.raises(
+            UserError, match="give two prompts or more, or another --data.held-out.share"
+        ):
+            build(config, TARGET, seed=0)
+
+
 def test_held_out_by_time(tmp_path: Path) -> None:
     rows = [chat(f"q {i}", f"a {i}", timestamp=f"2026-01-{i + 1:02d}") for i in range(10)]
     config = Data(
@@ -309,7 +328,9 @@ def test_json_parquet_and_folders_are_read(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("path", ["missing.jsonl", "./missing", "/missing/folder", "a/b/c"])
+@pytest.mark.parametrize(
+    "path", ["missing.jsonl", "./missing", "/missing/folder", "a/b/c", "def a(b):", "a:"]
+)
 def test_a_missing_path_is_not_asked_of_the_hub(path: str) -> None:
     with pytest.raises(UserError, match="does not exist"):
         list(rows_of(path))

@@ -177,7 +177,7 @@ def measured(
             batch = list(prompts[start : start + BATCH])
             results += generate(target, proposer, batch, options.max_new_tokens)
         emitted = [[len(each.tokens) for each in result.rounds] for result in results]
-        figures = (tau(emitted), *tau_interval(emitted))
+        figures = (tau(emitted), *tau_interval(emitted, drafts=options.drafts))
         findings.append(Measured(name, *(None if math.isnan(one) else one for one in figures)))
     return findings
 

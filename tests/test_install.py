@@ -147,6 +147,7 @@ def test_the_wheel_works_far_from_the_checkout(installed: Path, tmp_path: Path) 
     assert command.stdout == f"draftsmith {VERSION}\n", command.stderr
 
 
+@pytest.mark.full
 def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from tests.architectures import near_copy
 from tests.blocks import proposer_of, random_block
-from tests.conftest import ROOT, random_heads
+from tests.conftest import ROOT, by_default, random_heads
 from tests.eagles import random_eagle
 from tests.exact.test_enumeration import token_level
 from tests.trained import chat_prompts
@@ -144,7 +144,7 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(40000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("settings", list(SETTINGS))
+@pytest.mark.parametrize("settings", by_default(SETTINGS, "T=0.7, top-k 4"))
 @pytest.mark.parametrize("name", list(drafters()))
 def test_sampled_texts_have_the_targets_distribution(name: str, settings: str, count: int) -> None:
     proposer, rule = drafters()[name]

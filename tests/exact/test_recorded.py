@@ -138,8 +138,8 @@ def test_recorded_rounds_of_hybrids(kind: str, tapes: list[Tape]) -> None:
 @pytest.mark.parametrize(
     ("name", "ahead", "ways"),
     [
-        ("coupled", True, None),
-        ("penalty", False, FEW),
+        ("coupled", True, FEW),
+        pytest.param("penalty", False, FEW, marks=full),
         *(pytest.param(*case, None, marks=full) for case in product(SAMPLINGS, (False, True))),
     ],
 )

@@ -62,7 +62,7 @@ def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     ("kind", "name"),
     [
         ("qwen2", "penalty"),
-        ("gemma2", "coupled"),
+        pytest.param("gemma2", "coupled", marks=full),
         pytest.param("qwen3.5", "coupled", marks=full),
         *(
             pytest.param(kind, name, marks=full)

@@ -159,7 +159,12 @@ def test_a_proposer_starts_afresh_with_every_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")]
+    "sampling",
+    [
+        pytest.param(Sampling(), marks=pytest.mark.full),
+        pytest.param(Sampling(temperature=1.0), marks=pytest.mark.full),
+        Sampling(temperature=1.0, rule="rejection"),
+    ],
 )
 def test_at_most_one_synchronisation_a_round(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch

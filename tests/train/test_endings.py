@@ -156,6 +156,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "to_launcher"),
     [

@@ -275,15 +275,6 @@ def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
     assert find_resume(folder, replace(now, target=moved)) == 5, "weights are compared, not paths"
     with pytest.raises(UserError, match="optim.momentum was 0.95, now it is 0.5"):
         find_resume(folder, replace(now, optim=replace(now.optim, momentum=0.5)))
-    # Before 2026-11-27 the config had passes of a rank in place of the rows of a step.
-    del older["rows_per_step"]
-    older |= {"accumulation": 2, "evaluation": older["evaluation"] | {"every": 200}}
-    (at / "config.yaml").write_text(yaml.safe_dump(older))
-    (at / CHECKSUMS).unlink()
-    write_checksums(at)
-    assert find_resume(folder, now) == 5
-    with pytest.raises(UserError, match="rows_per_step was 2, now it is 4"):
-        find_resume(folder, replace(now, rows_per_step=4))
 
 
 @pytest.mark.full
@@ -321,6 +312,7 @@ def test_a_best_checkpoint_that_is_gone_is_said_and_the_next_is_kept(
     assert (tmp_path / "run" / "best").resolve().parent.name == "step-000010"
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny: Path) -> None:
     """The limit on file sizes stands for the disk: it lets everything through but the optimiser."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)

@@ -285,6 +285,7 @@ main(words)
 """
 
 
+@pytest.mark.full
 def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None:
     words = [sys.executable, "-c", COMMAND, str(QUICKSTART), str(tmp_path / "out.jsonl")]
     done = subprocess.run(

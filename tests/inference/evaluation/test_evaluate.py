@@ -356,7 +356,7 @@ def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
     done = run_cli(
         "evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "1"
     )
-    assert done.returncode == 0 and "had no round" in done.stdout, done.stderr
+    assert done.returncode == 0 and "without a round" in done.stdout, done.stderr
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "long", "prompt": "word " * 2000}) + "\n")
     done = run_cli("evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"))
     assert (

@@ -145,7 +145,7 @@ def test_a_killed_evaluation_is_readable_and_goes_on(tmp_path: Path) -> None:
     assert run_cli("report", str(out), "--format", "md").returncode == 0, (
         "what is there can be looked at"
     )
-    with pytest.raises(UserError, match="let its command finish"):
+    with pytest.raises(UserError, match="run its command again to finish it"):
         check_alike([read_report(str(out))] * 2, ["a", "b"])
     done = run_cli(*shared, *sweep)
     assert (

@@ -393,6 +393,7 @@ def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -
     assert rounds[0] == rounds[1] != rounds[2] and "rounds" in rounds[0]
 
 
+@pytest.mark.full
 def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
     tmp_path: Path,
 ) -> None:

@@ -33,7 +33,7 @@ def takes_trees(target: Target) -> bool:
     return target.fused is not None and target.fused.takes_trees
 
 
-@pytest.mark.parametrize("kind", by_default(sorted(FUSED), "llama", "qwen3"))
+@pytest.mark.parametrize("kind", by_default(sorted(FUSED), "qwen3"))
 def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
     """Rows have different lengths, and two kinds have windows shorter than the texts."""
     target = architecture(kind, dtype=torch.float32)
@@ -46,15 +46,10 @@ def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
         torch.testing.assert_close(own, other, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "way",
-    [
-        "dflash chain",
-        *(
-            pytest.param(way, marks=pytest.mark.full)
-            for way in ("draft-model tree", "eagle3 tree", "early-exit tree")
-        ),
-    ],
+    ["dflash chain", "draft-model tree", "eagle3 tree", "early-exit tree"],
 )
 def test_recorded_rounds_with_them_write_the_same_texts(
     way: str,
@@ -84,7 +79,7 @@ def test_recorded_rounds_with_them_write_the_same_texts(
 
 @pytest.mark.parametrize("kind", [TreeCache, StaticCache])
 @pytest.mark.parametrize("seen", ["whole", "by all rows", "by each row", "causal"])
-@pytest.mark.parametrize("lengths", [[7, 4], [7, 7], [7]])
+@pytest.mark.parametrize("lengths", by_default([[7, 4], [7, 7], [7]], [7, 4]))
 def test_a_drafters_nodes_attend_as_by_torch(
     kind: type[TreeCache], seen: str, lengths: list[int], interpreted: None
 ) -> None:

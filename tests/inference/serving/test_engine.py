@@ -20,7 +20,7 @@ from draftsmith.inference.serving.engine import (
 )
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, by_default
 from tests.trained import chat_prompts
 
 DRAFTERS = QUICKSTART.parent / "drafters"
@@ -35,7 +35,11 @@ def prompts_of(target: Target, count: int) -> list[list[int]]:
     return chat_prompts(target, "test", count)
 
 
-@pytest.mark.parametrize("spec", [*KINDS, *TRAINED], ids=lambda spec: spec.rpartition("/")[2])
+@pytest.mark.parametrize(
+    "spec",
+    by_default([*KINDS, *TRAINED], KINDS[0], TRAINED[0]),
+    ids=lambda spec: spec.rpartition("/")[2],
+)
 def test_two_batches_of_one_drafter_in_turns_write_what_each_writes_alone(
     quickstart: Target, spec: str
 ) -> None:

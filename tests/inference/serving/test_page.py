@@ -301,6 +301,7 @@ def test_a_reply_is_stopped_and_texts_are_never_markup(server: Running, browser:
     assert not wrong
 
 
+@pytest.mark.full
 def test_the_page_asks_for_a_key_and_says_what_is_wrong(browser: Browser) -> None:
     process, address = started("--api-key", "secret")
     try:

@@ -145,6 +145,7 @@ def test_the_seconds_of_two_streams_are_those_of_their_own_rounds(server: Runnin
     assert [each[0]["seconds"] for each in both] == [0, 0]  # the prefills'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("requests", [50, pytest.param(400, marks=pytest.mark.full)])
 def test_sixteen_clients_and_one_that_leaves(
     server: Running, decoder: Decoder, requests: int
@@ -303,6 +304,7 @@ def test_answers_name_no_file_of_this_machine(server: Running) -> None:
     assert error["param"] == "prompt"
 
 
+@pytest.mark.full
 def test_special_tokens_are_left_out_unless_asked_for(server: Running, quickstart: Target) -> None:
     """Noise, in which special tokens come: the text is that of transformers, whole and streamed."""
     tokenizer = quickstart.tokenizer
@@ -426,6 +428,7 @@ def test_evaluate_measures_it_as_it_measures_vllm(server: Running, tmp_path: Pat
     assert found["tau_incl_bonus"] >= 0.99 * local["tau_incl_bonus"] > 1.5
 
 
+@pytest.mark.full
 def test_the_key_is_asked_for_and_a_stop_is_clean(tmp_path: Path) -> None:
     """The key comes from a file, so that nobody sees it in the list of processes; the host is
     another name for this machine."""

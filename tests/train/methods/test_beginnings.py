@@ -67,7 +67,9 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has() -> None:
     batches: Any = None
     assert medusa.METHOD.make_drafter(run, target, batches, before).config == config
     run.heads = MedusaConfig(num_heads=3)
-    with pytest.raises(UserError, match="x has num_heads 2, heads.num_heads says 3; set it to 2"):
+    with pytest.raises(
+        UserError, match="x has num_heads 2, heads.num_heads says 3; set heads.num_heads to 2"
+    ):
         medusa.METHOD.make_drafter(run, target, batches, before)
 
 

@@ -5,9 +5,10 @@ thread that spins takes the time that the thread it waits for needs: decoding wi
 two busy cores is several times slower than with one. A decoding pass consists of operations so
 short that threads which sleep in between cost more than they gain, so it takes only threads that
 have a core each. A training step consists of longer ones: it keeps all threads, which sleep while
-they wait, since several threads get a larger share of crowded cores than one. Both settings are
-read when torch is first imported, so they are chosen before, from the processes that run at that
-moment.
+they wait, since several threads get a larger share of crowded cores than one, unless so much else
+runs that they mostly wait. Both settings are read when torch is first imported, so they are chosen
+before, from the processes that run at that moment. EXPERIMENTS.md, "Threads on a shared machine",
+has the measurements.
 
 Threads change only the speed of a command, and the last bits of what is trained. A command that
 continues earlier work therefore takes the number that the work began with.
@@ -32,6 +33,7 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 FIRST_LOOK_S, SECOND_LOOK_S = 0.15, 0.6
 EVERY_S = 0.01  # between two readings of the number of running processes
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
+CROWD = 1.5  # other running processes per core from which one thread trains as fast as several
 WATCH_S = 30.0
 
 
@@ -57,7 +59,7 @@ def choose_threads(options: Any, training: bool = False) -> None:
     if given is None:
         number = stored_threads(options)
         if busy and number is None:
-            number = wanted if training else uncontended_threads(others, wanted, cores)
+            number = crowded_threads(others, wanted, cores, training)
         if number is not None:
             os.environ["OMP_NUM_THREADS"] = given = str(number)
     if not busy:
@@ -78,8 +80,14 @@ def crowded(others: float, wanted: int, cores: int) -> bool:
     return others + wanted > cores + SPARE
 
 
-def uncontended_threads(others: float, wanted: int, cores: int) -> int:
-    """Return how many of `wanted` threads have a core that no other needs; at least one."""
+def crowded_threads(others: float, wanted: int, cores: int, training: bool) -> int:
+    """Return how many of `wanted` threads a command takes on a crowded machine.
+
+    They are those that have a core which no other process needs, at least one; training takes all
+    of them up to `CROWD`.
+    """
+    if training and others < CROWD * cores:
+        return wanted
     return max(1, min(wanted, int(cores - others + SPARE)))
 
 

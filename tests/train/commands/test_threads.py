@@ -14,12 +14,7 @@ import pytest
 
 from draftsmith.inference.evaluation.journal import Journal
 from draftsmith.train.commands import threads
-from draftsmith.train.commands.threads import (
-    crowded,
-    stored_threads,
-    uncontended_threads,
-    usable_cores,
-)
+from draftsmith.train.commands.threads import crowded, crowded_threads, stored_threads
 from tests.conftest import ROOT
 
 CHOICES = (*threads.NUMBERS, *threads.WAITS)
@@ -27,18 +22,20 @@ CHOOSE = """
 import os, sys
 from types import SimpleNamespace
 from draftsmith.train.commands.threads import choose_threads
-choose_threads(SimpleNamespace(target="t", out=sys.argv[1]), *map(bool, sys.argv[2:]))
+choose_threads(SimpleNamespace(target="t", out=sys.argv[1]))
 print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
 """
 
 
-def test_threads_without_a_core_of_their_own_are_left_out() -> None:
-    # cores, wanted threads, others -> threads
-    for cores, wanted, others, expected in [
-        (2, 2, 1.0, 1), (2, 2, 2.0, 1), (2, 2, 4.0, 1), (8, 8, 3.0, 5), (64, 32, 40.2, 24),
+def test_threads_next_to_other_processes() -> None:
+    # cores, wanted threads, others -> threads of decoding and of training
+    for cores, wanted, others, decoding, training in [
+        (2, 2, 1.0, 1, 2), (2, 2, 2.0, 1, 2), (2, 2, 4.0, 1, 1), (8, 8, 3.0, 5, 8),
+        (64, 32, 40.2, 24, 32), (64, 32, 96.0, 1, 1),
     ]:  # fmt: skip
         assert crowded(others, wanted, cores)
-        assert uncontended_threads(others, wanted, cores) == expected
+        assert crowded_threads(others, wanted, cores, training=False) == decoding
+        assert crowded_threads(others, wanted, cores, training=True) == training
     assert not crowded(0.3, 2, 2)
     assert not crowded(30.0, 32, 64)
 
@@ -54,11 +51,11 @@ def busy_machine() -> Iterator[None]:
         process.wait()
 
 
-def chosen(out: Path, *training: str, **environment: str) -> tuple[list[str], str]:
+def chosen(out: Path, **environment: str) -> tuple[list[str], str]:
     """Return number, waiting and whether torch was imported; and the line on stderr."""
     kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
     done = subprocess.run(
-        [sys.executable, "-c", CHOOSE, str(out), *training],
+        [sys.executable, "-c", CHOOSE, str(out)],
         env={**kept, **environment}, cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.split(), done.stderr.strip()
@@ -70,9 +67,6 @@ def test_a_busy_machine_gets_threads_that_do_not_spin(tmp_path: Path) -> None:
     assert facts == ["1", "None", "False"]
     assert line.startswith("the machine is busy (load ")
     assert line.endswith("): one thread; read tau, not tokens/s")
-    # a training step keeps its threads
-    facts, line = chosen(tmp_path, "training")
-    assert facts == [str(usable_cores()), "passive", "False"] or usable_cores() == 1
     # what the user set stays
     assert chosen(tmp_path, OMP_NUM_THREADS="2")[0] == ["2", "passive", "False"]
     facts, line = chosen(tmp_path, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")

@@ -35,7 +35,7 @@ from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.heads.exchange.exporter import load_alone
 from draftsmith.heads.exchange.exports import facts_of, refusal, sentences
 from draftsmith.train.commands.cli import main
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, by_default
 
 HEAD: dict[str, Any] = {"head_dim": 16}
 WINDOW: dict[str, Any] = {"sliding_window": 32}
@@ -85,7 +85,7 @@ def target_of(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3", *OTHERS])
+@pytest.mark.parametrize("family", by_default(["gemma3", "phi3"], "gemma3") + [*OTHERS])
 def test_a_family_from_doctor_to_import(
     family: str,
     tmp_path: Path,

@@ -181,7 +181,7 @@ def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Ta
 
 
 @pytest.mark.parametrize(
-    "kind", by_default(["eagle3_plain", "eagle1", "dspark", "medusa"], "eagle3_plain", "medusa")
+    "kind", by_default(["eagle3_plain", "eagle1", "dspark", "medusa"], "eagle3_plain")
 )
 def test_an_import_for_the_tuned_target(
     target: Target, folder: Path, kind: str, tmp_path: Path

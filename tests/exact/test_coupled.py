@@ -105,6 +105,7 @@ def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: range) -> 
     check(seeds, "llama", 30)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "end"),
     [

@@ -223,6 +223,7 @@ def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(
         assert 0.3 < measured < 0.95
 
 
+@pytest.mark.full
 def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart: Target) -> None:
     """The reference rule on the distributions of target and drafter over a real text, four drafts a
     chain."""

@@ -80,7 +80,7 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
     assert accepted, "a drafter that is never right proves nothing"
 
 
-@pytest.mark.parametrize("spec", SAMPLE, ids=lambda spec: spec.split("/")[-1])
+@pytest.mark.parametrize("spec", SAMPLE[:2], ids=lambda spec: spec.split("/")[-1])
 def test_predicted_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
     check(quickstart, spec, Sampling(temperature=1.0, seed=3), 16, 3, 2)
 

@@ -86,6 +86,7 @@ def test_static_rounds_are_those_of_growing_caches(
         assert found == expected[way], way
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

@@ -43,10 +43,11 @@ VIEWS = {
 LAUNCHES = {"attend": 2}  # kernels of an operator, where they are not one
 MODE = FakeTensorMode()  # one for all, since tables of tensors are cached
 ACCEPTED = 3  # nodes of the path of every round, with the root
-QUICK = ("eagle3 tree", "dflash chain", "draft-model tree")
+QUICK = ("eagle3 tree", "draft-model tree")
 SPREAD = ("eagle3 tree",)  # it borrows the target's head and embedding
 WAYS = (
     "plain",
+    "dflash chain",
     *QUICK,
     *(
         "medusa",

@@ -28,6 +28,7 @@ def started(arguments: list[str], **options) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_a_reader_who_goes_away_is_no_error() -> None:
     reader, writer = os.pipe()
     process = started(SIMULATE, stdout=writer)
@@ -37,6 +38,7 @@ def test_a_reader_who_goes_away_is_no_error() -> None:
     assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.full
 def test_a_full_disk_behind_standard_output_is_said() -> None:
     with open("/dev/full", "w") as full:
         process = started(SIMULATE, stdout=full)
@@ -48,6 +50,7 @@ def test_a_full_disk_behind_standard_output_is_said() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "closed", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
 )

@@ -224,6 +224,7 @@ def test_gradients_of_two_ranks_equal_those_of_one(
         assert float(difference) < 1e-6, f"{name}: {difference}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     ["eagle", *(pytest.param(m, marks=pytest.mark.full) for m in METHODS if m != "eagle")],
@@ -594,6 +595,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, saved_tiny: Path
     assert done.returncode != 0 and "the gradient is not finite at step" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     ["eagle", *(pytest.param(name, marks=pytest.mark.full) for name in ("medusa", "distill"))],

@@ -177,6 +177,7 @@ def test_a_mistake_in_a_config_names_the_file(
     expect(quick(capsys, "train", "eagle", "--config", tmp_path / "c.yaml"), says)
 
 
+@pytest.mark.full
 def test_numbers_go_to_standard_output_for_a_dash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -255,6 +255,7 @@ def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
         simulation(Options(**options))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
     """A report of drafters on the quickstart target: tokens by products are tau_untruncated,
     speed-ups are the report's own.

@@ -461,6 +461,7 @@ def test_the_key_is_asked_for_and_a_stop_is_clean(tmp_path: Path) -> None:
     assert not any("everybody" in line for line in said)
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_server_with_its_own_status() -> None:
     process, _ = started()
     process.send_signal(signal.SIGTERM)

@@ -143,6 +143,7 @@ def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
     assert any("not finite" in remark for remark in found["remarks"])
 
 
+@pytest.mark.full
 def test_a_stale_layer_is_told(tmp_path: Path) -> None:
     def tune(tensors: dict[str, Tensor]) -> None:
         tensors["model.norm.weight"] += 0.01

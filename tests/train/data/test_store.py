@@ -272,6 +272,7 @@ def test_the_main_process_waits_for_other_workers_while_shards_come(tmp_path: Pa
     assert not missing_shards(tmp_path, 4)
 
 
+@pytest.mark.full
 def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: Path) -> None:
     """Two workers write what one writes, to the bit; a second call writes what is missing and
     touches nothing else."""
@@ -421,6 +422,7 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) ->
     assert "is not a feature store" in refusal()
 
 
+@pytest.mark.full
 def test_killed_and_resumed_from_a_store_is_bit_identical(tmp_path: Path, saved_tiny: Path) -> None:
     config = config_for(tmp_path / "whole", saved_tiny, "eagle")
     store = tmp_path / "store"

@@ -254,6 +254,7 @@ def test_a_draft_model_with_limits_is_judged_as_it_drafts() -> None:
     assert not METHOD.outcome(drafter, hidden, ids, len(ids))[written, 0].all()
 
 
+@pytest.mark.full
 def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
     artifact = distilled(quickstart)
     texts = greedy_texts(quickstart)

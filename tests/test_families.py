@@ -85,7 +85,7 @@ def target_of(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", by_default(["gemma3", "phi3"], "gemma3") + [*OTHERS])
+@pytest.mark.parametrize("family", [*by_default(["gemma3", "phi3"], "gemma3"), *OTHERS])
 def test_a_family_from_doctor_to_import(
     family: str,
     tmp_path: Path,

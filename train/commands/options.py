@@ -218,8 +218,8 @@ class SplitOptions(SourceOptions):
     share: float = 0.1
     """Share of the conversations that is set aside."""
     last_turn: bool = False
-    """Of a conversation that was logged once per turn, with all turns before it, keep the last
-    row."""
+    """Keep only the last row of a conversation that was logged once per turn, with all turns before
+    it."""
     seed: int = 0
     """Seed of the choice."""
     bad_rows: BadRows = "stop"

@@ -43,8 +43,9 @@ def check_there(path: str) -> None:
         return check_folder(folder)
     if folder.is_file():
         remedy = "name a model's folder, with config.json, weights in safetensors and tokenizer"
-        if folder.suffix == ".gguf" or folder.open("rb").read(4) == b"GGUF":  # Ollama's blobs
-            remedy = of_gguf(folder)
+        with folder.open("rb") as file:
+            if folder.suffix == ".gguf" or file.read(4) == b"GGUF":  # Ollama's have no suffix
+                remedy = of_gguf(folder)
         raise UserError(f"target {path} is a file; {remedy}")
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])

@@ -22,7 +22,7 @@ made_by_user() {
 sys.exit(not os.path.realpath(draftsmith.__file__).startswith(sys.argv[1]))' "$root/" 2>/dev/null
 }
 ready=
-if [ "${extras:=serve}" = serve ] && [ -z "${DRAFTSMITH_VENV:-}" ]; then
+if [ "${extras:=train,serve}" = train,serve ] && [ -z "${DRAFTSMITH_VENV:-}" ]; then
     for made in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$venv"; do
         if [ -n "$made" ] && made_by_user "$made"; then venv=$made ready=1; break; fi
     done

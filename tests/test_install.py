@@ -189,25 +189,44 @@ def test_packages_install_alone(wheel: Path, sdist: Path, tmp_path: Path) -> Non
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     (torch,) = [line for line in lines if line.startswith("torch==")]
     subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, f"{wheel}[serve]"], check=True)
+    subprocess.run([*pip, wheel], check=True)
+    decodes_and_evaluates(folder, tmp_path)
+    subprocess.run([*pip, f"{wheel}[train,serve]"], check=True)
     subprocess.run([folder / "pip", "check"], check=True)
     works_alone(folder, tmp_path)
     subprocess.run([*pip, "--force-reinstall", "--no-deps", sdist], check=True)
     works_alone(folder, tmp_path)
 
 
+def decodes_and_evaluates(folder: Path, elsewhere: Path) -> None:
+    """Decode and evaluate in an environment that has the core alone."""
+    for extra in ("datasets", "deepspeed", "wandb", "starlette"):
+        found = subprocess.run([folder / "python", "-c", f"import {extra}"], capture_output=True)
+        assert found.returncode == 1, f"{extra} was installed with the core"
+    prompt = ["--prompt", "def add(a, b):", "--max-new-tokens", "8"]
+    prompts = elsewhere / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "class Stack:"}\n')
+    models = ["--target", QUICKSTART, "--drafter", EAGLE3]
+    run(folder, elsewhere, ["generate", *models, *prompt], "tau")
+    evaluated = ["--prompts", prompts, "--max-new-tokens", "8", "--repeats", "1"]
+    run(folder, elsewhere, ["evaluate", *models, *evaluated], "tau")
+
+
 def works_alone(folder: Path, elsewhere: Path) -> None:
     """Run a command of each kind from an environment, outside of the checkout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    models = ["--target", QUICKSTART, "--drafter", EAGLE3]
     prompt = ["--prompt", "def add(a, b):", "--max-new-tokens", "8"]
-    for words, said in (
-        (["--version"], f"draftsmith {VERSION}"),
-        (["serve", "--help"], "usage: draftsmith serve"),
-        (["doctor", "--target", QUICKSTART], "torch"),
-        (["generate", "--target", QUICKSTART, "--drafter", EAGLE3, *prompt], "tau"),
-    ):
-        done = subprocess.run(
-            [folder / "draftsmith", *words], cwd=elsewhere, env=environment,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0 and said in done.stdout + done.stderr, (words, done)
+    run(folder, elsewhere, ["--version"], f"draftsmith {VERSION}")
+    run(folder, elsewhere, ["serve", "--help"], "usage: draftsmith serve")
+    run(folder, elsewhere, ["doctor", "--target", QUICKSTART], "torch")
+    run(folder, elsewhere, ["generate", *models, *prompt], "tau")
+
+
+def run(folder: Path, elsewhere: Path, words: list[str | Path], said: str) -> None:
+    """Run a command that has to succeed and to print `said`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [folder / "draftsmith", *words], cwd=elsewhere, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and said in done.stdout + done.stderr, (words, done)

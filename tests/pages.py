@@ -30,10 +30,10 @@ from draftsmith.train.commands.verbs import GROUPS, options_of_verb
 from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import ROOT
 
-HISTORY = ("CHANGELOG.md", "EXPERIMENTS.md")  # older entries name what was there at the time
+HISTORY = {ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").glob("*.md")}
+"""Pages whose older entries name what was there at the time."""
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[a-z]*/README.md")}
-    - {ROOT / name for name in HISTORY}
+    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[a-z]*/README.md")} - HISTORY
 )
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w+-]*) *(?P<mark>[^\n]*)\n"

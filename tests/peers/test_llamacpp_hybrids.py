@@ -115,7 +115,7 @@ def test_llamacpp_accepts_what_we_count(
     # A round writes its accepted drafts and one token. By this measure llama.cpp counts every round
     # with an MTP layer, as we do: 19 of 24 prompts have equal counts, and all together 335 rounds
     # with 708 accepted drafts for our 336 with 707. With a draft model its counters leave out
-    # rounds, for 21 of 24 prompts (EXPERIMENTS.md, 2026-11-28).
+    # rounds, for 21 of 24 prompts (docs/log/2026-11-experiments.md).
     equal = sum(theirs["counts"][i] == ours[i] for i in alike)
     left_out = sum(written(ours[i]) != written(theirs["counts"][i]) for i in alike)
     print(f"counts are equal for {equal} of {len(alike)} prompts; {left_out} leave out rounds")

@@ -1,7 +1,8 @@
 """What the loop costs, by the benchmark that a person runs. Bounds are loose: a busy machine must
 not fail them.
 
-The figures themselves are in docs/log/2026-11-experiments.md: at the same draft model, draft length and rounds 1.33
+The figures themselves are in docs/log/2026-11-experiments.md: at the same draft model, draft length
+and rounds 1.33
 times as fast as assisted generation, plain decoding 1.05 times as fast as `generate`, the loop's
 own time 3 to 7% of a round.
 """

@@ -6,6 +6,7 @@ every lookup is counted, used or not. A drafter's tree is counted where it was u
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .lookup import copy_from
@@ -13,17 +14,11 @@ from .ngram import Ngrams
 
 LONGEST_MATCH = 16
 """Tokens of a match that are counted: longer matches are as good."""
-FIRST_OF_TREES = 2.5
-"""Tokens of a round with a tree before any was seen, as the drafter in scripts/smollm2 has on
-validation replies."""
-FIRST_OF_LOOKUPS = (1.5, 2.6, 4.0, 5.9, 7.5)
-"""The same of a lookup after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 and more tokens, as in the
-replies of SmolLM2-135M (scripts/smollm2)."""
 MARGIN = 1.15
-"""Least ratio of a lookup's tokens to those of a round with a tree: trained drafters copy too, and
-draft better than on average where the text repeats (EXPERIMENTS.md, 2026-11-29)."""
-WORTH = 3
-"""Rounds that a first value counts for."""
+"""Least ratio of a lookup's tokens to those of a round with a tree: trained drafters copy too, so
+that they draft better than on average where the text repeats, which is where there is a lookup."""
+PRIOR_ROUNDS = 3
+"""Rounds that the held-out tokens of a drafter count for."""
 LATELY = 8
 """Rounds over which the later ones weigh most: each new one has at least a share of 1 / LATELY."""
 
@@ -33,11 +28,25 @@ class Mean:
     """Running mean of the tokens of a round, the latest rounds first."""
 
     value: float
-    rounds: int = WORTH
+    """Infinite before the first round, where nothing is known."""
+    rounds: int = 0
+    """Rounds that the value counts for."""
 
     def add(self, tokens: int) -> None:
         self.rounds += 1
-        self.value += (tokens - self.value) / min(self.rounds, LATELY)
+        if self.rounds == 1:
+            self.value = float(tokens)
+        else:
+            self.value += (tokens - self.value) / min(self.rounds, LATELY)
+
+
+def first_of_lookups() -> list[Mean]:
+    """Return the means of lookups after a match of 1, 2 to 3, 4 to 7, 8 to 15, 16 tokens and more.
+
+    Nothing is known of a text yet, so that a copy is taken to go on for half as long as it has
+    lasted, like anything whose end is not known. That counts for one round.
+    """
+    return [Mean(1 + 2**kind / 2, 1) for kind in range(LONGEST_MATCH.bit_length())]
 
 
 @dataclass
@@ -68,13 +77,16 @@ class BetterSource:
     """
 
     shortest: int
-    trees: Mean = field(default_factory=lambda: Mean(FIRST_OF_TREES))
-    lookups: list[Mean] = field(default_factory=lambda: [Mean(x) for x in FIRST_OF_LOOKUPS])
+    prior: float | None = None
+    """Tokens of a round with a tree on held-out texts; None where they are not known: a row's first
+    round then has a tree, which is counted."""
+    lookups: list[Mean] = field(default_factory=first_of_lookups)
     _open: list[Open] = field(default_factory=list)
     _drafted: bool | None = None
     """True after a round with a tree, False after one with a lookup, None before the first."""
 
     def __post_init__(self) -> None:
+        self.trees = Mean(math.inf) if self.prior is None else Mean(self.prior, PRIOR_ROUNDS)
         self._index = Ngrams(self.shortest, self.shortest)
 
     def extend(self, tokens: list[int]) -> None:

@@ -40,9 +40,18 @@ class WithLookup(Proposer):
     rules choose the same text whatever is drafted, or for each row by itself.
     """
 
-    def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
-        """Put a lookup with `trained`. Raises `UserError` for settings out of range."""
-        new_index = partial(BetterSource, positive("lookup", lookup))
+    def __init__(
+        self,
+        trained: Proposer,
+        lookup: int,
+        lookup_length: int = DEFAULT_LENGTH,
+        prior: float | None = None,
+    ) -> None:
+        """Put a lookup with `trained`, whose rounds emit `prior` tokens on held-out texts, if known.
+
+        Raises `UserError` for settings out of range.
+        """
+        new_index = partial(BetterSource, positive("lookup", lookup), prior)
         self.trained = trained
         self._lookup = LookupProposer(positive("lookup_length", lookup_length), new_index)
         self.name, self.taps = trained.name, trained.taps

@@ -8,6 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.inference.evaluation.tuning.replay_roots import (
+    BEST,
+    NEVER,
+    KnownText,
+    KnownTexts,
+    nodes_needed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +29,6 @@ from draftsmith.inference.evaluation.tuning.candidates import (
     fitted_score_temperature,
     rank_table,
     runs,
-)
-from draftsmith.inference.evaluation.tuning.replay_roots import (
-    BEST,
-    NEVER,
-    KnownText,
-    KnownTexts,
-    nodes_needed,
 )
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.plain import PlainDecoding

@@ -24,9 +24,7 @@ from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..methods.beginnings import take_heads_before
-from ..planning.communication import COUNTS as GPU_COUNTS
-from ..planning.communication import Network, Step, limits, seconds, sent, step_for
-from ..planning.costs import DECODE_SHARE, READ_SHARE, ROWS_HERE, plan_for, steps_of
+from ..planning.costs import DECODE_SHARE, MFU, READ_SHARE, ROWS_HERE, plan_for, steps_of
 from ..planning.options import PlanOptions as Options
 from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
@@ -51,7 +49,7 @@ def run(options: Options) -> None:
             plan = plan_for(shape, options, config)
             note = written_note(options.reply_share)
         method = method_named(method_for(options.config, options.method))
-        memory, step = None, step_for(shape, options, config)
+        memory = None
         try:
             memory = memory_of_step(method, config, options.written_share, options.gpus)
         except UserError as error:
@@ -60,15 +58,15 @@ def run(options: Options) -> None:
     steps = steps_of(options, config)
     found: dict[str, Any] = {"options": asdict(options), "verdict": figures}
     found |= {"shape": asdict(shape), "plan": plan, "steps": steps}
-    network = Network(options.link, options.network)
-    if output_json(options.json, {**found, **as_json(memory, step, network)}):
+    if memory is not None:
+        found["memory"] = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
+    if output_json(options.json, found):
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options, config.features)
     Console().print(steps_note(steps, options, config), highlight=False)
     if note:
         Console().print(note)
-    show_sending(step, network, options.gpus)
 
 
 def written_note(share: float | None) -> str:
@@ -112,17 +110,6 @@ def few_steps(steps: dict[str, int], config: RunConfig) -> str:
     return said
 
 
-def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
-    """Return the memory of a step, and what it sends, in bytes and seconds."""
-    sizes = None
-    if memory is not None:
-        sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
-    sending = {}
-    for gpus in GPU_COUNTS:
-        sending[gpus] = {"bytes": sent(step, gpus), "seconds": seconds(step, network, gpus)}
-    return {"memory": sizes, "step": asdict(step), "sending": sending}
-
-
 def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
@@ -160,7 +147,7 @@ def show(
 ) -> None:
     """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
-    once = f"forward at {options.mfu:.0%} of peak"
+    once = f"forward at {MFU:.0%} of peak"
     times = plan["extractions"]
     if times != 1:
         once += f", {'live' if features.live else 'by the server'}: in each of {times:g} epochs"
@@ -197,24 +184,6 @@ def show(
         )
 
 
-def show_sending(step: Step, network: Network, gpus: int) -> None:
-    """Print what GPUs send each other in a step, and what stops growing with their number."""
-    per_gpu = f"GB a GPU of {gpus}"
-    table = Table("a step sends", per_gpu, *(f"on {number} GPUs, s" for number in GPU_COUNTS))
-    times = [seconds(step, network, number) for number in GPU_COUNTS]
-    for name, bytes_ in sent(step, gpus).items():
-        cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]
-        table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
-    console = Console()
-    console.print(table)
-    console.print(
-        f"A GPU computes {few(step.seconds)} s in its share of a step. "
-        "Next to it: the time to send, if nothing overlaps."
-    )
-    for sentence in limits(step, network):
-        console.print(sentence)
-
-
 def memory_rows(
     memory: StepMemory, target: str, features: FeatureOptions
 ) -> list[tuple[str, float, str]]:
@@ -234,11 +203,6 @@ def memory_rows(
         ("target's forward pass", memory.extraction, extraction),
         ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),
     ]
-
-
-def few(value: float) -> str:
-    """Return a number with two digits, or all before the point: `0.42`, `110`."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def hours(gpu_hours: float) -> str:

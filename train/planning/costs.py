@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
-from ...inference.evaluation.gains import GPUS
+from ...inference.costs import GPUS
 from ..config import RunConfig
 from ..division import interval
 from ..estimate import RunSizes, step_bytes
 from .options import PlanOptions
 
+MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
 ROWS_HERE = 32  # replies that are decoded at once in this process (`data regenerate --batch-size`)
 READ_SHARE = 0.5  # of a GPU's bandwidth at which this process reads the weights for each step
@@ -21,26 +22,25 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
     the drafter.
     """
-    reply_share = options.written_share
+    gpu, tokens, reply_share = GPUS[options.gpu], options.tokens, options.written_share
     # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
     last = 1.0 if shape.all_last else reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
-    peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
-    decoding_hour = peak_hour * DECODE_SHARE
-    regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
+    passed = 2.0 * shape.active_params * tokens  # operations of the target over all tokens
+    regenerate = gpu.hours_to_compute(passed * reply_share, DECODE_SHARE)
     # Here each step reads all weights for a few rows, and their time is all that counts.
-    step = 2 * shape.target_params / (GPUS[options.gpu].tb_s * 1e12 * READ_SHARE)
-    here = options.tokens * reply_share / ROWS_HERE * step / 3600
-    extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
-    operations = shape.training_operations(reply_share) * options.tokens * config.epochs
-    train = operations / (peak_hour * options.mfu)
+    step = gpu.seconds_to_read(2 * shape.target_params, READ_SHARE)
+    here = tokens * reply_share / ROWS_HERE * step / 3600
+    extract = gpu.hours_to_compute(passed, MFU)
+    operations = shape.training_operations(reply_share) * tokens * config.epochs
+    train = gpu.hours_to_compute(operations, MFU)
     # Without a store, features are made again in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
     return {
         "feature_bytes_per_token": per_token,
-        "feature_bytes": per_token * options.tokens,
-        "feature_bytes_fp8": per_token * options.tokens / 2,
+        "feature_bytes": per_token * tokens,
+        "feature_bytes_fp8": per_token * tokens / 2,
         "regenerate_gpu_hours": regenerate,
         "regenerate_here_gpu_hours": here,
         "extract_gpu_hours": extract,

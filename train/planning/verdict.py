@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...inference.evaluation.gains import GPUS
+from ...inference.costs import GPUS, TARGET_BYTES
 from ..config import RunConfig
 from ..estimate import RunSizes, size
-from .communication import GPUS_OF_A_NODE
 from .options import PlanOptions
 from .step_memory import MOMENT_BYTES, StepMemory
 
+GPUS_OF_A_NODE = 8
 GPUS_TRIED = tuple(2**power for power in range(10))
 SIZES = (24, 48, 80, 141, 180)  # GB of the GPUs that are proposed where a kind does not do
 MOST_PROPOSED = 64  # GPUs: more are not a remedy for a step that does not fit
@@ -61,7 +61,7 @@ def need_of(
     shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
 ) -> Need:
     """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
-    ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
+    ends = 2 * TARGET_BYTES * shape.hidden * shape.vocab  # two matrices
     if memory is None:
         drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
         target = int(plan["target_bytes"]) if config.features.live else ends
@@ -72,13 +72,12 @@ def need_of(
     return Need(memory, shape.target_layers, config.features.live, config.batch_rows, ends)
 
 
-def fit(need: Need, spread: str, options: PlanOptions) -> str:
-    """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
-    gb = gpu_memory(options)
+def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
+    """Return whether a step fits `gpus` GPUs of `gb` GB, and if not, how many it needs."""
     if not need.live:
         spread = "whole"  # what there is of the target is not spread
     # The other GPUs of a run whose target is whole have a copy of it each.
-    gpus = 1 if spread == "whole" else options.gpus
+    gpus = 1 if spread == "whole" else gpus
     each = f"{size(need.each(gpus))} on each GPU at the peak of a step"
     where = f"{gb:g} GB" if gpus == 1 else counted(gpus, gb)
     if need.each(gpus) <= gb * 1e9:
@@ -139,11 +138,6 @@ def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
     )
 
 
-def gpu_memory(options: PlanOptions) -> float:
-    """Return the GB of a GPU: as given, else by the data sheet of its kind."""
-    return options.gpu_memory if options.gpu_memory is not None else GPUS[options.gpu].gb
-
-
 def verdict(
     need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
 ) -> tuple[str, dict[str, Any]]:
@@ -157,9 +151,9 @@ def verdict(
     if config.features.store is not None:
         disk += plan["feature_bytes"]
         what = "checkpoints and stored features"
-    spread = config.target.spread
+    spread, gb = config.target.spread, GPUS[options.gpu].gb
     parts = [
-        fit(need, spread, options),
+        fit(need, spread, options.gpus, gb),
         f"training {training:,.1f} GPU-hours, {wall:,.1f} hours on {options.gpus} x "
         f"{options.gpu}; {more}.",
         f"Disk: {size(disk)} ({what}).",
@@ -168,7 +162,6 @@ def verdict(
     if options.price_per_gpu_hour is not None:
         price = plan["total_gpu_hours"] * options.price_per_gpu_hour
         parts.append(f"Price of all: {price:,.2f} at {options.price_per_gpu_hour:g} a GPU-hour.")
-    gb = gpu_memory(options)
     bytes_ = need.each(1 if spread == "whole" else options.gpus)
     figures = {
         "gpu_memory_gb": gb,

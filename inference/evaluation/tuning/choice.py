@@ -18,7 +18,6 @@ from ...conversations.prompts import Prompt
 from ..figures import Gain
 from ..intervals import LEVEL
 from ..results import FEWEST
-from .budget import to_choose_on
 
 
 def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -36,7 +35,7 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """
     by_category = sorted(prompts, key=lambda prompt: prompt.category)
     units = list(dict.fromkeys(prompt.unit for prompt in by_category))
-    first = units[::2] if to_choose_on(len(units)) < len(units) else units
+    first = units[::2] if len(units) >= 2 * FEWEST else units
     chosen_on = [prompt for prompt in prompts if prompt.unit in first]
     return chosen_on, [prompt for prompt in prompts if prompt.unit not in first]
 

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.gains import (
     GPUS,
     Model,
@@ -27,6 +23,10 @@ from draftsmith.inference.evaluation.gains import (
     speedup,
     stretched,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.simulate import Options, from_report, simulation
 from tests.conftest import PYTHON, QUICKSTART
 from tests.train.test_loop import environment

@@ -11,15 +11,6 @@ from typing import Any
 
 import numpy
 import pytest
-
-from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.prompts import Prompt
-from draftsmith.inference.decode import Generation, Request, Round, generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
-from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
-from draftsmith.inference.evaluation.results import SettingFigures
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
     past_the_limit,
@@ -27,8 +18,6 @@ from draftsmith.inference.evaluation.tuning.budget import (
     texts_that_fit,
     timings_that_fit,
 )
-from draftsmith.inference.evaluation.tuning.candidates import Candidate, candidates
-from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
 from draftsmith.inference.evaluation.tuning.costs import (
     NODES,
     PLAIN,
@@ -42,8 +31,19 @@ from draftsmith.inference.evaluation.tuning.costs import (
     predicted,
     run,
 )
-from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts
+
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.conversations.prompts import Prompt
+from draftsmith.inference.decode import Generation, Request, Round, generate
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
+from draftsmith.inference.evaluation.figures import Gain, gain
+from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
+from draftsmith.inference.evaluation.results import SettingFigures
+from draftsmith.inference.evaluation.tuning.candidates import Candidate, candidates
+from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
+from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
 from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_of
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from torch import Tensor
 
 from draftsmith.heads.artifact import Artifact
@@ -15,7 +16,6 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference import drafters
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
-from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.chains import cut
 from draftsmith.inference.proposers.growth import Level, Slots

@@ -238,14 +238,14 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     keeps 20 states of 32 fp32 numbers for each row."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
-    run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
+    run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6))
     assert (shape.passes, shape.layers, shape.taps) == (0.5, 2, 1)
     assert shape.logit_rows == 3 * run.objective.rows_per_chunk
     # queries of 4 heads and keys and values of 2 have size 8; the MLP is 64 wide
     layer = (32 + 2 * 16) * 32 + 32 * 32 + 3 * 32 * 64
     flops = 4 * 32 * 32 + 6 * 2 * (2 * 16 * 32) + 6 * 2 * layer * 0.5
     flops += 3 * 4 * 32 * shape.vocab / 8
-    assert found["train_gpu_hours"] == pytest.approx(flops * 1e6 * 3 / (989e12 * 3600))
+    assert found["train_gpu_hours"] == pytest.approx(flops * 1e6 * 3 / (0.4 * 989e12 * 3600))
     logits = 3 * 16 * 3 * shape.vocab * 4
     assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1

@@ -49,34 +49,35 @@ def test_what_a_gpu_needs_where_several_share_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "spread", "says"),
+    ("gpus", "gb", "spread", "says"),
     [
-        ({}, "whole", "fits 80 GB: 70.0 GB on each GPU at the peak of a step."),
+        (1, 80, "whole", "fits 80 GB: 70.0 GB on each GPU at the peak of a step."),
         (
-            {"gpu": "L40S"},
+            1,
+            48,
             "whole",
             "does not fit 48 GB (70.0 GB on each GPU at the peak of a step); needs 2 GPUs of 48 GB "
             f"with target.spread fsdp, or a smaller batch_rows, or {ELSEWHERE}",
         ),
-        ({"gpu": "L40S", "gpus": 8}, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
-        ({"gpus": 12}, "fsdp", "fits 12 GPUs of 80 GB on 2 nodes (target.spread fsdp): 17.0 GB"),
-        ({"gpu_memory": 14.0}, "whole", "needs 4 nodes of 8 GPUs of 14 GB with target.spread"),
-        ({"gpu_memory": 30.0, "gpus": 2}, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each"),
-        ({"gpu_memory": 11.0}, "whole", "does not fit 11 GB (70.0 GB on each GPU"),
-        ({"gpu_memory": 11.0}, "whole", f"; needs {ELSEWHERE}"),
-        ({"gpu_memory": 10.0}, "whole", "; needs 8 GPUs of 24 GB with target.spread fsdp, or a s"),
-        ({"gpu_memory": 10.0}, "whole", f"or GPUs of 24 GB and {ELSEWHERE}"),
+        (8, 48, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
+        (12, 80, "fsdp", "fits 12 GPUs of 80 GB on 2 nodes (target.spread fsdp): 17.0 GB"),
+        (1, 14, "whole", "needs 4 nodes of 8 GPUs of 14 GB with target.spread"),
+        (2, 30, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each"),
+        (1, 11, "whole", "does not fit 11 GB (70.0 GB on each GPU"),
+        (1, 11, "whole", f"; needs {ELSEWHERE}"),
+        (1, 10, "whole", "; needs 8 GPUs of 24 GB with target.spread fsdp, or a s"),
+        (1, 10, "whole", f"or GPUs of 24 GB and {ELSEWHERE}"),
     ],
 )
-def test_fits_or_how_many_it_needs(options: dict[str, Any], spread: str, says: str) -> None:
-    assert says in fit(NEED, spread, PlanOptions("x", **options))
+def test_fits_or_how_many_it_needs(gpus: int, gb: float, spread: str, says: str) -> None:
+    assert says in fit(NEED, spread, gpus, gb)
 
 
 def test_a_step_that_no_gpu_holds() -> None:
     memory = StepMemory(0, 0, 0, 0, 0, 0, 0, 900 * GB)
-    said = fit(Need(memory, 1, live=True, batch_rows=2), "whole", PlanOptions("x"))
+    said = fit(Need(memory, 1, live=True, batch_rows=2), "whole", 1, 80)
     assert "nor any number of GPUs; lower batch_rows or data.max_length" in said
-    said = fit(Need(memory, 1, live=True, batch_rows=1), "whole", PlanOptions("x"))
+    said = fit(Need(memory, 1, live=True, batch_rows=1), "whole", 1, 80)
     assert "nor any number of GPUs; lower data.max_length" in said
 
 
@@ -84,7 +85,7 @@ def test_a_layer_of_a_huge_target_is_not_trained_on_64_nodes() -> None:
     """Half a layer beside two gathered layers of 671B parameters."""
     memory = StepMemory(1342 * GB, 46 * GB, 0, 0, 0, 3 * GB, 18 * GB, 47 * GB)
     need = Need(memory, 61, live=True, batch_rows=1, ends=4 * GB)
-    said = fit(need, "fsdp", PlanOptions("x", gpus=64))
+    said = fit(need, "fsdp", 64, 80)
     assert "needs GPUs of 141 GB and the target elsewhere, 97.0 GB on each GPU then" in said
     assert "nodes of 8 GPUs of 141" not in said and "batch_rows" not in said
 

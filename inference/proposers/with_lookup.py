@@ -47,9 +47,9 @@ class WithLookup(Proposer):
         lookup_length: int = DEFAULT_LENGTH,
         prior: float | None = None,
     ) -> None:
-        """Put a lookup with `trained`, whose rounds emit `prior` tokens on held-out texts, if known.
+        """Put a lookup with `trained`. Raises `UserError` for settings out of range.
 
-        Raises `UserError` for settings out of range.
+        `prior`: tokens of a round of `trained` on held-out texts, if known.
         """
         new_index = partial(BetterSource, positive("lookup", lookup), prior)
         self.trained = trained

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from ..method import method_for, method_named
 from ..methods.beginnings import take_heads_before
 from ..planning.costs import DECODE_SHARE, MFU, READ_SHARE, ROWS_HERE, plan_for, steps_of
 from ..planning.options import PlanOptions as Options
-from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
@@ -43,11 +42,6 @@ def run(options: Options) -> None:
     check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
-        note = ""
-        if options.reply_share is None:
-            options = replace(options, reply_share=reply_share_of(config))
-            plan = plan_for(shape, options, config)
-            note = written_note(options.reply_share)
         method = method_named(method_for(options.config, options.method))
         memory = None
         try:
@@ -65,21 +59,11 @@ def run(options: Options) -> None:
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options, config.features)
     Console().print(steps_note(steps, options, config), highlight=False)
-    if note:
-        Console().print(note)
-
-
-def written_note(share: float | None) -> str:
-    """Return a sentence about the share of the tokens that was counted as replies."""
-    if share is None:
-        return (
-            "All tokens are counted as replies, because the run's data or tokenizer cannot be read "
-            "here; --reply-share 0.5 counts half of them."
+    if options.reply_share is None:
+        Console().print(
+            "All tokens are counted as replies, which is an upper bound; --reply-share 0.5 counts "
+            "half of them."
         )
-    return (
-        f"Replies are {share:.0%} of the tokens, as in the first {ROWS} rows of each source; "
-        "--reply-share changes it."
-    )
 
 
 def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> str:

@@ -42,8 +42,8 @@ class PlanOptions:
     tokens: float = 1e9
     """Number of tokens of data, prompts included."""
     reply_share: float | None = None
-    """Share of the tokens that the target writes; if not given, that of some rows of the run's
-    data, or 1 where data and tokenizer cannot be read here."""
+    """Share of the tokens that the target writes; if not given, all of them are counted, which is
+    an upper bound."""
     gpu: str = "H100"
     """Kind of GPU, by the name of its data sheet."""
     gpus: int = 0

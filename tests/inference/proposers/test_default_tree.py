@@ -32,8 +32,8 @@ DRAFTERS = ROOT / "scripts/quickstart/drafters"
 
 
 def test_tokens_that_a_plan_is_expected_to_emit() -> None:
-    """1 + 0.8 + 0.8 * 0.5 of a chain of two; a tree of three nodes has 0.8 * 0.2 more, which is more than
-    the 0.1 of a second child of the root; nothing is known without accuracies."""
+    """1 + 0.8 + 0.8 * 0.5 of a chain of two; a third node has 0.8 * 0.2 rather than the 0.1 of a
+    second child of the root; nothing is known without accuracies."""
     calibration = {"rank_accuracy": [[0.8, 0.1], [0.5, 0.2]]}
     chain = TreePlan(TreeSettings(length=2, width=1))
     tree = TreePlan(TreeSettings(length=2, width=2, nodes=3))

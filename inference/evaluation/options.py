@@ -143,8 +143,9 @@ class SimulateOptions:
     are taken."""
     length: int = 5
     """Drafts in a chain."""
-    draft_cost: float = 0.05
-    """Time of a draft step over that of a plain step of the target."""
+    draft_cost: float | None = None
+    """Time of a draft step over that of a plain step of the target; if not given, as measured in
+    the JSON of draftsmith evaluate, or else 0.05."""
     gpu: str | None = None
     """GPU whose roofline is computed over numbers of requests; needs --params."""
     params: float | None = None
@@ -155,7 +156,7 @@ class SimulateOptions:
     """File to write the numbers to; `-` prints them in place of the tables."""
 
     def __post_init__(self) -> None:
-        if self.length < 1 or self.draft_cost < 0 or self.context < 0:
+        if self.length < 1 or (self.draft_cost or 0) < 0 or self.context < 0:
             raise UserError("--length must be at least 1, --draft-cost and --context at least 0")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")

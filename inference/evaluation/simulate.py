@@ -6,8 +6,7 @@ It is arithmetic on assumed or measured acceptances; the formulas are in `infere
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import takewhile
+from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 
@@ -27,10 +26,12 @@ from ..costs import (
 )
 from .checks import numbers
 from .options import SimulateOptions as Options
-from .report.tables import factor, number
-from .results import AGAIN, DrafterFigures, Report, read_measured
+from .results import AGAIN, DrafterFigures, read_measured
 
 LONGEST = 16  # chains that are tried: servers take no longer ones
+USUAL_COST = (
+    0.05  # of a draft, in plain steps: one layer and the head of a target of some 30 layers
+)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
 BATCHES = (1, 16, 64, 256, 512)  # requests at once of the roofline; a server of one GPU runs fewer
 # Shares of the data sheet's peaks that servers' kernels usually reach.
@@ -45,25 +46,29 @@ def run(options: Options) -> None:
     """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
     console = Console()
     check_json(options.json)
-    results: JsonObject = {}
-    name, measured = None, None
-    if Path(options.acceptance).is_file():
-        report = read_measured(options.acceptance)
-        results["measured"] = measured = from_report(report, options.acceptance)
-        if options.gpu is not None:
-            name, given = longest_chain(report, options.acceptance)
-            results |= simulation(options, given, len(given))
+    if not Path(options.acceptance).is_file():
+        chain = Chain(None, assumed(options.acceptance), USUAL_COST)
+        found = simulation(options, chain)
     else:
-        results |= simulation(options, assumed(options.acceptance))
-    if output_json(options.json, {"options": asdict(options), **results}):
+        chain = longest_chain(options.acceptance)
+        found = simulation(options, chain, len(chain.acceptances))
+    if output_json(options.json, {"options": asdict(options), **found}):
         return
-    if measured is not None:
-        show_measured(measured, console)
-    if "tokens" in results:
-        if name is not None:
-            shares = ", ".join(f"{share:.2f}" for share in results["acceptance"])
-            console.print(f"\nWith the acceptances of {name}, {shares}:")
-        show(results, console)
+    if chain.name is not None:
+        shares = ", ".join(f"{share:.2f}" for share in chain.acceptances)
+        console.print(f"\nWith the acceptances of {chain.name}, {shares}:")
+    show(found, console)
+
+
+@dataclass
+class Chain:
+    """Acceptances of a chain."""
+
+    name: str | None
+    """Name of a measured drafter; None for what a user assumes."""
+    acceptances: list[float]
+    draft_cost: float
+    """Time of a draft step over that of a plain step of the target."""
 
 
 def assumed(acceptance: str) -> list[float]:
@@ -74,12 +79,14 @@ def assumed(acceptance: str) -> list[float]:
     return given
 
 
-def simulation(options: Options, given: list[float], longest: int = LONGEST) -> JsonObject:
-    """Return every number that is shown for the acceptances `given`.
+def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonObject:
+    """Return every number that is shown for the acceptances and the cost of `chain`.
 
-    Chains of at most `longest` drafts are tried: of a report no longer ones than the drafter's.
+    Chains of at most `longest` drafts are tried: of a report no longer ones than the drafter's. A
+    cost that the user gave replaces a measured one.
     """
-    length, cost = min(options.length, longest), options.draft_cost
+    given, length = chain.acceptances, min(options.length, longest)
+    cost = chain.draft_cost if options.draft_cost is None else options.draft_cost
     by_position = stretched(given, length)
     tokens = chain_tokens(by_position)
     costs = []
@@ -101,32 +108,45 @@ def simulation(options: Options, given: list[float], longest: int = LONGEST) -> 
         model = Roofline(
             GPUS[options.gpu], options.params, kv_bytes, COMPUTE_SHARE, BANDWIDTH_SHARE
         )
-        rows = [on_gpu(model, options, given, longest, batch) for batch in BATCHES]
-        ranges = by_load(model, options, given, longest)
-        results["roofline"] = rows
+        everywhere = [
+            on_gpu(model, given, cost, (length, longest), batch, options.context)
+            for batch in range(1, max(BATCHES) + 1)
+        ]
+        results["roofline"] = [everywhere[batch - 1] for batch in BATCHES]
+        ranges = by_load([row["best"]["length"] for row in everywhere])
         results["by_load"] = [{"context": options.context, "ranges": ranges}]
         results["free_tokens"] = model.free_tokens
     return results
 
 
-def longest_chain(report: Report, path: str) -> tuple[str, list[float]]:
-    """Return the drafter of the longest chain in a report, and its acceptances.
+def longest_chain(path: str) -> Chain:
+    """Return the longest chain in a report, with its name and cost as measured.
 
-    Raises `UserError` if none drafts chains.
+    Raises `UserError` if there is none, or if times or acceptances are missing.
     """
-    found: dict[str, list[float]] = {}
-    for setting in report.settings:
+    found: list[Chain] = []
+    for setting in read_measured(path).settings:
+        plain = setting.plain
         for name, drafter in setting.drafters.items():
-            seen = list(takewhile(lambda share: share is not None, drafter.cond_accept))
+            seen = [share for share in drafter.cond_accept if share is not None]
             # Of a tree the acceptances are those of several tokens at a depth.
-            if seen and drafts_chains(drafter):
-                found.setdefault(name, [share for share in seen if share is not None])
+            if not seen or not drafts_chains(drafter):
+                continue
+            plain_s = sum(plain.split.values())
+            if not (plain_s and plain.rounds and drafter.rounds and "draft" in drafter.split):
+                raise UserError(
+                    f"{path} does not say how long the rounds of {name} and of plain decoding "
+                    f"took; {AGAIN}"
+                )
+            # drafting time of a round, in plain steps, shared equally among the levels
+            drafting = drafter.split["draft"] / drafter.rounds / (plain_s / plain.rounds)
+            found.append(Chain(name, seen, drafting / len(drafter.cond_accept)))
     if not found:
         raise UserError(
             f"{path} has no acceptances of a drafter that drafts chains; evaluate one with --like "
             "vllm:drafts=5"
         )
-    return max(found.items(), key=lambda item: len(item[1]))
+    return max(found, key=lambda chain: len(chain.acceptances))
 
 
 def drafts_chains(drafter: DrafterFigures) -> bool:
@@ -141,91 +161,46 @@ def drafts_chains(drafter: DrafterFigures) -> bool:
 
 
 def on_gpu(
-    model: Roofline, options: Options, given: Sequence[float], longest: int, batch: int
+    model: Roofline,
+    acceptances: Sequence[float],
+    draft_cost: float,
+    lengths: tuple[int, int],
+    batch: int,
+    context: int,
 ) -> JsonObject:
     """Return the gains of drafting for `batch` requests at once, by the roofline.
 
-    The keys are `batch`, `context`, `plain_s` (seconds of a plain step), `verify_cost` (in plain
-    steps) and `speedup` of a chain of `length`, and `best`, the best chain.
+    `lengths` are that of the chain and the most that is tried. The keys are `batch`, `context`,
+    `plain_s` (seconds of a plain step), `verify_cost` (in plain steps) and `speedup` of the chain,
+    and `best`, the best chain.
     """
-    length = min(options.length, longest)
+    length, longest = lengths
     # verifying k drafts runs k + 1 tokens of each request through the target
-    tokens = range(1, longest + 2)
-    seconds = [model.pass_seconds(batch, number, options.context) for number in tokens]
+    seconds = [model.pass_seconds(batch, number, context) for number in range(1, longest + 2)]
     costs = [taken / seconds[0] for taken in seconds]
-    emitted = chain_tokens(stretched(given, length))
+    emitted = chain_tokens(stretched(acceptances, length))
     return {
         "batch": batch,
-        "context": options.context,
+        "context": context,
         "plain_s": seconds[0],
         "verify_cost": costs[length],
-        "speedup": speedup(emitted, length * options.draft_cost, costs[length]),
-        "best": asdict(best_length(given, options.draft_cost, longest, costs)),
+        "speedup": speedup(emitted, length * draft_cost, costs[length]),
+        "best": asdict(best_length(acceptances, draft_cost, longest, costs)),
     }
 
 
-def by_load(
-    model: Roofline, options: Options, given: Sequence[float], longest: int
-) -> list[list[int]]:
-    """Return `[first, last, drafts]` for requests from `first` to `last`, as vLLM takes them.
+def by_load(drafts: Sequence[int]) -> list[list[int]]:
+    """Return `[first, last, drafts]` for each row of equal numbers, as vLLM takes them.
 
-    `drafts` is the best chain for each of these numbers of requests at once.
+    Example: [3, 3, 1] are [[1, 2, 3], [3, 3, 1]].
     """
     ranges: list[list[int]] = []
-    for batch in range(1, max(BATCHES) + 1):
-        drafts = on_gpu(model, options, given, longest, batch)["best"]["length"]
-        if ranges and ranges[-1][2] == drafts:
+    for batch, number in enumerate(drafts, 1):
+        if ranges and ranges[-1][2] == number:
             ranges[-1][1] = batch
         else:
-            ranges.append([batch, batch, drafts])
+            ranges.append([batch, batch, number])
     return ranges
-
-
-def from_report(report: Report, path: str) -> dict[str, JsonObject]:
-    """Return the model's figures and the measured ones for each drafter and setting of a report.
-
-    Raises `UserError` for a report that lacks times or acceptances. The best chain is None where
-    what was drafted is not a chain.
-    """
-    rows = {}
-    for setting in report.settings:
-        plain = setting.plain
-        plain_seconds = sum(plain.split.values())
-        for name, drafter in setting.drafters.items():
-            if not drafter.cond_accept:
-                continue
-            acceptance = [share for share in drafter.cond_accept if share is not None]
-            levels, split = len(drafter.cond_accept), drafter.split
-            timed = plain_seconds and plain.rounds and drafter.rounds
-            if not (timed and {"draft", "verify"} <= split.keys()):
-                raise UserError(
-                    f"{path} does not say how long the rounds of {name} and of plain decoding "
-                    f"took; {AGAIN}"
-                )
-            if len(acceptance) < levels or drafter.tau_incl_bonus is None:
-                raise UserError(f"{path} does not say what of {name} was accepted; {AGAIN}")
-            # drafting time of a round, in plain steps, shared equally among the levels
-            step = split["draft"] / drafter.rounds / (plain_seconds / plain.rounds) / levels
-            drafted = [drafted for r in drafter.per_request for drafted, *_ in r.rounds]
-            best = None
-            # only of a chain, and only up to the depths whose acceptance was seen; loops that do
-            # not report the time of a verification are left out
-            if split["verify"] > 0 and max(drafted, default=0) == levels:
-                best = asdict(best_length(acceptance, step, min(LONGEST, levels)))
-            label = name
-            if len(report.settings) > 1:
-                label += f", T = {setting.temperature:g}, batch {setting.batch}"
-            rows[label] = {
-                "tokens": chain_tokens(acceptance),
-                "tau_untruncated": drafter.tau_untruncated,
-                "tau": drafter.tau_incl_bonus,
-                "round_cost": drafter.round_cost,
-                "speedup_predicted": drafter.predicted_speedup,
-                "speedup_measured": drafter.speedup,
-                "draft_step_cost": step,
-                "best_chain": best,
-            }
-    return rows
 
 
 def show(found: JsonObject, console: Console) -> None:
@@ -269,26 +244,6 @@ def _gain_cells(row: JsonObject) -> tuple[str, str, str]:
     """Return the cells of a row's speed-up, and of its best chain and what that gains."""
     best = row["best"]
     return f"{row['speedup']:.2f}x", str(best["length"]), f"{best['speedup']:.2f}x"
-
-
-def show_measured(found: dict[str, JsonObject], console: Console) -> None:
-    """Print the rows of `from_report`: model and measurement side by side."""
-    columns = ("drafter", "tau", "by products", "round cost", "predicted", "measured", "best chain")
-    table = _table("from measured acceptance", *columns)
-    for name, row in found.items():
-        best = row["best_chain"]
-        table.add_row(
-            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", number(row["round_cost"]),
-            factor(row["speedup_predicted"]), factor(row["speedup_measured"]),
-            f"{best['length']}: {best['speedup']:.2f}x" if best is not None else "-",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
-        "tau: tokens emitted per round. By products: 1 + sum of products of the measured "
-        "acceptances, before cuts. Round cost: in plain "
-        "steps. Predicted: tau over round cost. Best chain: with this draft step, if verification "
-        "costs a plain step."
-    )
 
 
 def _table(title: str, *columns: str) -> Table:

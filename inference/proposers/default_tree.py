@@ -7,7 +7,7 @@ many nodes can make decoding slower than plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...heads.artifact import Artifact
@@ -46,36 +46,21 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
     accuracies, levels = known.get("rank_accuracy"), known.get("length", 1)
     if not accuracies or target.device.type != "cpu":
         return None
-    drafter, found = artifact.drafter, []
+    found: list[DefaultTree] = []
+
+    def offer(settings: dict[str, Any], tree: Sequence[Ranks], width: int) -> None:
+        gain = expected_gain(artifact.drafter, target, accuracies, tree, levels, width)
+        found.append(DefaultTree(settings, gain))
+
     for length in range(1, min(levels, len(accuracies)) + 1):
-        settings = {"width": 1, "length": length}
-        found.append(DefaultTree(settings, chain_gain(drafter, target, accuracies, length)))
+        offer({"width": 1, "length": length}, chain_of(length), 1)
     for nodes in sorted({*TREES, known.get("tree_nodes", TREES[-1])}):
         if nodes >= levels:
-            tree = grow(accuracies, nodes)
-            width = known.get("width", 1)
-            gain = tree_gain(drafter, target, accuracies, tree, levels, width)
-            found.append(DefaultTree({"nodes": nodes}, gain))
+            offer({"nodes": nodes}, grow(accuracies, nodes), max(known.get("width", 1), 2))
     return max(found, key=lambda candidate: candidate.gain or 0.0)
 
 
-def chain_gain(
-    drafter: Any,
-    target: CausalModel,
-    accuracies: Sequence[Sequence[float]],
-    length: int,
-    batch: int = 1,
-    gpu: Gpu | None = None,
-) -> float:
-    """Return the expected tokens per second of a chain over those of plain decoding.
-
-    The same batch of requests decodes in both; `gpu` is None on a CPU.
-    """
-    chain = list(_first_children(length))
-    return _gain(drafter, target, accuracies, chain, length, drafter.rows_of_pass, batch, gpu)
-
-
-def tree_gain(
+def expected_gain(
     drafter: Any,
     target: CausalModel,
     accuracies: Sequence[Sequence[float]],
@@ -87,39 +72,26 @@ def tree_gain(
 ) -> float:
     """Return the expected tokens per second with a tree over those of plain decoding.
 
-    A drafter that drafts by levels makes `levels` passes over `width` rows. Other trees are made
-    level by level too, though the drafter runs once.
+    The same batch of requests decodes in both; `gpu` is None on a CPU. A tree of width 1 is a
+    chain. Wider ones cost `levels` passes over `width` rows if the drafter drafts by levels; others
+    are made level by level too, though the drafter runs once.
     """
-    rows = float(width)
-    growth = GROWTH
-    if not drafter.drafts_by_level:
-        levels, rows = max(map(len, tree), default=1), drafter.rows_of_pass
-        growth = GROWTH if drafter.drafts_in_turn else 1.0
-    return _gain(drafter, target, accuracies, tree, levels, rows, batch, gpu, growth)
-
-
-def _gain(
-    drafter: Any,
-    target: CausalModel,
-    accuracies: Sequence[Sequence[float]],
-    tree: Sequence[Ranks],
-    levels: int,
-    rows: float,
-    batch: int,
-    gpu: Gpu | None,
-    growth: float = 1.0,
-) -> float:
-    """Return the gain of a tree of which the drafter makes `levels` levels, each in `rows` rows."""
+    rows, growth = drafter.rows_of_pass, 1.0
+    if width > 1 and drafter.drafts_by_level:
+        rows, growth = width, GROWTH
+    else:
+        levels = max(map(len, tree), default=1)
+        if width > 1 and drafter.drafts_in_turn:
+            growth = GROWTH
     plain = pass_cost(batch, gpu)
     drafting = growth * draft_share(drafter, target, levels) * pass_cost(batch * rows, gpu)
     verifying = pass_cost(batch * (1 + len(tree)), gpu)
     return speedup(tree_tokens(accuracies, tree), drafting / plain, verifying / plain)
 
 
-def _first_children(length: int) -> Iterator[Ranks]:
-    """Yield the nodes of a chain."""
-    for depth in range(1, length + 1):
-        yield (0,) * depth
+def chain_of(length: int) -> list[Ranks]:
+    """Return the nodes of a chain, as `grow` returns those of a tree."""
+    return [(0,) * depth for depth in range(1, length + 1)]
 
 
 def expected_tokens(calibration: JsonObject, plan: Planner) -> float | None:
@@ -131,8 +103,9 @@ def expected_tokens(calibration: JsonObject, plan: Planner) -> float | None:
     accuracies = calibration.get("rank_accuracy", [])[: plan.length]
     if not accuracies:
         return None
-    chain = list(_first_children(len(accuracies)))
-    return tree_tokens(accuracies, chain if plan.width == 1 else grow(accuracies, plan.nodes))
+    chain = plan.width == 1
+    tree = chain_of(len(accuracies)) if chain else grow(accuracies, plan.nodes)
+    return tree_tokens(accuracies, tree)
 
 
 def draft_share(drafter: Any, target: CausalModel, levels: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from ....heads.files import JsonObject, read_json
 from ...costs import GPUS, gpu_named
 from ...drafters import load_proposer, parse_spec
 from ...proposer import Proposer
-from ...proposers.default_tree import chain_gain, tree_gain
+from ...proposers.default_tree import chain_of, expected_gain
 from ...proposers.lookup import LookupProposer
 from ...proposers.plain import PlainDecoding
 from ...proposers.shapes import grow
 from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup
 from ...targets.target import Target
-from ...tree_settings import TreeSettings
+from ...tree_settings import Ranks, TreeSettings
 
 # Lengths of chains; levels, children of a node and drafted nodes of trees.
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -130,41 +131,36 @@ def _planned(proposer: Any, spec: str, target: Target, batch: int) -> list[JsonO
     table = [*accuracies, *[accuracies[-1]] * (max(LENGTHS) - len(accuracies))]
     drafter, longest = proposer.drafter, proposer.longest
 
-    def of_tree(tree: list[tuple[int, ...]], levels: int, width: int) -> float:
-        return tree_gain(drafter, target, table, tree, levels, width, batch, gpu)
+    found: dict[str, list[tuple[float, JsonObject]]] = {"chain": [], "dynamic": [], "fixed": []}
 
-    chains: list[tuple[float, JsonObject]] = []
+    def offer(setting: JsonObject, tree: list[Ranks], levels: int, width: int) -> None:
+        gain = expected_gain(drafter, target, table, tree, levels, width, batch, gpu)
+        found[_kind_of(setting)].append((gain, setting))
+
     for length in LENGTHS:
         if length <= longest:
-            gain = chain_gain(drafter, target, table, length, batch, gpu)
-            chains.append((gain, {"length": length, "width": 1}))
-    trees, fixed = [], []
+            offer({"length": length, "width": 1}, chain_of(length), length, 1)
+    for nodes, levels, width in product(NODES, LEVELS, WIDTHS):
+        if levels <= min(longest, nodes) and nodes <= width + (levels - 1) * width**2:
+            tree = grow([ranks[:width] for ranks in table[:levels]], nodes)
+            offer({"length": levels, "width": width, "nodes": nodes}, tree, levels, width)
     for nodes in NODES:
-        for levels in LEVELS:
-            if levels > min(longest, nodes):
-                continue
-            for width in WIDTHS:
-                if nodes > width + (levels - 1) * width**2:
-                    continue
-                tree = grow([ranks[:width] for ranks in table[:levels]], nodes)
-                setting = {"length": levels, "width": width, "nodes": nodes}
-                trees.append((of_tree(tree, levels, width), setting))
         shape = grow(table[: min(longest, max(LEVELS))], nodes)
-        levels, width = max(map(len, shape)), max(map(max, shape)) + 1
+        width = max(map(max, shape)) + 1
         if width > 1:
-            fixed.append((of_tree(shape, levels, width), {"shape": shape}))
-    settings += [setting for _, setting in _best(chains, CHAINS)]
-    settings += [setting for _, setting in _best(trees, TREES, distinct="nodes")]
-    return settings + [setting for _, setting in _best(fixed, FIXED)]
+            offer({"shape": shape}, shape, max(map(len, shape)), width)
+    settings += _best(found["chain"], CHAINS)
+    settings += _best(found["dynamic"], TREES, distinct="nodes")
+    return settings + _best(found["fixed"], FIXED)
 
 
 def _best(
     found: Sequence[tuple[float, JsonObject]], count: int, distinct: str = ""
-) -> list[tuple[float, JsonObject]]:
+) -> list[JsonObject]:
     """Return the `count` settings of the highest gain, only one for each value of `distinct`."""
-    taken: dict[Any, tuple[float, JsonObject]] = {}
-    for number, item in enumerate(sorted(found, key=lambda item: -item[0])):
-        taken.setdefault(item[1][distinct] if distinct else number, item)
+    taken: dict[Any, JsonObject] = {}
+    for number, (_, setting) in enumerate(sorted(found, key=lambda item: -item[0])):
+        taken.setdefault(setting[distinct] if distinct else number, setting)
     return list(taken.values())[:count]
 
 

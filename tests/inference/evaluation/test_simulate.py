@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
@@ -29,11 +30,11 @@ from draftsmith.inference.costs import (
     stretched,
     tree_tokens,
 )
-from draftsmith.inference.evaluation.results import read_measured
 from draftsmith.inference.evaluation.simulate import (
+    Chain,
     Options,
     assumed,
-    from_report,
+    by_load,
     longest_chain,
     run,
     simulation,
@@ -177,7 +178,11 @@ def test_a_pass_over_a_tree_by_hand() -> None:
 
 
 def simulated(acceptance: str, **options: Any) -> Any:
-    return simulation(Options(acceptance, **options), assumed(acceptance))
+    return simulation(Options(acceptance, **options), Chain(None, assumed(acceptance), 0.05))
+
+
+def test_ranges_of_equal_numbers() -> None:
+    assert by_load([3, 3, 1, 0, 0]) == [[1, 2, 3], [3, 3, 1], [4, 5, 0]]
 
 
 def test_costs_erase_the_gain() -> None:
@@ -224,13 +229,8 @@ def test_wrong_options_are_said(options: dict[str, Any], why: str) -> None:
 
 
 @pytest.mark.full
-def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
-    """A report of drafters on the quickstart target: tokens by products are tau_untruncated,
-    speed-ups are the report's own.
-
-    That tau over a round's cost is the measured speed-up is tested in test_evaluate.py, over more
-    drafters than these two.
-    """
+def test_a_report_gives_acceptances_and_the_cost_of_drafts(tmp_path: Path) -> None:
+    """Of two drafters on the quickstart target, the one of the longer chain."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3))
@@ -250,25 +250,23 @@ def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
         "evaluate", *shared, "--drafter", "ngram", "--drafter", "early-exit", "--no-baselines"
     )
     assert done.returncode == 0, done.stderr
-    measured = read_measured(str(report))
-    found = from_report(measured, str(report))
-    assert len(found) == 2
     written = json.loads(report.read_text())["settings"][0]["drafters"]
-    for name, row in found.items():
-        assert row["tokens"] == pytest.approx(row["tau_untruncated"])
-        assert row["speedup_predicted"] == written[name]["predicted_speedup"] > 0
-        assert row["speedup_measured"] == written[name]["speedup"] > 0
-    name, seen = longest_chain(measured, str(report))
-    assert seen == written[name]["cond_accept"][: len(seen)]
+    chain = longest_chain(str(report))
+    assert chain.name is not None and chain.draft_cost > 0
+    seen = written[chain.name]["cond_accept"]
+    assert (
+        chain.acceptances == seen == max((row["cond_accept"] for row in written.values()), key=len)
+    )
     load = ("--gpu", "H100", "--params", "8e9", "--context", "300", "--json", "-")
     done = run_cli("simulate", "--acceptance", str(report), *load)
     assert done.returncode == 0, done.stderr
-    # The same as with these acceptances given, up to the length of the drafter's chain.
     mine = json.loads(done.stdout)
+    assert mine["draft_cost"] == pytest.approx(chain.draft_cost)
     options = Options(str(report), gpu="H100", params=8e9, context=300)
-    assert mine["by_load"] == simulation(options, seen, len(seen))["by_load"]
+    assert mine["by_load"] == simulation(options, chain, len(seen))["by_load"]
+    assert simulation(replace(options, draft_cost=0.3), chain)["draft_cost"] == 0.3
     done = run_cli("simulate", "--acceptance", str(report), *load[:-2])
-    assert f"acceptances of {name}, {seen[0]:.2f}, " in done.stdout and "measured" in done.stdout
+    assert f"acceptances of {chain.name}, {seen[0]:.2f}, " in done.stdout
     report.write_text("{}")
     with pytest.raises(UserError, match="not a report"):
         run(Options(str(report)))

@@ -17,9 +17,10 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.costs import pass_cost
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.default_tree import (
-    chain_gain,
+    chain_of,
     default_tree,
     draft_share,
+    expected_gain,
     expected_tokens,
 )
 from draftsmith.inference.proposers.tree_plan import TreePlan
@@ -49,9 +50,10 @@ def test_gains_by_hand(quickstart: Target) -> None:
     )
     accuracies = [[0.8, 0.1], [0.5, 0.2]]
     share = draft_share(artifact.drafter, quickstart, 2)
-    found = chain_gain(artifact.drafter, quickstart, accuracies, 2)
+    chain = artifact.drafter, quickstart, accuracies, chain_of(2), 2, 1
+    found = expected_gain(*chain)
     assert found == pytest.approx(2.2 / (pass_cost(3) + share))
-    in_batches = chain_gain(artifact.drafter, quickstart, accuracies, 2, batch=8)
+    in_batches = expected_gain(*chain, batch=8)
     assert in_batches == pytest.approx(2.2 * pass_cost(8) / (pass_cost(24) + share * pass_cost(8)))
 
 

@@ -21,10 +21,17 @@ from ...inference.console import Console, several
 from ..command_line.parse import config_with
 from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
-from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..methods.beginnings import take_heads_before
-from ..planning.costs import DECODE_SHARE, MFU, READ_SHARE, ROWS_HERE, plan_for, steps_of
+from ..planning.costs import (
+    DECODE_SHARE,
+    MFU,
+    RunSizes,
+    plan_for,
+    shape_of,
+    size,
+    steps_of,
+)
 from ..planning.options import PlanOptions as Options
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
@@ -87,10 +94,7 @@ def few_steps(steps: dict[str, int], config: RunConfig) -> str:
     )
     if config.optim.optimizer == "adamw":
         # Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
-        said += (
-            " With k times the rows a step, AdamW's rate is usually raised by the square root of k "
-            "(arXiv 2205.10287); try it before a long run."
-        )
+        said += " With k times the rows a step, AdamW's rate is usually raised by the root of k."
     return said
 
 
@@ -147,12 +151,20 @@ def show(
     table.add_row("features, if stored", size(plan["feature_bytes"]), per_token)
     table.add_row("features, if stored in fp8", size(plan["feature_bytes_fp8"]), "")
     table.add_row("regenerate replies, by a server", hours(plan["regenerate_gpu_hours"]), decoding)
-    here = f"not in the sum; {ROWS_HERE} at once, weights read at {READ_SHARE:.0%} of the bandwidth"
-    table.add_row("... in this process", hours(plan["regenerate_here_gpu_hours"]), here)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    for name, bytes_, note in memory_rows(memory, target, features) if memory else []:
-        table.add_row(f"GPU memory: {name}", size(bytes_), note)
+    if memory is not None:
+        state = memory.drafter + memory.moments
+        table.add_row("GPU memory: target", size(memory.target), target)
+        table.add_row("... drafter", size(state), "fp32 weights and the optimiser's moments")
+        table.add_row("... features", size(memory.features), "of one batch")
+        table.add_row("... activations", size(memory.activations), "left by the forward pass")
+        table.add_row("... step", size(memory.step), "both passes at their peak, with gradients")
+        extraction = "before the drafter's step"
+        if not features.live:
+            extraction = "from a store" if features.store is not None else "from a server"
+        table.add_row("... target's forward pass", size(memory.extraction), extraction)
+        table.add_row("... at the peak", size(memory.peak), "of all, without CUDA's own")
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
@@ -166,27 +178,6 @@ def show(
             "train live, or keep a bounded ring "
             "next to the training (draftsmith data extract --ring 8)."
         )
-
-
-def memory_rows(
-    memory: StepMemory, target: str, features: FeatureOptions
-) -> list[tuple[str, float, str]]:
-    """Return name, bytes and remark of each row of the plan that is about a GPU's memory.
-
-    `target` is the remark about the target's weights.
-    """
-    extraction = "besides these, before the drafter's step"
-    if not features.live:
-        extraction = "from a store" if features.store is not None else "from a server"
-    return [
-        ("target", memory.target, target),
-        ("drafter", memory.drafter + memory.moments, "fp32 weights and the optimiser's moments"),
-        ("features", memory.features, "of one batch"),
-        ("activations", memory.activations, "left by the drafter's forward pass"),
-        ("step", memory.step, "both passes at their peak, with gradients"),
-        ("target's forward pass", memory.extraction, extraction),
-        ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),
-    ]
 
 
 def hours(gpu_hours: float) -> str:

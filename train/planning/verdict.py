@@ -7,7 +7,7 @@ from typing import Any
 
 from ...inference.costs import GPUS, TARGET_BYTES
 from ..config import RunConfig
-from ..estimate import RunSizes, size
+from .costs import RunSizes, size
 from .options import PlanOptions
 from .step_memory import MOMENT_BYTES, StepMemory
 

@@ -84,7 +84,7 @@ class Choice:
             return (
                 f"{kept}{self.best} has {self.gain.ratio:.2f}x its tokens per second, but more "
                 "prompts are needed for an interval, "
-                f"{2 * FEWEST * self.batch} or more (--limit, --budget)."
+                f"{2 * FEWEST * self.batch} or more, and time for them (--budget)."
             )
         if not self.promising:
             return (

@@ -24,7 +24,7 @@ from ..results import FEWEST, NAN
 from .candidates import PLAIN, Candidate
 from .choice import Choice, enough, fewer, halves, level_of
 
-FINALISTS = 2  # besides the default and plain decoding
+FINALISTS = 3  # besides the default and plain decoding
 TOKENS = 96  # longest reply; with less time shorter ones, `SHORTEST` at least
 SHORTEST = 16
 REPEATS = 3  # timed runs of every request where there is time
@@ -45,7 +45,7 @@ def rungs(candidates: int) -> list[tuple[int, int]]:
     """Return for each measurement how many candidates take part, and the part of the prompts.
 
     The part is given by its divisor. Example: of 8 candidates all decode a quarter of the prompts,
-    4 a half, and the last 2 all of them: [(8, 4), (4, 2), (2, 1)].
+    4 a half, and the last 3 all of them: [(8, 4), (4, 2), (3, 1)].
     """
     sizes = [candidates]
     while sizes[-1] > FINALISTS:

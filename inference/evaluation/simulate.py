@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 
-from rich.table import Table
-
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
@@ -32,7 +30,6 @@ LONGEST = 16  # chains that are tried: servers take no longer ones
 USUAL_COST = (
     0.05  # of a draft, in plain steps: one layer and the head of a target of some 30 layers
 )
-COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
 BATCHES = (1, 16, 64, 256, 512)  # requests at once of the roofline; a server of one GPU runs fewer
 # Shares of the data sheet's peaks that servers' kernels usually reach.
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.5, 0.8
@@ -89,10 +86,6 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
     cost = chain.draft_cost if options.draft_cost is None else options.draft_cost
     by_position = stretched(given, length)
     tokens = chain_tokens(by_position)
-    costs = []
-    for each in COSTS:
-        gain, best = speedup(tokens, length * each), best_length(given, each, longest)
-        costs.append({"draft_cost": each, "speedup": gain, "best": asdict(best)})
     results: JsonObject = {
         "acceptance": by_position,
         "length": length,
@@ -101,7 +94,6 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
         "speedup": speedup(tokens, length * cost),
         "best": asdict(best_length(given, cost, longest)),
         "break_even_cost": break_even(given, length),
-        "costs": costs,
     }
     if options.gpu is not None and options.params is not None:
         kv_bytes = KV_BYTES * sqrt(options.params / KV_PARAMS)
@@ -215,10 +207,6 @@ def show(found: JsonObject, console: Console) -> None:
         f"With {found['length']} drafts nothing is gained from a draft cost of "
         f"{found['break_even_cost']:.2f} on.\n"
     )
-    costs = _table("speed-up by draft cost", "cost", f"K = {found['length']}", "best K", "speed-up")
-    for row in found["costs"]:
-        costs.add_row(f"{row['draft_cost']:g}", *_gain_cells(row))
-    console.print(costs)
     if "roofline" not in found:
         return
     title = (
@@ -226,10 +214,15 @@ def show(found: JsonObject, console: Console) -> None:
         f"{found['free_tokens']:.0f} tokens in all (at {COMPUTE_SHARE:.0%} of the data sheet's "
         f"FLOP/s and {BANDWIDTH_SHARE:.0%} of its bandwidth)"
     )
-    table = _table(title, "batch", "plain step", "verify", "speed-up", "best K", "speed-up")
+    table = plain_table(title, title_justify="left")
+    for column in ("batch", "plain step", "verify", "speed-up", "best K", "speed-up"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in found["roofline"]:
-        plain, verify = f"{1e3 * row['plain_s']:.2f} ms", f"{row['verify_cost']:.2f} steps"
-        table.add_row(str(row["batch"]), plain, verify, *_gain_cells(row))
+        best = row["best"]
+        table.add_row(
+            str(row["batch"]), f"{1e3 * row['plain_s']:.2f} ms", f"{row['verify_cost']:.2f} steps",
+            f"{row['speedup']:.2f}x", str(best["length"]), f"{best['speedup']:.2f}x",
+        )  # fmt: skip
     console.print(table)
     (load,) = found["by_load"]
     parts = [
@@ -238,17 +231,3 @@ def show(found: JsonObject, console: Console) -> None:
     ]
     console.print(f"drafts by requests at once, context {load['context']:,}: {', '.join(parts)}")
     console.print("As the engine takes it: draftsmith export --by-load FILE, with the --json.")
-
-
-def _gain_cells(row: JsonObject) -> tuple[str, str, str]:
-    """Return the cells of a row's speed-up, and of its best chain and what that gains."""
-    best = row["best"]
-    return f"{row['speedup']:.2f}x", str(best["length"]), f"{best['speedup']:.2f}x"
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Return an empty table whose first column is text and whose other columns are numbers."""
-    table = plain_table(title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
-    return table

@@ -110,6 +110,7 @@ def tuned_row(
 
     Returns a row of the profile.
     """
+    sampling = sampling.resolved(target.repetition_penalty)
     read_s, step_s = pace_of(target, prompts, batch, sampling)
     effort = effort_for(seconds, len(prompts), batch, len(ways) - 1, read_s, step_s)
     chosen_on, others = halves(fewer(prompts, effort.prompts))

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -26,7 +26,7 @@ from ...conversations.prompts import Prompt, check_batches, check_room, read_pro
 from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
 from ...settings import Sampling
-from ...targets.target import Target, load_for_decoding
+from ...targets.target import load_for_decoding
 from ..checks import numbers, tokenizer_of
 from ..evaluate import leave_out_names, origin
 from ..journal import Journal, kept
@@ -74,7 +74,8 @@ def run(options: Options) -> None:
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     started, seconds = time.monotonic(), 60 * options.budget or math.inf
     parts = list(product(samplings, options.drafter, batches))
-    announce(options, parts)
+    limit = f"at most about {options.budget:g} minutes" if options.budget else "without a limit"
+    log.info("tuning %d of drafter, temperature and batch size: %s (--budget)", len(parts), limit)
 
     def write(partial: JsonObject) -> None:
         with whole_file(options.out) as aside:
@@ -91,7 +92,8 @@ def run(options: Options) -> None:
             if (row := journal.get(key)) is None:
                 # What earlier parts have left of the time is shared by those that remain.
                 left = max(seconds - (time.monotonic() - started), 0) / (len(parts) - number)
-                row = tuned(target, prompts, spec, sampling, batch, left, tick)
+                ways = candidates(spec, target, batch)
+                row = tuned_row(target, ways, prompts, batch, sampling, left, tick)
                 journal.put(key, row)
             drafters[key_of(spec)].append(row)
             if number + 1 < len(parts):
@@ -101,31 +103,6 @@ def run(options: Options) -> None:
     show(profile, Console())
     if options.budget:
         log.info("took %.1f of %g minutes", (time.monotonic() - started) / 60, options.budget)
-
-
-def tuned(
-    target: Target,
-    prompts: Sequence[Prompt],
-    spec: str,
-    sampling: Sampling,
-    batch: int,
-    seconds: float,
-    tick: Callable[[str], None],
-) -> JsonObject:
-    """Return the row of the profile for a drafter, a temperature and a batch size."""
-    ways = candidates(spec, target, batch)
-    sampling = sampling.resolved(target.repetition_penalty)
-    return tuned_row(target, ways, prompts, batch, sampling, seconds, tick)
-
-
-def announce(options: Options, parts: Sequence[object]) -> None:
-    """Log what will be tuned, and for how long; `parts` are the rows of the profile."""
-    scope = f"{len(parts)} of drafter, temperature and batch size"
-    if options.budget:
-        more = "a larger --budget gives more prompts and repeats, --budget 0 all that there are"
-        log.info("tuning %s: at most about %g minutes; %s", scope, options.budget, more)
-    else:
-        log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", scope)
 
 
 def prompts_of(options: Options) -> list[Prompt]:

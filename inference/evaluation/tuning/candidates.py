@@ -7,7 +7,7 @@ are spread over the usual sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -41,6 +41,9 @@ CHAINS, TREES, FIXED = 3, 4, 1
 # Where nothing is known of a drafter.
 USUAL_CHAINS = (1, 2, 3, 5, 8)
 USUAL_TREES = ((2, 2, 4), (3, 4, 8), (5, 4, 16))
+# Of dynamic trees at T = 0, where a drafter's best token is right more often than its probability
+# says (docs/verification.md#score-temperature).
+SCORE_TEMPERATURE = 0.7
 LOOKUPS = (1, 2, 4, 6, 8, 12, 16)
 
 
@@ -69,8 +72,8 @@ class Candidate:
 PLAIN = Candidate("plain decoding", {}, PlainDecoding)
 
 
-def candidates(spec: str, target: Target, batch: int) -> list[Candidate]:
-    """Return the candidates of the drafter `spec` for a batch size, the default one first.
+def candidates(spec: str, target: Target, batch: int, temperature: float) -> list[Candidate]:
+    """Return the candidates of the drafter `spec`, the default one first.
 
     The default is what a user gets without a profile (`proposers.default_tree`). Raises `UserError`
     as `check_tunable` does.
@@ -83,10 +86,13 @@ def candidates(spec: str, target: Target, batch: int) -> list[Candidate]:
     check_tunable(proposer, spec)
     if not isinstance(proposer, Planned):
         lengths = [proposer.max_drafted, *LOOKUPS]
-        settings: Iterable[JsonObject] = ({"length": length} for length in lengths)
+        settings: list[JsonObject] = [{"length": length} for length in lengths]
         make: Any = partial(load_proposer, spec, target, silent)
     else:
         settings, make = _planned(proposer, spec, target, batch), partial(_follow, proposer)
+        for setting in settings[1:]:
+            if temperature == 0 and _kind_of(setting) == "dynamic":
+                setting["score_temperature"] = SCORE_TEMPERATURE
     distinct: list[Candidate] = []
     for setting in settings:
         if all(setting != other.setting for other in distinct):

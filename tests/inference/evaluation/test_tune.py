@@ -86,7 +86,7 @@ def test_what_fits_into_a_budget_by_hand() -> None:
 def test_six_to_ten_candidates_with_the_default_first(
     drafter: str, kinds: set[str], quickstart: Target
 ) -> None:
-    found = candidates(drafter, quickstart, 1)
+    found = candidates(drafter, quickstart, 1, 0.0)
     assert 6 <= len(found) <= 10 and {way.kind for way in found} == kinds
     assert len({way.label for way in found}) == len(found)
     default: Any = load_proposer(drafter, quickstart, print, choose=True)
@@ -211,7 +211,7 @@ def test_a_profile_that_keeps_the_default_is_not_measured_beside_it(
     default = load_proposer(drafter, quickstart, print, choose=True)
     prompt = Prompt("p", chat_prompts(quickstart, "valid", 1)[0])
     if same is None:
-        same = candidates(drafter, quickstart, 1)[0].setting
+        same = candidates(drafter, quickstart, 1, 0.0)[0].setting
     written = json.loads(profile.read_text())
     path = tmp_path / "profile.json"
 

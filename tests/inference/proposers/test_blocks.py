@@ -264,7 +264,7 @@ def test_tune_finds_no_tree_deeper_than_a_block(kind: str, size: int, tmp_path: 
     for calibration in ({"length": 3, "tree_nodes": 6}, {"rank_accuracy": accuracy}):
         artifact = Artifact(drafter, target.fingerprint(), calibration)
         artifact.save(tmp_path / "d")
-        found = candidates(str(tmp_path / "d"), target, 1)
+        found = candidates(str(tmp_path / "d"), target, 1, 0.0)
         assert {way.kind for way in found} >= {"chain", "dynamic"}
         for way in found:
             deepest = way.setting.get("length") or max(map(len, way.setting["shape"]))

@@ -1,7 +1,7 @@
 """`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 A few candidates are measured by successive halving (`halving`); the best of them goes into the
-profile if it surely gains over the default (`choice`).
+profile if it surely gains over the default.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from ..names import distinct_labels
 from ..remarks import busy_now, slower
 from ..results import FEWEST
 from .candidates import PLAIN, candidates, check_tunable
-from .choice import enough, halves
-from .halving import tuned_row
+from .halving import enough, halves, tuned_row
 from .options import TuneOptions as Options
 from .profile import empty_profile, key_of
 

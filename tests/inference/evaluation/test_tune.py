@@ -21,8 +21,16 @@ from draftsmith.inference.evaluation.four_tokens import FixedSizes, four_tokens
 from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
 from draftsmith.inference.evaluation.results import SettingFigures
 from draftsmith.inference.evaluation.tuning.candidates import candidates
-from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
-from draftsmith.inference.evaluation.tuning.halving import Effort, effort_for, rungs
+from draftsmith.inference.evaluation.tuning.halving import (
+    Choice,
+    Effort,
+    effort_for,
+    enough,
+    fewer,
+    halves,
+    level_of,
+    rungs,
+)
 from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.proposers.plain import PlainDecoding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.proposers.better_source import (
+from draftsmith.inference.proposers.with_lookup import (
     LATELY,
     LONGEST_MATCH,
     PRIOR_ROUNDS,

@@ -1,7 +1,8 @@
 """Cost of a training run from its configs alone: bytes, GPU-hours and GPU memory.
 
 Everything is arithmetic on shapes: the target and the drafter are built on the meta device, without
-weights. A run of absurd cost is refused before anything is loaded.
+weights. A run of absurd cost is refused before anything is loaded. What a GPU reaches is in
+`inference/costs.py`.
 """
 
 from __future__ import annotations

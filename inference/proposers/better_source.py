@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .lookup import copy_from
-from .ngram import Ngrams
+from .ngram import Ngrams, copy_from
 
 LONGEST_MATCH = 16
 """Tokens of a match that are counted: longer matches are as good."""

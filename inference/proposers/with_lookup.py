@@ -22,7 +22,7 @@ from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
 from ..tree_settings import positive
 from .better_source import BetterSource
-from .lookup import LookupProposer
+from .ngram import LookupProposer
 
 DEFAULT_LENGTH = 8
 

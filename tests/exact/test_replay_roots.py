@@ -47,7 +47,6 @@ SPECS = [
     str(QUICKSTART.parent / "draft_model"),
     str(DRAFTERS / "distill"),
     "ngram",
-    "suffix",
 ]
 SAMPLE = [SPECS[0], SPECS[2], SPECS[4], "ngram"]
 
@@ -205,7 +204,7 @@ def test_beginnings_of_texts_have_the_counts_of_whole_ones_and_share_their_state
             assert some == [min(count, 6 - i) for i, count in enumerate(all_[:6])]
 
 
-@pytest.mark.parametrize("spec", ["early-exit", "lookahead", "none"])
+@pytest.mark.parametrize("spec", ["none"])
 def test_what_cannot_be_replayed_is_refused(quickstart: Target, spec: str) -> None:
     with pytest.raises(UserError, match="cannot be tuned"):
         candidates(spec, KnownTexts(quickstart, []), Sampling(), lambda what: None)

@@ -22,7 +22,7 @@ from ....heads.errors import UserError
 from ....heads.files import JsonObject
 from ...drafters import load_proposer
 from ...proposer import Proposer
-from ...proposers.lookup import LookupProposer
+from ...proposers.ngram import LookupProposer
 from ...proposers.shapes import grow
 from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup

@@ -43,8 +43,7 @@ class TuneOptions(SourceOptions):
     out: str = field(metadata={"form": "FILE"})
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
-    """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several
-    times."""
+    """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

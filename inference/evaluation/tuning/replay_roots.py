@@ -108,8 +108,7 @@ def replay_roots(
 
     Each item has the indices of the texts that still run, the trees at their roots, and the tokens
     `[B, D]` after these. The proposer is fed as by a decode loop in which nothing is accepted. It
-    may read features and its own cache; drafters that work in the target's cache (early exit) or
-    read its choices (lookahead) cannot be replayed.
+    may read features and its own cache.
     """
     texts, device = known.texts, known.target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)

@@ -352,19 +352,9 @@ def after_block(text: str, start: int, block: str) -> int:
 
     `block` is without white space. Returns `start` if the block is not there.
     """
-    place, rest = start, block
-    while rest and place < len(text):
-        if text[place].isspace():
-            place += 1
-        elif text[place] == rest[0]:
-            place, rest = place + 1, rest[1:]
-        else:
-            return start
-    if rest or not block:
-        return start
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+    spaced = r"\s*".join(["", *map(re.escape, block), ""])
+    found = re.compile(spaced).match(text, start) if block else None
+    return found.end() if found else start
 
 
 def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:

@@ -17,9 +17,8 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.given import given_rows, write_rows
-from draftsmith.inference.conversations.hub import _refusal
 from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.conversations.sources import rows_of, source_files
+from draftsmith.inference.conversations.sources import _refusal, rows_of, source_files
 from draftsmith.inference.settings import RowSource
 from draftsmith.train.config import Source
 from draftsmith.train.provenance import data_sets

@@ -29,7 +29,7 @@ class TreeSettings:
     """Drafted nodes of a tree, without the root."""
     threshold: float | str = 0.0
     """Probability below which an adaptive chain ends: that of all its drafts together (see
-    `chains.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
+    `tree_plan.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
     model."""
     score_temperature: float = 1.0
     """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""

@@ -171,13 +171,9 @@ def _exact(row: JsonObject, _key: str) -> Conversation:
 
 def _tokens(row: JsonObject, _key: str) -> Conversation:
     tokens = convert(row, TokenRow)
-    spans, start = [], None
-    for index, on in enumerate([*tokens.loss_mask, 0]):
-        if on and start is None:
-            start = index
-        elif not on and start is not None:
-            spans.append((start, index))
-            start = None
+    # a span ends where the mask changes from 1 to 0
+    borders = [i for i, (a, b) in enumerate(pairwise([0, *tokens.loss_mask, 0])) if a != b]
+    spans = [*zip(borders[::2], borders[1::2], strict=True)]
     return Conversation(token_ids=tokens.input_ids, response_spans=spans)
 
 

@@ -1,6 +1,6 @@
 """Rows of files, folders, clones and data sets on the hub.
 
-`datasets` is imported only for parquet files, folders that it wrote, clones and names on the hub.
+`datasets` is imported only for parquet files, clones and names on the hub.
 What goes wrong there is said in one line of our own, which names the setting to change.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError, first_line
-from ...heads.files import read_json, write_failure
+from ...heads.files import write_failure
 from ..settings import RowSource
 from .given import GivenRows
 from .rows import read_json_rows
@@ -22,7 +22,6 @@ from .rows import read_json_rows
 KINDS = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that describe the rows of a folder."""
-SAVED = "a folder of save_to_disk"
 LFS = b"version https://git-lfs.github.com/spec/"
 """Beginning of the files that git leaves in place of large ones until `git lfs pull`."""
 REFUSALS = {
@@ -45,8 +44,8 @@ REFUSALS = {
 def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
 
-    A source is a JSON, JSONL or parquet file, a folder of them, a folder that `save_to_disk` wrote,
-    a clone of a data set on the hub, such a data set, or rows from Python. Raises `UserError`.
+    A source is a JSON, JSONL or parquet file, a folder of them, a clone of a data set on the hub,
+    such a data set, or rows from Python. Raises `UserError`.
     """
     if isinstance(source, GivenRows):
         yield from source
@@ -56,8 +55,8 @@ def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
         yield from hub_rows(source_of(source))
         return
     for file in files:
-        if file.suffix in (".parquet", ".arrow"):
-            yield from _table_rows(file)
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file)
         else:
             yield from read_json_rows(file)
 
@@ -105,13 +104,11 @@ def source_files(source: str | RowSource) -> list[Path] | None:
 
 def _files_in(folder: Path, source: RowSource) -> list[Path]:
     """Return the files of rows in a folder of any kind. Raises `UserError`."""
-    if (folder / "dataset_dict.json").is_file():
-        refuse_settings(source, SAVED, "split")
-        check_split(source, [*map(str, _listed(folder / "dataset_dict.json", "splits"))])
-        return _saved_files(folder / source.split)
-    if (folder / "state.json").is_file() and any(folder.glob("*.arrow")):
-        refuse_settings(source, SAVED)
-        return _saved_files(folder)
+    if any(folder.glob("*.arrow")) or (folder / "dataset_dict.json").is_file():
+        raise UserError(
+            f"data source {folder} was written by save_to_disk; write its rows to a file with "
+            f"datasets.load_from_disk({str(folder)!r}).to_parquet, or give them from Python"
+        )
     there = sorted(file for file in folder.iterdir() if file.name[0] != ".")
     files = [file for file in there if file.name.endswith(KINDS) and file.name not in METADATA]
     in_data = any(file.name.endswith(KINDS) for file in folder.glob("data/*"))
@@ -129,9 +126,7 @@ def _files_in(folder: Path, source: RowSource) -> list[Path]:
 
 def _check_file(file: Path) -> None:
     """Raise `UserError` for a file of another kind, and for one that git has not fetched."""
-    if not file.name.endswith((*KINDS, ".arrow")) or (
-        file.suffix == ".arrow" and not (file.parent / "state.json").is_file()
-    ):
+    if not file.name.endswith(KINDS):
         raise UserError(
             f"data source {file}: a file must end in {', '.join(KINDS)}; convert it, to one JSON "
             "object a line for example"
@@ -153,25 +148,6 @@ def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
             raise UserError(
                 f"data source {source} is {what}, which has no {option(name)}; leave that out"
             )
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a `Dataset` that was saved, in order. Raises `UserError`."""
-    listed = _listed(folder / "state.json", "_data_files")
-    names = [str(one.get("filename")) for one in listed if isinstance(one, dict)]
-    files = [folder / Path(name).name for name in names]
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{folder}: {missing[0].name} is missing; copy the folder again")
-    return files
-
-
-def _listed(path: Path, key: str) -> list[Any]:
-    """Return a list in a JSON file of a folder of save_to_disk. Raises `UserError`."""
-    value = read_json(path)
-    listed = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(listed, list):
-        raise UserError(f"{path} is not as save_to_disk wrote it; copy the folder again")
-    return listed
 
 
 def _has_card(folder: Path) -> bool:
@@ -200,27 +176,22 @@ def _clone_files(source: RowSource) -> list[Path]:
     return by_split[source.split]
 
 
-def _table_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of every row of a parquet or Arrow file. Raises `UserError`."""
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a parquet file. Raises `UserError`."""
     datasets = datasets_for(str(file))
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         number = 0
-        if file.suffix == ".arrow":
-            parts = [datasets.Dataset.from_file(str(file))]
-        else:  # part by part: `from_parquet` would first copy all of it into a cache
-            batches = ParquetFile(file).iter_batches()
-            parts = (datasets.Dataset(pyarrow.Table.from_batches([one])) for one in batches)
-        for rows in parts:
-            for row in rows:
+        # part by part: `from_parquet` would first copy all of it into a cache
+        for part in ParquetFile(file).iter_batches():
+            for row in datasets.Dataset(pyarrow.Table.from_batches([part])):
                 number += 1
                 yield f"{file.name}:{number}", row
     except Exception as error:
         raise UserError(
-            f"cannot read {file}: it is damaged, or not a {file.suffix[1:]} file; copy or download "
-            "it again"
+            f"cannot read {file}: it is damaged, or not a parquet file; copy or download it again"
         ) from error
 
 

@@ -25,7 +25,6 @@ from .messages import REASONING_KEYS, RowError, joined, parsed, reasoning_of
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 TEMPLATE_ARGUMENTS |= {"messages"}
 """Arguments of `apply_chat_template` itself, which are not variables of a template."""
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz|\{'qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
@@ -35,10 +34,12 @@ Names = list[tuple[str, str]]
 """Names of messages and of their contents in a row."""
 
 
-def check_template_kwargs(template_kwargs: JsonObject) -> None:
-    """Raise `UserError` for arguments of chat templates that are not variables of theirs."""
+def check_template_kwargs(
+    template_kwargs: JsonObject, error: type[UserError | RowError] = UserError
+) -> None:
+    """Raise an `error` for arguments of chat templates that are not variables of theirs."""
     if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
-        raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
+        raise error(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
 
 
 def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObject) -> str:
@@ -61,8 +62,6 @@ class ChatTemplate:
         source = tokenizer.chat_template
         sources = source.values() if isinstance(source, dict) else [source]
         self._words = {word for one in sources for word in WORD.findall(str(one))}
-        self.marked = isinstance(source, str) and bool(MARKS.search(source))
-        """True if the template marks what the assistant wrote."""
         self._contents: dict[str, tuple[bool, bool]] = {}
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
@@ -79,10 +78,7 @@ class ChatTemplate:
                 f"target {name} has no chat template, but the data is chat-shaped; use plain "
                 "`text` or `prompt`, or a target with one"
             )
-        try:
-            check_template_kwargs(kwargs)
-        except UserError as error:
-            raise RowError(str(error)) from error
+        check_template_kwargs(kwargs, RowError)
         known = _KNOWN.setdefault(tokenizer, {})
         text = source if isinstance(source, str) else json.dumps(source)
         key = (text, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else "")
@@ -102,19 +98,6 @@ class ChatTemplate:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=for_reply, **self._kwargs
         )
-
-    def marked_spans(self, messages: list[JsonObject], tools: list[JsonObject] | None) -> list[int]:
-        """Return the beginnings, in characters, of the tokens that the template's marks enclose."""
-        rendered = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-            **self._kwargs,
-        )
-        pairs = zip(rendered["assistant_masks"], rendered["offset_mapping"], strict=True)
-        return [first for on, (first, _) in pairs if on]
 
     def reads(self, key: str) -> bool:
         """Return whether the template names a key of a message."""

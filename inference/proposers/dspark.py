@@ -21,10 +21,9 @@ from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape, named
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from . import dflash
-from .chains import cut, grow_chain
 from .dflash import DFlashProposer, settings_for
 from .growth import Continue, Level
-from .tree_plan import DEFAULT_TREE
+from .tree_plan import DEFAULT_TREE, cut, grow_chain
 
 DEFAULT_WIDTH = 8
 KIND = replace(dflash.KIND, module="dspark", tree=TREE_SETTINGS)

@@ -333,10 +333,8 @@ def _fixed_levels(
         ranks = (0, *(siblings.index(node) for node, siblings in enumerate(below, 1)))
     levels: list[_FixedLevel] = []
     run: list[int] = []
-    # The nodes with children, of the level before and of this one. The root's parent in `shape` is
-    # NO_NODE, so it stands for the level before the first.
-    before = (NO_NODE,)
-    inner: tuple[int, ...] = (0,)
+    # The nodes with children of the level before: the root's parent in `shape` is NO_NODE.
+    before = [NO_NODE]
     ancestors = shape.tables(device).ancestors
 
     def tensor(values):
@@ -345,34 +343,27 @@ def _fixed_levels(
     # Example: the root has the children 1 and 2, node 1 has 3 and 4, node 2 has 5. The second level
     # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
     # and source 3, a second child of node 2, is not used.
-    while any(shape.children[node] for node in inner):
-        width = 1 + max(ranks[child] for node in inner for child in shape.children[node])
-        children, source, parents = [], [], []
-        paths, above = [], []
-        for m, node in enumerate(inner):
-            # The drafter has run the root before the tree grows.
-            if node:
-                run.append(node)
-            paths.append(shape.path_to(node))
-            above.append(before.index(shape.parents[node]))
-            for child in shape.children[node]:
-                children.append(child)
-                source.append(m * width + ranks[child])
-                parents.append(node)
+    for depth in range(shape.levels):
+        inner = [n for n in range(shape.nodes) if shape.depths[n] == depth and shape.children[n]]
+        of_node = [(m, child) for m, node in enumerate(inner) for child in shape.children[node]]
+        children = [child for _, child in of_node]
+        width = 1 + max(ranks[child] for child in children)
+        if depth:  # the drafter has run the root before the tree grows
+            run += inner
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
-                depth=shape.depths[inner[0]],
+                depth=depth,
                 width=width,
-                paths=tensor(paths),
+                paths=tensor([shape.path_to(node) for node in inner]),
                 children=tensor(children),
-                source=tensor(source),
-                parents=tensor(parents),
-                above=tensor([above]),
+                source=tensor([m * width + ranks[child] for m, child in of_node]),
+                parents=tensor([shape.parents[child] for child in children]),
+                above=tensor([[before.index(shape.parents[node]) for node in inner]]),
                 visible=ancestors[:, tensor(inner)][:, :, tensor(run)],
             )
         )
-        before, inner = inner, tuple(child for child in children if shape.children[child])
+        before = inner
     run_index = [NO_NODE] * shape.nodes
     for i, node in enumerate(run):
         run_index[node] = i

@@ -17,8 +17,8 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposers.chains import cut
 from draftsmith.inference.proposers.growth import Level, Slots
+from draftsmith.inference.proposers.tree_plan import cut
 from draftsmith.inference.rounds.accept import match
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape

@@ -361,8 +361,10 @@ def load_proposer(
     elif kind.trained and isinstance(target, Target) and target.laid_out:
         pack_drafter(proposer.drafter)
     if lookup:
+        trees = importlib.import_module(".proposers.default_tree", __package__)
         module = importlib.import_module(".proposers.with_lookup", __package__)
-        proposer = module.WithLookup(proposer, **lookup)
+        prior = trees.expected_tokens(given[0].calibration, proposer.plan)
+        proposer = module.WithLookup(proposer, **lookup, prior=prior)
     if own_method(kind.module) is not None:
         proposer = guarded(proposer, kind.module, target)
     proposer.given = Given(spec, "" if tuned is None else ":tuned")

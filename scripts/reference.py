@@ -53,7 +53,7 @@ are `tests`, the rows of all settings that have an interval, and `level`, that o
 which rows are flagged ([intervals](../metrics.md#intervals)).
 
 **A row of a profile of `draftsmith tune`** has the chosen tree (`kind`, `label`, `setting`,
-`predicted`, `measured`), `plain`, `default` and the `finalists` in the same form, and:
+`measured`), `plain`, `default` and the `finalists` in the same form, and:
 
 - `finalists[].gain`, `gain_interval`: tokens per second over the default's on the prompts that
   trees are chosen on; the intervals of all finalists together err in 5% (`best.level` each).
@@ -63,8 +63,10 @@ which rows are flagged ([intervals](../metrics.md#intervals)).
 - `taken`, `reason`: whether the best one replaces the default, and why, in words.
 - `gain_over_default`, `gain_ci95`: what the chosen tree gains over the default: `gain_again` and
   its interval if the best was taken, else 1 and null.
-- `effort`: `prompts` that trees are chosen on, `prompts_again` of the gain, lengths and timings
-  that fitted into the budget.
+- `tried`: for each measurement before the last one its `prompts`, and the `gains` of all candidates
+  over the default by their labels.
+- `effort`: `prompts` that trees are chosen on, `prompts_again` of the gain, `max_new_tokens` and
+  `repeats` that fitted into the budget.
 """
 JSON = {str: "text", bool: "boolean", int: "integer", float: "number", Mapping: "table"}
 JSON |= {dict: "table", type(None): "null"}

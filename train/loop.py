@@ -37,7 +37,6 @@ from .config import RunConfig
 from .data.batches import Batches
 from .division import divided, interval
 from .endings import Stopped
-from .estimate import check_affordable
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
@@ -52,6 +51,7 @@ from .parallel import (
     make_accelerator,
     only_launch,
 )
+from .planning.costs import check_affordable
 from .profiling import profiler
 from .schedule import rate_at
 from .serving import say_engines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..inference.evaluation.gains import GPUS
+from ..inference.costs import gpu_named
 
 PARTS = ("data", "target", "drafter", "optimiser")
 """Parts of a step.
@@ -23,12 +22,8 @@ def peak_of(device: torch.device) -> float | None:
     """Return the FLOP/s in bf16 on this GPU's data sheet; None for others, and for a CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    for known, gpu in GPUS.items():
-        # The name is that of the driver, such as "NVIDIA H100 80GB HBM3".
-        if re.search(rf"\b{known}\b", name):
-            return 1e12 * gpu.tflops
-    return None
+    gpu = gpu_named(torch.cuda.get_device_name(device))
+    return None if gpu is None else 1e12 * gpu.tflops
 
 
 class Pace:

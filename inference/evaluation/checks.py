@@ -22,7 +22,6 @@ from ..targets.target_files import base_and_adapter, check_config, read_tokenize
 from .engines import ImitatedEngine
 from .measure import Setting
 from .options import EvaluateOptions as Options
-from .tuning.options import TuneOptions
 from .tuning.profile import read_profile
 
 N = TypeVar("N", int, float)
@@ -78,7 +77,7 @@ def check(options: Options) -> list[Setting]:
 
 
 def prompts_of(
-    options: Options | TuneOptions, tokenizer: Any = None, given: GivenRows | None = None
+    options: Options, tokenizer: Any = None, given: GivenRows | None = None
 ) -> list[Prompt]:
     """Return the prompts that the options name, or those that are `given`.
 

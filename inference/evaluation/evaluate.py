@@ -50,6 +50,7 @@ from .console_tables import show
 from .definitions import DEFINITIONS
 from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
 from .figures import figures_of_setting, gain, model_batches
+from .four_tokens import four_tokens
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
 from .names import distinct_names, short_name
@@ -67,7 +68,6 @@ from .results import (
 )
 from .server import report as live_report
 from .spec_bench import write_spec_bench
-from .tuning.costs import four_tokens
 from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...heads.errors import UserError
-from ..settings import BadRows, Sampling, SourceOptions, TargetConfig, choice_named
-from .gains import GPUS
+from ..costs import known_gpu
+from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
 
 
 @dataclass
@@ -131,75 +131,35 @@ class SimulateOptions:
     """Tokens per round, speed-up and best draft length from a measured or assumed acceptance."""
 
     examples: ClassVar[tuple[str, ...]] = (
-        "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 "
-        "--params 8B",
-        "draftsmith simulate --report out.json",
-        "draftsmith simulate --report out.json --gpu H100 --params 8B --context 2000",
+        "draftsmith simulate --acceptance 0.8 --length 5 --draft-cost 0.05 --gpu H100 --params 8B",
+        "draftsmith simulate --acceptance out.json",
+        "draftsmith simulate --acceptance out.json --gpu H100 --params 8B --context 2000",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "acceptance",
-        "report",
-        "draft_length",
-        "draft_cost",
-        "gpu",
-        "params",
-    )
+    first: ClassVar[tuple[str, ...]] = ("acceptance", "length", "draft_cost", "gpu", "params")
 
-    acceptance: str | None = None
+    acceptance: str
     """Probability that a draft is accepted if those before it were: 0.8, or one for each position:
-    0.85,0.8,0.75."""
-    report: str | None = None
-    """JSON of draftsmith evaluate, whose measured acceptances are used in place of --acceptance."""
-    drafter: str | None = None
-    """Drafter of the report whose acceptances --gpu or --profile take, by its name in the tables;
-    the one of the longest chain if not given."""
-    draft_length: int = 5
+    0.85,0.8,0.75; or the JSON of draftsmith evaluate, of which the acceptances of the longest chain
+    are taken."""
+    length: int = 5
     """Drafts in a chain."""
-    draft_cost: float = 0.05
-    """Time of a draft step over that of a plain step of the target."""
-    longest: int = 32
-    """Longest chain that is tried."""
+    draft_cost: float | None = None
+    """Time of a draft step over that of a plain step of the target; if not given, as measured in
+    the JSON of draftsmith evaluate, or else 0.05."""
     gpu: str | None = None
-    """GPU whose roofline is computed over batch sizes and contexts; needs --params."""
+    """GPU whose roofline is computed over numbers of requests; needs --params."""
     params: float | None = None
-    """Parameters of the target, such as 8e9; without the experts, if it has any."""
-    weight_bytes: float = 2.0
-    """Bytes of a parameter."""
-    kv_bytes: float = 131072.0
-    """Bytes that keys and values of one position take, all layers together (131072: Llama-3.1-8B in
-    bf16)."""
-    expert_params: float = 0.0
-    """Parameters of all experts together."""
-    experts: int = 0
-    """Experts of a layer."""
-    active: int = 0
-    """Experts that a token passes through."""
-    compute_share: float = 0.5
-    """Share of the GPU's data-sheet TFLOP/s that the server's products reach (assumed)."""
-    bandwidth_share: float = 0.8
-    """Share of its data-sheet bandwidth at which the server reads weights and caches (assumed)."""
-    profile: str | None = None
-    """Profile that draftsmith tune wrote: gains are computed for its verification times, too."""
-    batch: str = "1,16,64,256,512"
-    """Batch sizes of the roofline."""
-    context: str = "300,2000,16000"
-    """Contexts of the roofline: positions that each request has already."""
+    """Parameters of the target, such as 8e9."""
+    context: int = 2000
+    """Positions that each request has already, for the roofline."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
 
     def __post_init__(self) -> None:
-        if (self.acceptance is None) == (self.report is None):
-            raise UserError("give either --acceptance or --report")
-        if self.draft_length < 1 or self.longest < self.draft_length or self.draft_cost < 0:
-            raise UserError(
-                "--draft-length must be at least 1 and at most --longest, --draft-cost at least 0"
-            )
-        if self.drafter is not None and self.report is None:
-            raise UserError("--drafter names a drafter of --report; give both")
-        if not (0 < self.compute_share <= 1 and 0 < self.bandwidth_share <= 1):
-            raise UserError("--compute-share and --bandwidth-share must be above 0 and at most 1")
+        if self.length < 1 or (self.draft_cost or 0) < 0 or self.context < 0:
+            raise UserError("--length must be at least 1, --draft-cost and --context at least 0")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
-        self.gpu = None if self.gpu is None else choice_named(self.gpu, GPUS)
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
+        if self.params is not None and self.params <= 0:
+            raise UserError(f"--params must be above 0; it cannot be {self.params:g}")
+        self.gpu = None if self.gpu is None else known_gpu(self.gpu)

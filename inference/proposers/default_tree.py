@@ -1,26 +1,26 @@
-"""The tree that a trained drafter drafts where nobody has chosen one: the one that pays here.
+"""Trees of a trained drafter by what they are expected to gain, from its own held-out accuracies.
 
-A GPU verifies dozens of nodes in the time of one, as long as it waits for memory. A CPU does not,
-and there a tree of many nodes can make decoding slower than plain decoding.
+Training evaluates every drafter with a tree of the size that suits a GPU, which verifies some tens
+of nodes in the time of one, as long as it waits for memory. A CPU does not, and there a tree of
+many nodes can make decoding slower than plain decoding.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy
-
 from ...heads.artifact import Artifact
+from ...heads.files import JsonObject
+from ..costs import Gpu, pass_cost, speedup, tree_tokens
 from ..targets.causal_model import CausalModel, bytes_of
 from ..tree_settings import Ranks
 from .shapes import grow
+from .tree_plan import Planner
 
-VERIFY_ON_CPU = {1: 1.0, 2: 1.2, 4: 1.1, 8: 1.2, 16: 1.5, 32: 2.1, 64: 3.3}
-"""Time of a forward pass over so many tree nodes, over that of one node: SmolLM2-135M and the
-quickstart target, float32 and bfloat16 (EXPERIMENTS.md, "Default trees")."""
-GROWTH = 1.25  # time of drafting a tree's level over that of running its rows (same place)
+GROWTH = 1.25
+"""Time of drafting a tree's level over that of running its rows: ranking candidates and building
+the tree take the host about a quarter of what a small layer takes."""
 TREES = (4, 8, 16, 26)  # drafted nodes of the trees that are considered
 
 
@@ -35,55 +35,77 @@ class DefaultTree(NamedTuple):
 def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
     """Return the tree that the artifact names for the target's device, or else the best on a CPU.
 
-    The latter is the one with which the drafter is expected to gain most. It is computed from the
-    drafter's held-out accuracies, a table of what verification costs, and the share of the target's
-    weights that drafting reads, so that it is the same on every CPU. It is None on other devices,
-    and for drafters without such accuracies: those draft as they were evaluated in training.
+    The latter is the one with which the drafter is expected to gain most, by the model of
+    `inference.costs`; nothing is timed, so that it is the same on every CPU and in every run. It is
+    None on other devices, and for drafters without held-out accuracies: those draft as they were
+    evaluated in training.
     """
-    accuracies, known = artifact.calibration.get("rank_accuracy"), artifact.calibration
+    known = artifact.calibration
     if (named := known.get("trees", {}).get(target.device.type)) is not None:
         return DefaultTree(dict(named), None)
+    accuracies, levels = known.get("rank_accuracy"), known.get("length", 1)
     if not accuracies or target.device.type != "cpu":
         return None
-    drafter = artifact.drafter
-    one_pass = verify_cost(drafter.rows_of_pass)
-    levels = known.get("length", 1)
     found: list[DefaultTree] = []
+
+    def offer(settings: dict[str, Any], tree: Sequence[Ranks], width: int) -> None:
+        gain = expected_gain(artifact.drafter, target, accuracies, tree, levels, width)
+        found.append(DefaultTree(settings, gain))
+
     for length in range(1, min(levels, len(accuracies)) + 1):
-        chain = [(0,) * depth for depth in range(1, length + 1)]
-        drafting = draft_share(drafter, target, length) * one_pass
-        settings = {"width": 1, "length": length}
-        found.append(DefaultTree(settings, gain(accuracies, chain, drafting)))
+        offer({"width": 1, "length": length}, chain_of(length), 1)
     for nodes in sorted({*TREES, known.get("tree_nodes", TREES[-1])}):
-        if nodes < levels:
-            continue
-        tree = grow(accuracies, nodes)
-        if drafter.drafts_by_level:
-            deepest, pass_cost = levels, verify_cost(known.get("width", 1)) * GROWTH
-        else:
-            # Such a tree is made level by level too, though the drafter runs once.
-            growth = GROWTH if drafter.drafts_in_turn else 1.0
-            deepest, pass_cost = max(map(len, tree), default=1), one_pass * growth
-        drafting = draft_share(drafter, target, deepest) * pass_cost
-        found.append(DefaultTree({"nodes": nodes}, gain(accuracies, tree, drafting)))
+        if nodes >= levels:
+            offer({"nodes": nodes}, grow(accuracies, nodes), max(known.get("width", 1), 2))
     return max(found, key=lambda candidate: candidate.gain or 0.0)
 
 
-def gain(accuracies: Sequence[Sequence[float]], nodes: Sequence[Ranks], drafting: float) -> float:
-    """Return the expected tokens of a round with the tree `nodes` over those of plain decoding.
+def expected_gain(
+    drafter: Any,
+    target: CausalModel,
+    accuracies: Sequence[Sequence[float]],
+    tree: Sequence[Ranks],
+    levels: int,
+    width: int,
+    batch: int = 1,
+    gpu: Gpu | None = None,
+) -> float:
+    """Return the expected tokens per second with a tree over those of plain decoding.
 
-    Both in the same time. `accuracies` are as in `grow`; `drafting` is the time of making the
-    drafts, over that of a plain pass of the target.
+    The same batch of requests decodes in both; `gpu` is None on a CPU. A tree of width 1 is a
+    chain. Wider ones cost `levels` passes over `width` rows if the drafter drafts by levels; others
+    are made level by level too, though the drafter runs once.
     """
-    expected = 1.0
-    for ranks in nodes:
-        expected += math.prod(accuracies[depth][rank] for depth, rank in enumerate(ranks))
-    return expected / (verify_cost(1 + len(nodes)) + drafting)
+    rows, growth = drafter.rows_of_pass, 1.0
+    if width > 1 and drafter.drafts_by_level:
+        rows, growth = width, GROWTH
+    else:
+        levels = max(map(len, tree), default=1)
+        if width > 1 and drafter.drafts_in_turn:
+            growth = GROWTH
+    plain = pass_cost(batch, gpu)
+    drafting = growth * draft_share(drafter, target, levels) * pass_cost(batch * rows, gpu)
+    verifying = pass_cost(batch * (1 + len(tree)), gpu)
+    return speedup(tree_tokens(accuracies, tree), drafting / plain, verifying / plain)
 
 
-def verify_cost(nodes: int) -> float:
-    """Return `VERIFY_ON_CPU` at any number of nodes, interpolated linearly."""
-    return float(numpy.interp(nodes, list(VERIFY_ON_CPU), list(VERIFY_ON_CPU.values())))
+def chain_of(length: int) -> list[Ranks]:
+    """Return the nodes of a chain, as `grow` returns those of a tree."""
+    return [(0,) * depth for depth in range(1, length + 1)]
+
+
+def expected_tokens(calibration: JsonObject, plan: Planner) -> float | None:
+    """Return the tokens of a round with `plan` by a drafter's held-out accuracies.
+
+    A tree that follows the drafter's confidence counts as the fixed one of its size. None where the
+    artifact has no accuracies, as that of an imported drafter.
+    """
+    accuracies = calibration.get("rank_accuracy", [])[: plan.length]
+    if not accuracies:
+        return None
+    chain = plan.width == 1
+    tree = chain_of(len(accuracies)) if chain else grow(accuracies, plan.nodes)
+    return tree_tokens(accuracies, tree)
 
 
 def draft_share(drafter: Any, target: CausalModel, levels: int) -> float:

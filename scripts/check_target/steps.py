@@ -413,7 +413,7 @@ def measurements(plan: Plan) -> list[Step]:
             ],
             needs=["train eagle"],
         ),
-        Step("simulate", [Command(["simulate", "--report", report])], needs=["evaluate"]),
+        Step("simulate", [Command(["simulate", "--acceptance", report])], needs=["evaluate"]),
         Step(
             "report",
             [Command(["report", report, plan.at("eagle"), "--out", plan.at("report.html")])],

@@ -71,7 +71,7 @@ tuned() {
         # A drafter that was trained on has another tree.
         if [ ! -e "$profile" ] || [ "${drafter%%:*}" -nt "$profile" ]; then
             draftsmith tune --target "$target" --target.dtype "$1" --prompts "$runs/valid.prompts.jsonl" \
-                --limit 24 --max-new-tokens 64 --budget 3 --drafter "$drafter" --out "$profile"
+                --budget 3 --drafter "$drafter" --out "$profile"
         fi
         draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$profile" --drafter "$drafter" \
             --json "$out/table-$1-$name.json"

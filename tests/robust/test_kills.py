@@ -110,18 +110,7 @@ def tune(folder: Path, target: Path) -> list[str]:
         "--drafter",
         "ngram:longest=5,name=longer",
     ]
-    sized = [
-        "--max-new-tokens",
-        "24",
-        "--repeats",
-        "1",
-        "--contexts",
-        "128",
-        "--finalists",
-        "1",
-        "--budget",
-        "0",
-    ]
+    sized = ["--budget", "0.02"]
     return [PYTHON, *CLI, *base, *sized, "--out", str(folder / "out.json")]
 
 

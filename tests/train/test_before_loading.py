@@ -51,7 +51,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         (("evaluate", "--prompts", "EMPTY", "--bad-rows", "skip"), "holds no prompts"),
         ((*TUNE, f"{DSPARK}:bad=1"), SETTING),
         ((*TUNE, "ngram:length=x"), "length must be a whole number of at least 1, not 'x'"),
-        ((*TUNE, "ngram", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
+        ((*TUNE, "ngram", "--batch-sizes", "0"), "--batch-sizes must be at least 1, not 0"),
         ((*TUNE, "ngram", "--prompts", "EMPTY"), "the prompt is empty"),
         (("serve", "--port", "0", "--drafter", f"{DSPARK}:bad=1"), SETTING),
         (("serve", "--port", "0", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),

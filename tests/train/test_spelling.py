@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.inference.costs import GPUS
 from draftsmith.inference.evaluation.engines import ImitatedEngine
-from draftsmith.inference.evaluation.gains import GPUS
 from draftsmith.inference.evaluation.options import SimulateOptions
 from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
 from draftsmith.train.command_line.fields import fields_of

@@ -33,14 +33,12 @@ from ..data.features import LiveTarget
 from ..loop import check_beginning, check_with_target
 from ..method import MethodName, method_for, method_named, run_class_named
 from ..outline import target_of_run
-from ..planning.optimiser import optimiser_share
 from ..provenance import versions
 from ..serving import check_engines
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
-COSTLY = 0.3  # share of a step's time from which the optimiser has a warning
 SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
@@ -197,8 +195,6 @@ def check_run(
         except UserError as error:
             begins.status, begins.found = "error", str(error)
         findings.append(begins)
-    if (optimiser := check_optimiser(method, config)) is not None:
-        findings.append(optimiser)
     # Last: it resolves the run.
     if (fitting := check_fit(method, config)) is not None:
         findings.append(fitting)
@@ -220,24 +216,6 @@ def check_fit(method: MethodName, config: RunConfig) -> Finding | None:
     except UserError as error:
         return Finding("config and target", "error", str(error))
     return Finding("config and target", "ok", "the settings fit the target")
-
-
-def check_optimiser(method: MethodName, config: RunConfig) -> Finding | None:
-    """Return the finding about the share of a step that the optimiser takes on a processor.
-
-    None where the target's config cannot be read, and on a GPU, where the share is small.
-    """
-    try:
-        if resolve_device(config.target.device).type != "cpu":
-            return None
-        share = optimiser_share(method_named(method), config)
-    except UserError:  # which the run itself explains
-        return None
-    text = f"{config.optim.optimizer} takes some {share:.0%} of a step's time on a processor"
-    if share < COSTLY:
-        return Finding("optimiser", "ok", text)
-    more = "more tokens in a step (--rows-per-step, --data.max-length) make it less"
-    return Finding("optimiser", "warning", f"{text}; {more}")
 
 
 def check_target(

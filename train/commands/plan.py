@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,18 @@ from ...inference.console import Console, several
 from ..command_line.parse import config_with
 from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
-from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..methods.beginnings import take_heads_before
-from ..planning.communication import COUNTS as GPU_COUNTS
-from ..planning.communication import Network, Step, limits, seconds, sent, step_for
-from ..planning.costs import DECODE_SHARE, READ_SHARE, ROWS_HERE, plan_for, steps_of
+from ..planning.costs import (
+    DECODE_SHARE,
+    MFU,
+    RunSizes,
+    plan_for,
+    shape_of,
+    size,
+    steps_of,
+)
 from ..planning.options import PlanOptions as Options
-from ..planning.reply_share import ROWS, reply_share_of
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
 from ..planning.verdict import need_of, verdict
@@ -45,13 +49,8 @@ def run(options: Options) -> None:
     check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
-        note = ""
-        if options.reply_share is None:
-            options = replace(options, reply_share=reply_share_of(config))
-            plan = plan_for(shape, options, config)
-            note = written_note(options.reply_share)
         method = method_named(method_for(options.config, options.method))
-        memory, step = None, step_for(shape, options, config)
+        memory = None
         try:
             memory = memory_of_step(method, config, options.written_share, options.gpus)
         except UserError as error:
@@ -60,28 +59,18 @@ def run(options: Options) -> None:
     steps = steps_of(options, config)
     found: dict[str, Any] = {"options": asdict(options), "verdict": figures}
     found |= {"shape": asdict(shape), "plan": plan, "steps": steps}
-    network = Network(options.link, options.network)
-    if output_json(options.json, {**found, **as_json(memory, step, network)}):
+    if memory is not None:
+        found["memory"] = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
+    if output_json(options.json, found):
         return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options, config.features)
     Console().print(steps_note(steps, options, config), highlight=False)
-    if note:
-        Console().print(note)
-    show_sending(step, network, options.gpus)
-
-
-def written_note(share: float | None) -> str:
-    """Return a sentence about the share of the tokens that was counted as replies."""
-    if share is None:
-        return (
-            "All tokens are counted as replies, because the run's data or tokenizer cannot be read "
-            "here; --reply-share 0.5 counts half of them."
+    if options.reply_share is None:
+        Console().print(
+            "All tokens are counted as replies, which is an upper bound; --reply-share 0.5 counts "
+            "half of them."
         )
-    return (
-        f"Replies are {share:.0%} of the tokens, as in the first {ROWS} rows of each source; "
-        "--reply-share changes it."
-    )
 
 
 def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> str:
@@ -105,22 +94,8 @@ def few_steps(steps: dict[str, int], config: RunConfig) -> str:
     )
     if config.optim.optimizer == "adamw":
         # Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
-        said += (
-            " With k times the rows a step, AdamW's rate is usually raised by the square root of k "
-            "(arXiv 2205.10287); try it before a long run."
-        )
+        said += " With k times the rows a step, AdamW's rate is usually raised by the root of k."
     return said
-
-
-def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
-    """Return the memory of a step, and what it sends, in bytes and seconds."""
-    sizes = None
-    if memory is not None:
-        sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
-    sending = {}
-    for gpus in GPU_COUNTS:
-        sending[gpus] = {"bytes": sent(step, gpus), "seconds": seconds(step, network, gpus)}
-    return {"memory": sizes, "step": asdict(step), "sending": sending}
 
 
 def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
@@ -160,7 +135,7 @@ def show(
 ) -> None:
     """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
-    once = f"forward at {options.mfu:.0%} of peak"
+    once = f"forward at {MFU:.0%} of peak"
     times = plan["extractions"]
     if times != 1:
         once += f", {'live' if features.live else 'by the server'}: in each of {times:g} epochs"
@@ -176,12 +151,20 @@ def show(
     table.add_row("features, if stored", size(plan["feature_bytes"]), per_token)
     table.add_row("features, if stored in fp8", size(plan["feature_bytes_fp8"]), "")
     table.add_row("regenerate replies, by a server", hours(plan["regenerate_gpu_hours"]), decoding)
-    here = f"not in the sum; {ROWS_HERE} at once, weights read at {READ_SHARE:.0%} of the bandwidth"
-    table.add_row("... in this process", hours(plan["regenerate_here_gpu_hours"]), here)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    for name, bytes_, note in memory_rows(memory, target, features) if memory else []:
-        table.add_row(f"GPU memory: {name}", size(bytes_), note)
+    if memory is not None:
+        state = memory.drafter + memory.moments
+        table.add_row("GPU memory: target", size(memory.target), target)
+        table.add_row("... drafter", size(state), "fp32 weights and the optimiser's moments")
+        table.add_row("... features", size(memory.features), "of one batch")
+        table.add_row("... activations", size(memory.activations), "left by the forward pass")
+        table.add_row("... step", size(memory.step), "both passes at their peak, with gradients")
+        extraction = "before the drafter's step"
+        if not features.live:
+            extraction = "from a store" if features.store is not None else "from a server"
+        table.add_row("... target's forward pass", size(memory.extraction), extraction)
+        table.add_row("... at the peak", size(memory.peak), "of all, without CUDA's own")
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
@@ -195,50 +178,6 @@ def show(
             "train live, or keep a bounded ring "
             "next to the training (draftsmith data extract --ring 8)."
         )
-
-
-def show_sending(step: Step, network: Network, gpus: int) -> None:
-    """Print what GPUs send each other in a step, and what stops growing with their number."""
-    per_gpu = f"GB a GPU of {gpus}"
-    table = Table("a step sends", per_gpu, *(f"on {number} GPUs, s" for number in GPU_COUNTS))
-    times = [seconds(step, network, number) for number in GPU_COUNTS]
-    for name, bytes_ in sent(step, gpus).items():
-        cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]
-        table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
-    console = Console()
-    console.print(table)
-    console.print(
-        f"A GPU computes {few(step.seconds)} s in its share of a step. "
-        "Next to it: the time to send, if nothing overlaps."
-    )
-    for sentence in limits(step, network):
-        console.print(sentence)
-
-
-def memory_rows(
-    memory: StepMemory, target: str, features: FeatureOptions
-) -> list[tuple[str, float, str]]:
-    """Return name, bytes and remark of each row of the plan that is about a GPU's memory.
-
-    `target` is the remark about the target's weights.
-    """
-    extraction = "besides these, before the drafter's step"
-    if not features.live:
-        extraction = "from a store" if features.store is not None else "from a server"
-    return [
-        ("target", memory.target, target),
-        ("drafter", memory.drafter + memory.moments, "fp32 weights and the optimiser's moments"),
-        ("features", memory.features, "of one batch"),
-        ("activations", memory.activations, "left by the drafter's forward pass"),
-        ("step", memory.step, "both passes at their peak, with gradients"),
-        ("target's forward pass", memory.extraction, extraction),
-        ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),
-    ]
-
-
-def few(value: float) -> str:
-    """Return a number with two digits, or all before the point: `0.42`, `110`."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def hours(gpu_hours: float) -> str:

@@ -1,18 +1,106 @@
-"""Bytes and GPU-hours of the stages of a training run, from the shapes of its models."""
+"""Cost of a training run from its configs alone: bytes, GPU-hours and GPU memory.
+
+Everything is arithmetic on shapes: the target and the drafter are built on the meta device, without
+weights. A run of absurd cost is refused before anything is loaded. What a GPU reaches is in
+`inference/costs.py`.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
+from pathlib import Path
 
-from ...inference.evaluation.gains import GPUS
+import psutil
+import torch
+
+from ...heads.errors import UserError
+from ...heads.files import check_space
+from ...heads.pretrained import make_causal_lm
+from ...inference.costs import GPUS
+from ...inference.targets.target import resolve_device
 from ..config import RunConfig
-from ..division import interval
-from ..estimate import RunSizes, step_bytes
+from ..division import divided, interval
+from ..method import AnyMethod
+from ..outline import ConfigOnly, Work, config_at, outlined, passed_through
 from .options import PlanOptions
 
+MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
-ROWS_HERE = 32  # replies that are decoded at once in this process (`data regenerate --batch-size`)
-READ_SHARE = 0.5  # of a GPU's bandwidth at which this process reads the weights for each step
+STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
+# Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
+# upper bound.
+MOST_MEMORY = 2.0
+# Work that training on a token may cost, as a multiple of the target's forward pass over it; common
+# recipes stay below 10.
+MOST_WORK = 100.0
+# Options that count something of which a row of data has at most one for each token.
+COUNTS = (
+    ("heads", "num_heads"),
+    ("heads", "block_size"),
+    ("heads", "num_layers"),
+    ("objective", "steps"),
+)
+
+
+@dataclass(frozen=True)
+class RunSizes(Work):
+    """Sizes of a target and its drafter that the arithmetic needs, and the work to train it."""
+
+    hidden: int
+    """Hidden size of the target."""
+    target_params: int
+    active_params: int
+    """Parameters of the target that one token passes through; fewer than all in a mixture of
+    experts."""
+    vocab: int
+    drafter_params: int
+    taps: int
+    """Number of taps that the drafter reads."""
+    all_last: bool
+    """True where the last state of every position is read, and not only of the replies'."""
+    target_layers: int = 1
+    frozen_params: int = 0
+    """Parameters of the drafter that are not trained."""
+
+    @property
+    def drafter_bytes(self) -> float:
+        """Bytes of the drafter's weights, their gradients and the optimiser's state."""
+        weights = STATE_BYTES // 4 * self.drafter_params
+        return float(weights + STATE_BYTES * 3 // 4 * (self.drafter_params - self.frozen_params))
+
+
+def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
+    """Return the sizes of the run's target and drafter.
+
+    Raises `UserError` where the target has no config that can be read.
+    """
+    model_config = config_at(config.target.path, config.target.trust_remote_code)
+    target = ConfigOnly(model_config)
+    with torch.device("meta"):
+        model = make_causal_lm(model_config)
+    total = sum(p.numel() for p in model.parameters())
+    active = sum(count for _, count in passed_through(model.named_parameters(), target.config))
+    taps, all_last = method.features_of(config, target)
+    outline = outlined(method, config, target)
+    parameters = list(outline.drafter.parameters())
+    return RunSizes(
+        target.config.hidden_size, total, round(active), target.vocab_size,
+        sum(p.numel() for p in parameters), len(taps), all_last, target.num_layers,
+        sum(p.numel() for p in parameters if not p.requires_grad),
+        **{f.name: getattr(outline, f.name) for f in fields(Work)},
+    )  # fmt: skip
+
+
+def step_bytes(shape: RunSizes, config: RunConfig, ranks: int) -> float:
+    """Return the bytes of features, activations and logits that a rank holds in a training step."""
+    positions = divided(config, ranks).rows * config.data.max_length
+    # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
+    # the backward pass about 20 vectors in fp32 for each state of each layer.
+    states = positions * shape.passes * shape.layers
+    activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
+    # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
+    return float(activations + 3 * shape.logit_rows * shape.vocab * 4)
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
@@ -21,28 +109,23 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
     the drafter.
     """
-    reply_share = options.written_share
+    gpu, tokens, reply_share = GPUS[options.gpu], options.tokens, options.written_share
     # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
     last = 1.0 if shape.all_last else reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
-    peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
-    decoding_hour = peak_hour * DECODE_SHARE
-    regenerate = 2 * shape.active_params * options.tokens * reply_share / decoding_hour
-    # Here each step reads all weights for a few rows, and their time is all that counts.
-    step = 2 * shape.target_params / (GPUS[options.gpu].tb_s * 1e12 * READ_SHARE)
-    here = options.tokens * reply_share / ROWS_HERE * step / 3600
-    extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
-    operations = shape.training_operations(reply_share) * options.tokens * config.epochs
-    train = operations / (peak_hour * options.mfu)
+    passed = 2.0 * shape.active_params * tokens  # operations of the target over all tokens
+    regenerate = gpu.hours_to_compute(passed * reply_share, DECODE_SHARE)
+    extract = gpu.hours_to_compute(passed, MFU)
+    operations = shape.training_operations(reply_share) * tokens * config.epochs
+    train = gpu.hours_to_compute(operations, MFU)
     # Without a store, features are made again in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
     return {
         "feature_bytes_per_token": per_token,
-        "feature_bytes": per_token * options.tokens,
-        "feature_bytes_fp8": per_token * options.tokens / 2,
+        "feature_bytes": per_token * tokens,
+        "feature_bytes_fp8": per_token * tokens / 2,
         "regenerate_gpu_hours": regenerate,
-        "regenerate_here_gpu_hours": here,
         "extract_gpu_hours": extract,
         "extractions": extractions,
         "train_gpu_hours": train,
@@ -65,3 +148,49 @@ def steps_of(options: PlanOptions, config: RunConfig) -> dict[str, int]:
         # There is always one at the end.
         "evaluations": math.ceil(steps / interval(config.evaluation.every, steps)),
     }
+
+
+def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
+    """Raise `UserError` where `run` asks for far more than makes sense on this machine.
+
+    That is memory, work, or the size of a checkpoint on the disk; `ranks` share the memory. A run
+    from a feature store is not checked, since its target may not be on this machine; nor is one
+    that begins with a drafter, whose shape is that drafter's.
+    """
+    if run.features.store is not None or run.init_from is not None:
+        return
+    sizes = []
+    for group, name in COUNTS:
+        if not hasattr(section := getattr(run, group, None), name):
+            continue
+        sizes.append(f"{group}.{name}")
+        if (value := getattr(section, name)) is not None and value > run.data.max_length:
+            raise UserError(
+                f"{sizes[-1]} is {value}, more than the {run.data.max_length} tokens of a row; "
+                "lower it"
+            )
+    shape = shape_of(method, run)
+    lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
+    # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
+    checkpoint = shape.drafter_bytes * 3 / 4
+    check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
+    needed = shape.drafter_bytes / ranks + step_bytes(shape, run, ranks)
+    available = float(psutil.virtual_memory().total)
+    if (device := resolve_device(run.target.device)).type == "cuda":
+        available = float(torch.cuda.get_device_properties(device).total_memory)
+    if needed > MOST_MEMORY * available:
+        raise UserError(
+            f"training needs about {size(needed)} besides the target, and this machine has "
+            f"{size(available)} (see draftsmith data plan); {lower} or batch_rows and "
+            "data.max_length"
+        )
+    work = shape.training_operations(1.0) / (2 * shape.active_params)
+    if work > MOST_WORK:
+        raise UserError(
+            f"training on a token would cost {work:,.0f} times the target's own forward pass over "
+            f"it, {MOST_WORK:g} at most make sense (see draftsmith data plan); {lower}"
+        )
+
+
+def size(bytes_: float) -> str:
+    return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...inference.evaluation.gains import GPUS
+from ...inference.costs import GPUS, TARGET_BYTES
 from ..config import RunConfig
-from ..estimate import RunSizes, size
-from .communication import GPUS_OF_A_NODE
+from .costs import RunSizes, size
 from .options import PlanOptions
 from .step_memory import MOMENT_BYTES, StepMemory
 
-GPUS_TRIED = tuple(2**power for power in range(10))
-SIZES = (24, 48, 80, 141, 180)  # GB of the GPUs that are proposed where a kind does not do
-MOST_PROPOSED = 64  # GPUs: more are not a remedy for a step that does not fit
+GPUS_TRIED = tuple(2**power for power in range(7))  # more are not a remedy for a step
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
 STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
 
@@ -29,8 +25,6 @@ class Need:
     """Layers of the target."""
     live: bool
     """False for a run from a feature store or a server, which has no target to shard."""
-    batch_rows: int = 1
-    """Packed rows that a pass may have."""
     ends: int = 0
     """Bytes of the target's embedding and head, which are there without the rest of it too."""
 
@@ -61,7 +55,7 @@ def need_of(
     shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
 ) -> Need:
     """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
-    ends = 2 * 2 * shape.hidden * shape.vocab  # two matrices in bfloat16
+    ends = 2 * TARGET_BYTES * shape.hidden * shape.vocab  # two matrices
     if memory is None:
         drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
         target = int(plan["target_bytes"]) if config.features.live else ends
@@ -69,61 +63,30 @@ def need_of(
             target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
             4 * trained + int(plan["activation_bytes"]),
         )  # fmt: skip
-    return Need(memory, shape.target_layers, config.features.live, config.batch_rows, ends)
+    return Need(memory, shape.target_layers, config.features.live, ends)
 
 
-def fit(need: Need, spread: str, options: PlanOptions) -> str:
-    """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
-    gb = gpu_memory(options)
+def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
+    """Return whether a step fits `gpus` GPUs of `gb` GB, and if not, what would."""
     if not need.live:
         spread = "whole"  # what there is of the target is not spread
     # The other GPUs of a run whose target is whole have a copy of it each.
-    gpus = 1 if spread == "whole" else options.gpus
+    gpus = 1 if spread == "whole" else gpus
     each = f"{size(need.each(gpus))} on each GPU at the peak of a step"
-    where = f"{gb:g} GB" if gpus == 1 else counted(gpus, gb)
+    where = f"{gb:g} GB" if gpus == 1 else f"{gpus} GPUs of {gb:g} GB"
     if need.each(gpus) <= gb * 1e9:
         spreading = "" if gpus == 1 else f" (target.spread {spread})"
         return f"fits {where}{spreading}: {each}."
-    needs = remedies(need, spread, gb)
-    if not needs:
-        rows = "batch_rows or " if need.batch_rows > 1 else ""
-        return (
-            f"does not fit {where} ({each}), nor any number of GPUs; lower {rows}data.max_length."
+    remedies = ["lower batch_rows or data.max_length"]
+    if (fewest := need.fewest(gb * 1e9)) is not None:
+        remedies.append(f"share the target between {fewest} GPUs (target.spread fsdp)")
+    if need.live:
+        alone = f"{size(need.without_target())} on each GPU then"
+        remedies.append(
+            f"keep the target elsewhere, {alone}: on a server (features.server), or run before the "
+            "training (data extract, features.store)"
         )
-    return f"does not fit {where} ({each}); needs {', or '.join(needs)}."
-
-
-def remedies(need: Need, spread: str, gb: float) -> list[str]:
-    """Return what lets a step fit that does not fit GPUs of `gb`, the most usual first."""
-    kinds = (gb, *(larger for larger in SIZES if larger > gb))
-    numbers = {kind: need.fewest(kind * 1e9) for kind in kinds}
-    shared = next((kind for kind in kinds if (numbers[kind] or math.inf) <= MOST_PROPOSED), None)
-    # The smallest kind that does where another process runs the target.
-    alone = next((kind for kind in kinds if need.without_target() <= kind * 1e9), None)
-    alone = alone if need.live else None
-    found = []
-    if shared is not None and (fewest := numbers[shared]) and (alone is None or shared <= alone):
-        how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
-        found.append(f"{counted(fewest, shared)}{how}")
-    if found and need.batch_rows > 1:
-        found.append("a smaller batch_rows")
-    if alone is not None:
-        kind = "" if alone == gb else f"GPUs of {alone:g} GB and "
-        found.append(
-            f"{kind}the target elsewhere, {size(need.without_target())} on each GPU then: on a "
-            "server (features.server), or run before the training (data extract, features.store)"
-        )
-    return found
-
-
-def counted(gpus: int, gb: float) -> str:
-    """Return `2 GPUs of 80 GB`, `12 GPUs of 80 GB on 2 nodes`, `4 nodes of 8 GPUs of 80 GB`."""
-    if gpus > GPUS_OF_A_NODE:
-        nodes, left_over = -(-gpus // GPUS_OF_A_NODE), gpus % GPUS_OF_A_NODE
-        if left_over:
-            return f"{gpus} GPUs of {gb:g} GB on {nodes} nodes"
-        return f"{nodes} nodes of {GPUS_OF_A_NODE} GPUs of {gb:g} GB"
-    return f"{gpus} GPU{'s' if gpus > 1 else ''} of {gb:g} GB"
+    return f"does not fit {where} ({each}); {', or '.join(remedies)}."
 
 
 def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
@@ -139,11 +102,6 @@ def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
     )
 
 
-def gpu_memory(options: PlanOptions) -> float:
-    """Return the GB of a GPU: as given, else by the data sheet of its kind."""
-    return options.gpu_memory if options.gpu_memory is not None else GPUS[options.gpu].gb
-
-
 def verdict(
     need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
 ) -> tuple[str, dict[str, Any]]:
@@ -157,9 +115,9 @@ def verdict(
     if config.features.store is not None:
         disk += plan["feature_bytes"]
         what = "checkpoints and stored features"
-    spread = config.target.spread
+    spread, gb = config.target.spread, GPUS[options.gpu].gb
     parts = [
-        fit(need, spread, options),
+        fit(need, spread, options.gpus, gb),
         f"training {training:,.1f} GPU-hours, {wall:,.1f} hours on {options.gpus} x "
         f"{options.gpu}; {more}.",
         f"Disk: {size(disk)} ({what}).",
@@ -168,7 +126,6 @@ def verdict(
     if options.price_per_gpu_hour is not None:
         price = plan["total_gpu_hours"] * options.price_per_gpu_hour
         parts.append(f"Price of all: {price:,.2f} at {options.price_per_gpu_hour:g} a GPU-hour.")
-    gb = gpu_memory(options)
     bytes_ = need.each(1 if spread == "whole" else options.gpus)
     figures = {
         "gpu_memory_gb": gb,

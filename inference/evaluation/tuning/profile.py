@@ -51,7 +51,6 @@ class ProfileFile(Document):
     target: Fingerprint | None = None
     machine: JsonObject = {}
     drafters: dict[str, list[TunedRow]] = {}
-    verification_s: dict[str, dict[str, dict[str, float]]] = {}
     prompts: JsonObject = {}
     command: str = ""
     started_at: str = ""
@@ -82,11 +81,7 @@ def empty_profile(options: TuneOptions, target: Target, prompts: int) -> JsonObj
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": target.fingerprint().as_dict(),
         "machine": machine_of(target),
-        "prompts": {
-            "path": options.prompts,
-            "count": prompts,
-            "max_new_tokens": options.max_new_tokens,
-        },
+        "prompts": {"path": options.prompts, "count": prompts},
         "drafters": {key_of(spec): [] for spec in options.drafter},
     }
 

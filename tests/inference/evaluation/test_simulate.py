@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,19 +17,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.evaluation.gains import (
+from draftsmith.inference.costs import (
+    CPU_BALANCE,
     GPUS,
-    Model,
+    Roofline,
     best_length,
     break_even,
-    experts_touched,
-    free_tokens,
-    pass_seconds,
-    profile_tokens,
+    chain_tokens,
+    gpu_named,
+    pass_cost,
     speedup,
     stretched,
+    tree_tokens,
 )
-from draftsmith.inference.evaluation.simulate import Options, from_report, simulation
+from draftsmith.inference.evaluation.simulate import (
+    Chain,
+    Options,
+    assumed,
+    by_load,
+    longest_chain,
+    run,
+    simulation,
+)
 from tests.conftest import PYTHON, QUICKSTART
 from tests.train.test_loop import environment
 
@@ -46,7 +57,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 CHANCE = st.floats(0, 1, allow_nan=False)
 
 
-def chain_tokens(acceptance: float, length: int) -> float:
+def closed_form(acceptance: float, length: int) -> float:
     """Return the expected tokens of a round with a chain of K = `length` drafts of one acceptance.
 
     This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
@@ -65,18 +76,18 @@ def chain_tokens(acceptance: float, length: int) -> float:
     ],
 )
 def test_tokens_of_a_chain(acceptance: float, tokens: tuple[float, ...]) -> None:
-    assert [round(profile_tokens([acceptance] * k), 3) for k in (3, 5, 7)] == list(tokens)
-    assert profile_tokens([0.0] * 5) == 1 and profile_tokens([1.0] * 5) == 6
+    assert [round(chain_tokens([acceptance] * k), 3) for k in (3, 5, 7)] == list(tokens)
+    assert chain_tokens([0.0] * 5) == 1 and chain_tokens([1.0] * 5) == 6
 
 
 @given(CHANCE, st.integers(1, 12))
 def test_a_level_profile_is_the_closed_form(acceptance: float, length: int) -> None:
-    assert profile_tokens([acceptance] * length) == pytest.approx(chain_tokens(acceptance, length))
+    assert chain_tokens([acceptance] * length) == pytest.approx(closed_form(acceptance, length))
 
 
 @given(st.lists(CHANCE, min_size=1, max_size=8))
 def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) -> None:
-    assert profile_tokens(acceptances) == pytest.approx(1 + sum(accumulate(acceptances, mul)))
+    assert chain_tokens(acceptances) == pytest.approx(1 + sum(accumulate(acceptances, mul)))
     assert stretched(acceptances, len(acceptances) + 2) == [
         *acceptances,
         acceptances[-1],
@@ -97,15 +108,15 @@ def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) 
 def test_the_best_length_and_what_it_gains(
     acceptance: float, cost: float, length: int, gain: float
 ) -> None:
-    best = best_length([acceptance], cost)
+    best = best_length([acceptance], cost, 32)
     assert best.length == length and best.speedup == pytest.approx(gain, abs=5e-3)
 
 
 def test_no_drafting_is_best_where_a_draft_costs_more_than_it_is_worth() -> None:
     """Some length gains iff a > c (arXiv 2211.17192, corollary 3.9)."""
-    assert best_length([0.3], 0.31).length == 0 and best_length([0.3], 0.29).length > 0
+    assert best_length([0.3], 0.31, 32).length == 0 and best_length([0.3], 0.29, 32).length > 0
     cost = break_even([0.8], 5)
-    assert speedup(chain_tokens(0.8, 5), 5, cost) == pytest.approx(1)
+    assert speedup(closed_form(0.8, 5), 5 * cost) == pytest.approx(1)
 
 
 def simulated_tokens(
@@ -134,135 +145,92 @@ def test_play_confirms_the_closed_form(length: int) -> None:
         target, drafter = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
         acceptance = float(torch.minimum(target, drafter).sum())
         played = simulated_tokens(target, drafter, length, 200_000)
-        assert played == pytest.approx(chain_tokens(acceptance, length), abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("experts", "active", "touched"),
-    [
-        (64, 6, (6, 21, 35, 51, 61, 64)),
-        (128, 8, (8, 29, 52, 82, 112, 126)),
-        (256, 8, (8, 31, 57, 102, 163, 222)),
-    ],
-)
-def test_experts_that_a_pass_reaches(experts: int, active: int, touched: tuple[int, ...]) -> None:
-    assert [round(experts_touched(experts, active, n)) for n in (1, 4, 8, 16, 32, 64)] == list(
-        touched
-    )
+        assert played == pytest.approx(closed_form(acceptance, length), abs=0.02)
 
 
 def test_the_roofline_by_hand() -> None:
     """8e9 parameters of 2 bytes at 3.35 TB/s: 4.78 ms; from 295 tokens on arithmetic takes
     longer."""
-    model, gpu = Model(8e9), GPUS["H100"]
-    assert pass_seconds(model, gpu, 1, 1, 0) == pytest.approx(16e9 / 3.35e12)
-    assert free_tokens(model, gpu) == pytest.approx(295, abs=1)
-    at_knee = pass_seconds(model, gpu, 1, 295, 0)
-    assert (
-        at_knee == pytest.approx(pass_seconds(model, gpu, 1, 1, 0), rel=0.01)
-        and pass_seconds(model, gpu, 1, 590, 0) > 1.9 * at_knee
+    model = Roofline(GPUS["H100"], 8e9, 0)
+    plain = model.pass_seconds(1, 1, 0)
+    assert plain == pytest.approx(16e9 / 3.35e12)
+    assert model.free_tokens == pytest.approx(295, abs=1)
+    at_knee = model.pass_seconds(1, 295, 0)
+    assert at_knee == pytest.approx(plain, rel=0.01) and model.pass_seconds(1, 590, 0) > (
+        1.9 * at_knee
     )
-    cached = Model(8e9, kv_bytes=131072)
-    assert pass_seconds(cached, gpu, 32, 1, 3815) == pytest.approx(
-        2 * pass_seconds(model, gpu, 1, 1, 0), rel=0.01
-    )
-    sparse = Model(1e9, expert_params=64e9, experts=64, active=6)
-    assert pass_seconds(sparse, gpu, 1, 1, 0) == pytest.approx(2 * 7e9 / 3.35e12)
-    assert 5 < pass_seconds(sparse, gpu, 1, 8, 0) / pass_seconds(sparse, gpu, 1, 1, 0) < 6, (
-        "verification is not free"
-    )
+    cached = Roofline(GPUS["H100"], 8e9, 131072)
+    assert cached.pass_seconds(32, 1, 3815) == pytest.approx(2 * plain, rel=0.01)
+    slower = Roofline(GPUS["H100"], 8e9, 131072, 0.5, 0.8)
+    assert slower.pass_seconds(32, 1, 3815) == pytest.approx(2 * plain / 0.8, rel=0.01)
+    assert slower.free_tokens == pytest.approx(model.free_tokens * 0.5 / 0.8)
+
+
+def test_a_pass_over_a_tree_by_hand() -> None:
+    """On a CPU reading and multiplying add up; on a GPU the longer of both counts."""
+    assert pass_cost(1) == 1 and pass_cost(1 + CPU_BALANCE) == 2
+    gpu = gpu_named("NVIDIA H100 80GB HBM3")
+    assert gpu == GPUS["H100"] and gpu_named("NVIDIA A100-SXM4-80GB") == GPUS["A100"]
+    assert gpu_named("something else") is None
+    assert pass_cost(200, gpu) == 1 and pass_cost(590, gpu) == pytest.approx(2, abs=0.01)
+    # 1 + 0.8 + 0.1 + 0.8 * 0.5
+    assert tree_tokens([[0.8, 0.1], [0.5, 0.2]], [(0,), (1,), (0, 0)]) == pytest.approx(2.3)
+
+
+def simulated(acceptance: str, **options: Any) -> Any:
+    return simulation(Options(acceptance, **options), Chain(None, assumed(acceptance), 0.05))
+
+
+def test_ranges_of_equal_numbers() -> None:
+    assert by_load([3, 3, 1, 0, 0]) == [[1, 2, 3], [3, 3, 1], [4, 5, 0]]
 
 
 def test_costs_erase_the_gain() -> None:
-    found = simulation(Options(acceptance="0.8", gpu="H100", params=8e9))
+    found = simulated("0.8", gpu="H100", params=8e9)
     assert found["tokens"] == pytest.approx(3.68928)
-    gains = [row["speedup"] for row in found["costs"]]
+    gains = [simulated("0.8", draft_cost=cost)["speedup"] for cost in (0.0, 0.1, 0.4)]
     assert gains == sorted(gains, reverse=True) and gains[0] == pytest.approx(3.68928)
-    by_batch = {row["batch"]: row for row in found["roofline"] if row["context"] == 2000}
+    by_batch = {row["batch"]: row for row in found["roofline"]}
     assert by_batch[256]["speedup"] < by_batch[64]["speedup"] <= by_batch[1]["speedup"]
 
 
-def test_the_best_length_falls_with_the_load() -> None:
-    """At 40% of the FLOP/s and 80% of the bandwidth, with a long context too."""
-    options = Options(
-        acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8,
-        batch="1,32,128,512", context="300,2000", compute_share=0.4, bandwidth_share=0.8,
-    )  # fmt: skip
-    rows = simulation(options)["roofline"]
-    for context in (300, 2000):
-        lengths = [row["best"]["length"] for row in rows if row["context"] == context]
-        gains = [row["best"]["speedup"] for row in rows if row["context"] == context]
-        assert lengths[0] == 6 and lengths == sorted(lengths, reverse=True) and lengths[-1] <= 2
-        assert gains[0] > 2.6 and gains[-1] < 1.6
-    with pytest.raises(UserError, match="--compute-share and --bandwidth-share"):
-        Options(acceptance="0.8", compute_share=0.0)
-
-
-def test_the_schedule_by_load_is_the_best_length_of_every_batch() -> None:
+@pytest.mark.parametrize("context", [300, 2000])
+def test_the_best_length_falls_with_the_load(context: int) -> None:
     """Ranges as vLLM takes them, of equal length next to one another, up to the last batch."""
-    options = Options(
-        acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8, context="300", batch="1,256"
-    )
-    (found,) = simulation(options)["by_load"]
-    ranges = found["ranges"]
-    assert found["context"] == 300 and ranges[0][0] == 1 and ranges[-1][1] == 256
+    found = simulated("0.8,0.75,0.7", gpu="H100", params=8e9, context=context)
+    (load,), rows = found["by_load"], found["roofline"]
+    ranges = load["ranges"]
+    assert load["context"] == context and ranges[0][0] == 1 and ranges[-1][1] == rows[-1]["batch"]
     assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
     lengths = [drafts for *_, drafts in ranges]
     assert lengths == sorted(lengths, reverse=True) and len({*lengths}) == len(lengths) > 2
-    for first, last, drafts in ranges:
-        several = Options(
-            acceptance="0.8,0.75,0.7", gpu="H100", params=8e9, longest=8, context="300",
-            batch=f"{first},{last}",
-        )  # fmt: skip
-        assert {row["best"]["length"] for row in simulation(several)["roofline"]} == {drafts}
-
-
-def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None:
-    """Verifying 0, 2 and 4 drafts takes 1, 2 and 6 ms: with free drafts of acceptance 0.5, one
-    draft (1.5 tokens in 1.5 steps) gains nothing, four (1.94 in 6) lose."""
-    profile = tmp_path / "profile.json"
-    profile.write_text(
-        json.dumps({"verification_s": {"8": {"132.0": {"0": 1e-3, "2": 2e-3, "4": 6e-3}}}})
-    )
-    options = Options(
-        acceptance="0.5", draft_length=4, draft_cost=0.0, longest=6, profile=str(profile)
-    )
-    (row,) = simulation(options)["measured_verification"]
-    assert (row["batch"], row["context"], row["plain_s"]) == (8, 132, 1e-3)
-    assert row["verify_cost"] == pytest.approx(6) and row["speedup"] == pytest.approx(1.9375 / 6)
-    assert row["best"] == {"length": 0, "speedup": 1.0}
-    profile.write_text("{}")
-    with pytest.raises(UserError, match="is not a profile"):
-        simulation(options)
+    for row in rows:
+        (drafts,) = (best for first, last, best in ranges if first <= row["batch"] <= last)
+        assert row["best"]["length"] == drafts
+    assert rows[0]["best"]["length"] == 6 and rows[0]["best"]["speedup"] > 2.6
+    assert rows[-1]["best"]["length"] <= 2 and rows[-1]["best"]["speedup"] < 1.6
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "give either"),
-        ({"acceptance": "0.8", "report": "x"}, "give either"),
-        ({"acceptance": "0.8", "gpu": "H100"}, "go together"),
-        ({"acceptance": "0.8", "gpu": "Z1", "params": 1e9}, "unknown GPU 'Z1'"),
-        ({"acceptance": "0.8", "draft_length": 0}, "at least 1"),
+        ({"gpu": "H100"}, "go together"),
+        ({"gpu": "Z1", "params": 1e9}, "unknown GPU 'Z1'"),
+        ({"length": 0}, "at least 1"),
+        ({"gpu": "H100", "params": 0.0}, "--params must be above 0"),
         ({"acceptance": "1.2"}, "between 0 and 1"),
         ({"acceptance": "high"}, "numbers with commas"),
-        ({"acceptance": "0.8", "drafter": "mine"}, "names a drafter of --report"),
-        ({"report": "no.json", "gpu": "H100", "params": 1e9}, "no.json"),
+        ({"acceptance": "no.json", "gpu": "H100", "params": 1e9}, "numbers with commas"),
     ],
 )
-def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
+def test_wrong_options_are_said(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
-        simulation(Options(**options))  # type: ignore[arg-type]
+        run(Options(**{"acceptance": "0.8", **options}))
 
 
 @pytest.mark.full
-def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
-    """A report of drafters on the quickstart target: tokens by products are tau_untruncated,
-    speed-ups are the report's own.
-
-    That tau over a round's cost is the measured speed-up is tested in test_evaluate.py, over more
-    drafters than these two.
-    """
+def test_a_report_gives_acceptances_and_the_cost_of_drafts(tmp_path: Path) -> None:
+    """Of two drafters on the quickstart target, the one of the longer chain."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3))
@@ -282,26 +250,23 @@ def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
         "evaluate", *shared, "--drafter", "ngram", "--drafter", "ngram:length=3", "--no-baselines"
     )
     assert done.returncode == 0, done.stderr
-    found = from_report(str(report), 16)
-    assert len(found) == 2
     written = json.loads(report.read_text())["settings"][0]["drafters"]
-    for name, row in found.items():
-        assert row["tokens"] == pytest.approx(row["tau_untruncated"])
-        assert row["speedup_predicted"] == written[name]["predicted_speedup"] > 0
-        assert row["speedup_measured"] == written[name]["speedup"] > 0
-    load = ("--gpu", "H100", "--params", "8e9", "--batch", "1,64", "--context", "300")
-    done = run_cli("simulate", "--report", str(report), *load, "--drafter", "ngram")
-    assert done.returncode == 0 and "measured" in done.stdout, done.stderr
-    seen = written["ngram"]["cond_accept"]
-    assert f"acceptances of ngram, {seen[0]:.2f}, " in done.stdout
-    # The same as with these acceptances given, up to the length of the drafter's chain.
-    options = {"gpu": "H100", "params": 8e9, "batch": "1,64", "context": "300"}
-    given = {"acceptance": ",".join(map(str, seen)), "longest": len(seen), "draft_length": 5}
-    mine = simulation(Options(report=str(report), drafter="ngram", **options))  # type: ignore[arg-type]
-    theirs = simulation(Options(**given, **options))  # type: ignore[arg-type]
-    assert mine.pop("drafter") == "ngram" and theirs.pop("drafter") is None and mine == theirs
-    with pytest.raises(UserError, match="no acceptances of a 'mine' that drafts chains"):
-        simulation(Options(report=str(report), drafter="mine", **options))  # type: ignore[arg-type]
+    chain = longest_chain(str(report))
+    assert chain.name is not None and chain.draft_cost > 0
+    seen = written[chain.name]["cond_accept"]
+    assert (
+        chain.acceptances == seen == max((row["cond_accept"] for row in written.values()), key=len)
+    )
+    load = ("--gpu", "H100", "--params", "8e9", "--context", "300", "--json", "-")
+    done = run_cli("simulate", "--acceptance", str(report), *load)
+    assert done.returncode == 0, done.stderr
+    mine = json.loads(done.stdout)
+    assert mine["draft_cost"] == pytest.approx(chain.draft_cost)
+    options = Options(str(report), gpu="H100", params=8e9, context=300)
+    assert mine["by_load"] == simulation(options, chain, len(seen))["by_load"]
+    assert simulation(replace(options, draft_cost=0.3), chain)["draft_cost"] == 0.3
+    done = run_cli("simulate", "--acceptance", str(report), *load[:-2])
+    assert f"acceptances of {chain.name}, {seen[0]:.2f}, " in done.stdout
     report.write_text("{}")
     with pytest.raises(UserError, match="not a report"):
-        from_report(str(report), 16)
+        run(Options(str(report)))

@@ -1,11 +1,10 @@
-"""tune: costs, the search and its predictions, the profile and who may use it."""
+"""tune: the candidates, the halving, the choice, the profile and who may use it."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,22 @@ from draftsmith.inference.decode import Generation, Request, Round, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
 from draftsmith.inference.evaluation.figures import Gain, gain
+from draftsmith.inference.evaluation.four_tokens import FixedSizes, four_tokens
 from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
 from draftsmith.inference.evaluation.results import SettingFigures
-from draftsmith.inference.evaluation.tuning.budget import (
-    finalists_that_fit,
-    past_the_limit,
-    roots_that_fit,
-    texts_that_fit,
-    timings_that_fit,
-)
-from draftsmith.inference.evaluation.tuning.candidates import Candidate, candidates
-from draftsmith.inference.evaluation.tuning.choice import Choice, enough, fewer, halves, level_of
-from draftsmith.inference.evaluation.tuning.costs import (
-    NODES,
-    PLAIN,
-    DraftCosts,
-    FixedSizes,
-    VerifyCosts,
-    _fit,
-    between,
-    features,
-    four_tokens,
-    predicted,
-    run,
+from draftsmith.inference.evaluation.tuning.candidates import candidates
+from draftsmith.inference.evaluation.tuning.halving import (
+    Choice,
+    Effort,
+    effort_for,
+    enough,
+    fewer,
+    halves,
+    level_of,
+    rungs,
 )
 from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
-from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts
-from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_of
+from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
@@ -56,29 +44,17 @@ EAGLE = str(QUICKSTART.parent / "drafters" / "eagle3")
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")
 
 
-def test_between_is_linear_and_flat_outside() -> None:
-    points = {1: 10.0, 3: 20.0, 7: 0.0}
-    assert [between(points, at) for at in (0, 1, 2, 3, 5, 7, 9)] == [10, 10, 15, 20, 10, 0, 0]
-
-
 @pytest.mark.full
-def test_a_filler_is_never_right_and_takes_every_size_in_turn(quickstart: Target) -> None:
+def test_drafts_of_fixed_sizes_are_never_right(quickstart: Target) -> None:
     prompt = chat_prompts(quickstart, "valid", 1)[0]
-    found = run(quickstart, FixedSizes((0, 3, 9)), [prompt] * 2, 6, GREEDY)
-    assert len(found) == 6 and all(
-        len(r.tokens) == 1 and r.accepted == 0 and r.rows == 2 for r in found
-    )
-    assert all(r.t_verify_s > 0 for r in found)
-    plain = run(quickstart, PlainDecoding(), [prompt] * 2, 6, GREEDY)
-    assert [r.tokens for r in plain] == [r.tokens for r in found], (
-        "the text is the target's, whatever was drafted"
-    )
-
-
-def chain(length: int, accepted: list[int]) -> Candidate:
-    return Candidate(
-        "chain", {"length": length}, PlainDecoding, [accepted], length, (1,) * (length - 1)
-    )
+    requests = [Request(prompt, i) for i in range(2)]
+    found = generate(quickstart, FixedSizes(3), requests, 6, GREEDY)
+    plain = generate(quickstart, PlainDecoding(), requests, 6, GREEDY)
+    for reply, expected in zip(found, plain, strict=True):
+        rounds = [record for record in reply.rounds if record.drafted is not None]
+        assert [record.drafted for record in rounds[:4]] == [0, 3, 0, 3]
+        assert all(len(record.tokens) == 1 and record.accepted == 0 for record in rounds)
+        assert reply.token_ids == expected.token_ids, "the target's, whatever was drafted"
 
 
 def test_the_pass_over_four_tokens(quickstart: Target) -> None:
@@ -89,128 +65,44 @@ def test_the_pass_over_four_tokens(quickstart: Target) -> None:
     assert four_tokens(tiny_target(max_position_embeddings=64)) is None
 
 
-def test_the_fit_finds_what_a_draft_costs() -> None:
-    truth = [3e-3, 2e-3, 1e-4, 5e-5, 1e-3, 5e-4, 4e-4, 2e-4]
-    probes = [
-        *(chain(k, []) for k in (1, 4, 8, 16)),
-        *(
-            Candidate("fixed", {}, PlainDecoding, [], n, (w,) * d)
-            for n, w, d in ((6, 1, 2), (12, 2, 4), (32, 3, 6), (64, 6, 7))
-        ),
-        *(
-            Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d)
-            for w in (2, 8)
-            for d in (1, 4, 7)
-            for n in (4, 40)
-        ),
-    ]
-    rows = [features(probe) for probe in probes]
-    seconds = [sum(w * x for w, x in zip(truth, row, strict=True)) for row in rows]
-    weights, errors = _fit(rows, seconds)
-    assert max(errors) < 0.02
-    other = Candidate("dynamic", {}, PlainDecoding, [], 16, (4, 4, 4))
-    assert DraftCosts({1: weights}, {1: 1.0}, 0.0).overhead(1, other) == pytest.approx(
-        sum(w * x for w, x in zip(truth, features(other), strict=True)), rel=0.03
-    )
+def test_the_faster_half_goes_on_with_twice_the_prompts() -> None:
+    assert rungs(8) == [(8, 4), (4, 2), (3, 1)] and rungs(5) == [(5, 2), (3, 1)]
+    assert rungs(2) == [(2, 1)] and rungs(1) == [(1, 1)]
 
 
 def test_what_fits_into_a_budget_by_hand() -> None:
-    """A plain step of n rows takes n hundredths of a second, so 12 replies of 96 tokens take 12 s,
-    and measuring three ways at batch 1 on one half of 24 prompts and two on the other takes 58 s; a
-    tenth and 45% of the time are theirs."""
+    """Of 40 prompts a half has 20: nine ways on 5 prompts, five on 10, five on 20, and two on the
+    20 others are 235 replies, each of 0.04 + 96 / 100 seconds."""
 
-    def step(rows):
-        return rows / 100
+    def effort(seconds: float, prompts: int = 40, batch: int = 1) -> Effort:
+        return effort_for(seconds, prompts, batch, 8, 0.04, 0.01)
 
-    assert texts_that_fit(24, 96, [1], 130, step) == (24, 96) and texts_that_fit(
-        24, 96, [1], math.inf, step
-    ) == (24, 96)
-    assert texts_that_fit(24, 96, [1], 110, step) == (18, 96)
-    assert texts_that_fit(24, 96, [1], 50, step) == (10, 48), "both halves have an interval"
-    assert texts_that_fit(24, 96, [4], 12, step) == (4, 24), "a batch stays full"
-    assert texts_that_fit(50, 96, [1, 4], 0, step) == (40, 16), "batches of 4 have an interval"
-    assert texts_that_fit(2, 96, [1], 0, step) == (2, 16) and texts_that_fit(
-        24, 8, [1], 0, step
-    ) == (10, 8)
-    assert (
-        roots_that_fit(96, 1.0, 20) == 96
-        and roots_that_fit(96, 1.0, 4) == 24
-        and roots_that_fit(96, 1.0, 0) == 6
-    )
-    # the default and a finalist run again on half as many prompts: 6 of the 39 seconds
-    runs = [10.0, 8.0, 4.0, 5.0, 6.0]
-    assert finalists_that_fit(3, 3, runs, 0.5, 117) == (3, 3)
-    assert finalists_that_fit(3, 3, runs, 0.5, 116) == (3, 2)
-    assert finalists_that_fit(3, 3, runs, 0.5, 34) == (2, 1)
-    assert finalists_that_fit(3, 3, runs, 0.0, 28) == (2, 1)
-    assert finalists_that_fit(3, 3, runs, 0.5, 0) == (1, 1)
+    assert effort(math.inf) == effort(706) == Effort(40, 96, 3)
+    assert effort(704) == Effort(40, 96, 2) and effort(236) == Effort(40, 96, 1)
+    assert effort(234) == Effort(30, 96, 1), "fewer prompts"
+    assert effort(50) == Effort(10, 48, 1), "both halves have an interval"
+    assert effort(0) == Effort(10, 16, 1) and effort(0, prompts=3) == Effort(3, 16, 1)
+    assert effort(0, prompts=100, batch=4) == Effort(40, 16, 1), "batches of 4 have an interval"
 
 
-def test_a_prediction_by_hand() -> None:
-    """Two texts: 6 tokens to write in rounds of 3, 1, 2 (the last one cut), and 2 tokens in a round
-    of 2.
-
-    A draft takes 1 s, verifying n nodes 1 + n seconds for each row: with two drafts 1 + 3 in
-    batches of one.
-    """
-    texts = [KnownText([0] * 9, 2, (0, 0)), KnownText([0] * 5, 2, (1, 0))]
-    candidate = replace(chain(2, []), accepted=[[2, 9, 9, 0, 1, 9], [2, 9]])
-    verify = VerifyCosts({b: {64.0: {n: b * (1.0 + n) for n in range(4)}} for b in (1, 2)})
-    costs = DraftCosts({b: [1.0, *[0.0] * 7] for b in (1, 2)}, {1: 1.0, 2: 1.0}, 0.0)
-    one = predicted(candidate, texts, 1, verify, costs)
-    assert one["tau"] == pytest.approx(8 / 4) and one["tokens_s"] == pytest.approx(8 / (4 * 4))
-    two = predicted(candidate, texts, 2, verify, costs)
-    assert two["tokens_s"] == pytest.approx(8 / ((1 + 6) + 4 + 4)), (
-        "the first round is shared, then one row is left"
-    )
-    slower = DraftCosts(costs.weights, {1: 2.0, 2: 2.0}, 0.0)
-    assert predicted(candidate, texts, 1, verify, slower)["tokens_s"] == pytest.approx(
-        8 / (4 * 7)
-    ), "verification takes 6 s"
-    plain = predicted(replace(PLAIN, accepted=[[0] * 6, [0] * 2]), texts, 1, verify, costs)
-    assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
-
-
-def test_prompts_rounds_and_turns_are_given_up_in_this_order() -> None:
-    def timings(seconds: float) -> tuple[int, int, int | None, float]:
-        # 24 rounds in 4 turns with 2 uncounted ones each take 16 seconds, and reading 160 tokens
-        # 16 in each turn.
-        found = timings_that_fit(24, 4, 2, 0.5, 0.1, 160, seconds)
-        return found.rounds, found.turns, found.tokens, found.seconds
-
-    assert timings(math.inf) == timings(80) == (6, 4, None, 80)
-    assert timings(60) == (6, 4, 110, 60)
-    assert timings(40) == (5, 4, 65, pytest.approx(40)), "6 rounds would take 41.6"
-    assert timings(34) == (2, 4, 65, pytest.approx(34))
-    assert timings(32) == (6, 3, 66, pytest.approx(31.8))
-    assert timings(0) == (3, 1, 64, pytest.approx(8.9)), "three rounds of one turn remain"
-
-
-def test_a_tuning_that_cannot_end_in_time_says_so() -> None:
-    assert past_the_limit(took=60, parts=3, left=90) is None, "later parts have shorter shares"
-    assert past_the_limit(took=60, parts=0, left=0) is None
-    line = past_the_limit(took=270, parts=3, left=90)
-    assert line is not None and "took 4.5 minutes and 3 remain" in line
-    assert "with 1.5 minutes of --budget left: expect up to 14 minutes more" in line
-
-
-def test_probes_reach_from_the_smallest_to_the_largest() -> None:
-    found = [chain(k, []) for k in (1, 2, 4, 8, 16)]
-    found += [
-        Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d)
-        for w in (2, 8)
-        for d in range(1, 8)
-        for n in (8, 64)
-    ]
-    probes = probes_of(found)
-    assert {c.nodes for c in probes if c.kind == "chain"} >= {1, 16}
-    assert {(len(c.draft), c.nodes, max(c.draft)) for c in probes if c.kind == "dynamic"} >= {
-        (1, 8, 2),
-        (7, 64, 2),
-        (7, 64, 8),
-    }
-    few = probes_of(found, few=True)
-    assert [c.nodes for c in few if c.kind == "chain"] == [1, 16] and len(few) == 6
+@pytest.mark.parametrize(
+    ("drafter", "kinds"),
+    [(EAGLE, {"chain", "dynamic", "fixed"}), (MEDUSA, {"chain", "dynamic", "fixed"}),
+     ("ngram:longest=2", {"chain"}),
+     (str(QUICKSTART.parent / "draft_model"), {"chain", "dynamic"})],
+)  # fmt: skip
+def test_six_to_ten_candidates_with_the_default_first(
+    drafter: str, kinds: set[str], quickstart: Target
+) -> None:
+    found = candidates(drafter, quickstart, 1, 0.0)
+    assert 6 <= len(found) <= 10 and {way.kind for way in found} == kinds
+    assert len({way.label for way in found}) == len(found)
+    default: Any = load_proposer(drafter, quickstart, print, choose=True)
+    first: Any = found[0].make()
+    assert first.max_drafted == default.max_drafted
+    for way in found:
+        made: Any = way.make()
+        assert made.max_drafted >= way.setting.get("length", 1)
 
 
 @pytest.fixture(scope="session")
@@ -220,19 +112,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": i, "prompt": f"def add{i}(a, b):\n    '''Add numbers.'''"} for i in range(3)]
     prompts = folder / "p.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = [
-        "--limit",
-        "3",
-        "--max-new-tokens",
-        "20",
-        "--repeats",
-        "1",
-        "--contexts",
-        "128",
-        "--finalists",
-        "2",
-    ]
-    small += ["--samples", "8"]
+    small = ["--budget", "0.01"]
     shared = ["--target", str(QUICKSTART), "--prompts", str(prompts)]
     sweep = [
         "--temperatures",
@@ -254,7 +134,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "profile.json"
 
 
-def test_the_profile_holds_what_was_measured_and_predicted(profile: Path) -> None:
+def test_the_profile_holds_what_was_measured(profile: Path) -> None:
     found = json.loads(profile.read_text())
     assert found["drafters"].keys() == {key_of(MEDUSA)}
     for rows in found["drafters"].values():
@@ -269,16 +149,12 @@ def test_the_profile_holds_what_was_measured_and_predicted(profile: Path) -> Non
             assert best["gain"] == pytest.approx(ratio)
             needed = 10 * row["batch"]
             assert f"more prompts are needed for an interval, {needed} or more" in row["reason"]
+            assert [len(rung["gains"]) for rung in row["tried"]] == [row["candidates"] - 1, 4]
+            assert row["effort"] == {
+                "prompts": 3, "prompts_again": 0, "max_new_tokens": 16, "repeats": 1,
+            }  # fmt: skip
             for final in (row["plain"], *row["finalists"]):
-                assert final["predicted"]["tau"] == pytest.approx(final["measured"]["tau"]), (
-                    "acceptance is counted, not modelled"
-                )
-                assert final["predicted"]["tokens_s"] > 0
-    for by_context in found["verification_s"].values():
-        assert all(
-            set(map(int, sizes)) == set(NODES) and min(sizes.values()) > 0
-            for sizes in by_context.values()
-        )
+                assert final["measured"]["tokens_s"] > 0 and final["measured"]["tau"] >= 1
 
 
 def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) -> None:
@@ -343,9 +219,7 @@ def test_a_profile_that_keeps_the_default_is_not_measured_beside_it(
     default = load_proposer(drafter, quickstart, print, choose=True)
     prompt = Prompt("p", chat_prompts(quickstart, "valid", 1)[0])
     if same is None:
-        (reply,) = generate(quickstart, plain, [Request(prompt.token_ids, 0)], 12, sampling)
-        known = KnownTexts(quickstart, [KnownText.of(reply, (0, 0))])
-        same = candidates(drafter, known, sampling, lambda what: None)[0][0].setting
+        same = candidates(drafter, quickstart, 1, 0.0)[0].setting
     written = json.loads(profile.read_text())
     path = tmp_path / "profile.json"
 
@@ -402,16 +276,15 @@ def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
     prompts, out = tmp_path / "p.jsonl", tmp_path / "profile.json"
     rows = [{"prompt": f"x{i} = [{'0, ' * 20}"} for i in range(10)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--drafter", "ngram:length=1", "--max-new-tokens", "32", "--contexts", "128"]
-    options += ["--samples", "8", "--repeats", "1", "--finalists", "2", "--budget", "0"]
+    options = ["--drafter", "ngram:length=1", "--budget", "0.2"]
     shared = ["--target", str(QUICKSTART), "--prompts", str(prompts), "--out", str(out)]
     done = run_cli("tune", *shared, *options)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["drafters"]["ngram"]
     assert row["effort"]["prompts"] == row["effort"]["prompts_again"] == 5
-    assert row["default"]["setting"] == {"length": 1} and len(row["finalists"]) == 3
+    assert row["default"]["setting"] == {"length": 1} and len(row["finalists"]) == 4
     best, level = row["best"], row["best"]["level"]
-    assert level == 0.975 and best["prompts_again"] == 5
+    assert level == level_of(3) and best["prompts_again"] == 5
     promising = best["gain_interval"][0] > 1
     assert promising == (best["gain_again"] is not None)
     assert row["taken"] == (promising and best["gain_again_ci95"][1] >= 1)
@@ -505,19 +378,6 @@ def test_a_finalist_that_is_slower_on_the_other_prompts_is_not_taken() -> None:
     assert not few.promising and "40 or more" in few.reason
 
 
-def test_costs_of_a_batch_are_the_most_drafted_and_end_with_its_first_row(
-    quickstart: Target,
-) -> None:
-    prompts = [chat_prompts(quickstart, "valid", 1)[0], [5, 6, 7] * 300]
-    found = run(
-        quickstart, load_proposer("ngram:length=4", quickstart, print), prompts, 400, GREEDY
-    )
-    assert all(r.rows == 2 for r in found) and len(found) < 130, (
-        "the second prompt has room for 124 tokens"
-    )
-    assert max(r.drafted or 0 for r in found) == 4
-
-
 def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: Target) -> None:
     rows: list[dict[str, Any]] = [
         {"temperature": t, "batch": b, "setting": {"length": 1 + i}}
@@ -564,7 +424,7 @@ def test_a_profile_of_another_target_or_machine_is_refused(
     ("options", "why"),
     [
         ({"drafter": []}, "name a drafter"),
-        ({"limit": 0}, "--limit must be at least 1"),
+        ({"budget": -1}, "--budget is in minutes"),
         ({"temperatures": "hot"}, "--temperatures takes numbers"),
         (
             {"temperatures": "0.7,0", "sampling": Sampling(temperature=1.0, top_k=5)},
@@ -572,7 +432,7 @@ def test_a_profile_of_another_target_or_machine_is_refused(
         ),
         ({"drafter": ["ngram", "ngram:length=3"]}, "a drafter is named twice"),
         ({"out": "."}, "it is a folder"),
-        ({"contexts": "0"}, "must be at least 1"),
+        ({"batch_sizes": "0"}, "must be at least 1"),
         ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
     ],
 )

@@ -14,29 +14,47 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
+from draftsmith.inference.costs import pass_cost
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.default_tree import (
+    chain_of,
     default_tree,
     draft_share,
-    gain,
-    verify_cost,
+    expected_gain,
+    expected_tokens,
 )
+from draftsmith.inference.proposers.tree_plan import TreePlan
 from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import ROOT
 
 DRAFTERS = ROOT / "scripts/quickstart/drafters"
 
 
-def test_figures_by_hand() -> None:
-    # between 1.2 for two nodes and 1.1 for four; between 1.2 for 8 and 1.5 for 16
-    assert verify_cost(3) == pytest.approx(1.15)
-    assert verify_cost(12) == pytest.approx(1.35)
+def test_tokens_that_a_plan_is_expected_to_emit() -> None:
+    """1 + 0.8 + 0.8 * 0.5 of a chain of two; a third node has 0.8 * 0.2 rather than the 0.1 of a
+    second child of the root; nothing is known without accuracies."""
+    calibration = {"rank_accuracy": [[0.8, 0.1], [0.5, 0.2]]}
+    chain = TreePlan(TreeSettings(length=2, width=1))
+    tree = TreePlan(TreeSettings(length=2, width=2, nodes=3))
+    assert expected_tokens(calibration, chain) == pytest.approx(2.2)
+    assert expected_tokens(calibration, tree) == pytest.approx(2.2 + 0.16)
+    assert expected_tokens({}, chain) is None
+
+
+def test_gains_by_hand(quickstart: Target) -> None:
+    """A draft that reads the share of an EAGLE layer, and three tokens to verify."""
+    artifact = Artifact.load(
+        DRAFTERS / "eagle3", quickstart.fingerprint(), quickstart.embedding_and_head, print
+    )
     accuracies = [[0.8, 0.1], [0.5, 0.2]]
-    # Tokens: 1 + 0.8 + 0.8 * 0.5 = 2.2. Time: three nodes, 1.15, and a quarter for the drafts.
-    assert gain(accuracies, [(0,), (0, 0)], 0.25) == pytest.approx(2.2 / 1.4)
-    # 1 + 0.8 + 0.1 = 1.9 tokens, three nodes again
-    assert gain(accuracies, [(0,), (1,)], 0.0) == pytest.approx(1.9 / 1.15)
+    share = draft_share(artifact.drafter, quickstart, 2)
+    chain = artifact.drafter, quickstart, accuracies, chain_of(2), 2, 1
+    found = expected_gain(*chain)
+    assert found == pytest.approx(2.2 / (pass_cost(3) + share))
+    in_batches = expected_gain(*chain, batch=8)
+    assert in_batches == pytest.approx(2.2 * pass_cost(8) / (pass_cost(24) + share * pass_cost(8)))
 
 
 def test_a_cpu_gets_few_nodes_and_a_gpu_the_tree_of_training(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.notes import Notes
@@ -19,8 +18,6 @@ from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
 from draftsmith.train.config import Data, Source
 from draftsmith.train.data.tables import build
-from draftsmith.train.planning.optimiser import optimiser_operations
-from tests.conftest import QUICKSTART
 from tests.published_templates import COLUMNS, Words, row_of
 from tests.train.data.test_row_formats import REFUSED
 from tests.train.data.test_row_formats import ROWS as ROWS_OF_OTHERS
@@ -140,22 +137,3 @@ def test_what_nothing_reads_and_ends_that_do_not_end_are_said(
         capsys.readouterr().out)}  # fmt: skip
     assert "<e>, which does not end generation" in found["end of a turn", "warning"]
     assert found["chat rows", "warning"] == "ignored keys: lang, mood of messages of the assistant"
-
-
-def test_the_cost_of_the_optimiser_is_said_before_training(tmp_path: Path) -> None:
-    """By hand: n n m, four times, and 2 n^3, in each of five steps; AdamW by its time."""
-    drafter = nn.Sequential(nn.Linear(3, 5, bias=False), nn.LayerNorm(5))
-    assert optimiser_operations(drafter, muon=False) == 200 * 25
-    assert optimiser_operations(drafter, muon=True) == 200 * 25 + 5 * (4 * 9 * 5 + 2 * 27)
-    rows = write(tmp_path / "rows.jsonl", [{"text": "some words"}])
-    config = tmp_path / "run.yaml"
-    found = {}
-    for length in (16, 2048):
-        config.write_text(
-            f"target: {{path: {QUICKSTART}, device: cpu}}\nout: {tmp_path / 'out'}\n"
-            f"data: {{sources: [{{path: {rows}}}], max_length: {length}}}\n"
-        )
-        findings, _ = doctor.check_run(str(config), "eagle")
-        (found[length],) = (one for one in findings if one.check == "optimiser")
-    assert found[16].status == "warning" and found[16].found.startswith("muon takes some ")
-    assert found[2048].status == "ok"

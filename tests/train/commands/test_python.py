@@ -153,7 +153,7 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     done = run_cli(
         "tune", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", "ngram",
         "--prompts", str(prompts), "--temperatures", "0", "--batch-sizes", "1",
-        "--max-new-tokens", "16", "--budget", "0.2", "--out", str(profile),
+        "--budget", "0.1", "--out", str(profile),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(profile.read_text())["drafters"]["ngram"]

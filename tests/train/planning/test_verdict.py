@@ -12,8 +12,8 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.config import FeatureOptions
-from draftsmith.train.estimate import RunSizes
 from draftsmith.train.planning import shapes
+from draftsmith.train.planning.costs import RunSizes
 from draftsmith.train.planning.options import PlanOptions
 from draftsmith.train.planning.step_memory import StepMemory
 from draftsmith.train.planning.verdict import Need, fit, need_of, verdict
@@ -22,14 +22,13 @@ from tests.conftest import ROOT
 GB = 10**9
 # 60 GB of target in 60 layers; 10 GB beside it: 3 of drafter and moments, 1 of features, 6 of step
 MEMORY = StepMemory(60 * GB, 1 * GB, 2 * GB, 1 * GB, 1 * GB, 2 * GB, 4 * GB, 6 * GB)
-NEED = Need(MEMORY, 60, live=True, batch_rows=4, ends=GB)
+NEED = Need(MEMORY, 60, live=True, ends=GB)
 ELSEWHERE = (
-    "the target elsewhere, 11.0 GB on each GPU then: on a server (features.server), or run before "
-    "the training (data extract, features.store)."
+    "or keep the target elsewhere, 11.0 GB on each GPU then: on a server (features.server), or run "
+    "before the training (data extract, features.store)."
 )
 CONFIG: Any = SimpleNamespace(
     features=FeatureOptions(),
-    batch_rows=4,
     checkpoints=SimpleNamespace(keep=2),
     target=SimpleNamespace(spread="whole"),
 )
@@ -49,44 +48,40 @@ def test_what_a_gpu_needs_where_several_share_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "spread", "says"),
+    ("gpus", "gb", "spread", "says"),
     [
-        ({}, "whole", "fits 80 GB: 70.0 GB on each GPU at the peak of a step."),
+        (1, 80, "whole", "fits 80 GB: 70.0 GB on each GPU at the peak of a step."),
         (
-            {"gpu": "L40S"},
+            1,
+            48,
             "whole",
-            "does not fit 48 GB (70.0 GB on each GPU at the peak of a step); needs 2 GPUs of 48 GB "
-            f"with target.spread fsdp, or a smaller batch_rows, or {ELSEWHERE}",
+            "does not fit 48 GB (70.0 GB on each GPU at the peak of a step); lower batch_rows or "
+            "data.max_length, or share the target between 2 GPUs (target.spread fsdp), "
+            f"{ELSEWHERE}",
         ),
-        ({"gpu": "L40S", "gpus": 8}, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
-        ({"gpus": 12}, "fsdp", "fits 12 GPUs of 80 GB on 2 nodes (target.spread fsdp): 17.0 GB"),
-        ({"gpu_memory": 14.0}, "whole", "needs 4 nodes of 8 GPUs of 14 GB with target.spread"),
-        ({"gpu_memory": 30.0, "gpus": 2}, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each"),
-        ({"gpu_memory": 11.0}, "whole", "does not fit 11 GB (70.0 GB on each GPU"),
-        ({"gpu_memory": 11.0}, "whole", f"; needs {ELSEWHERE}"),
-        ({"gpu_memory": 10.0}, "whole", "; needs 8 GPUs of 24 GB with target.spread fsdp, or a s"),
-        ({"gpu_memory": 10.0}, "whole", f"or GPUs of 24 GB and {ELSEWHERE}"),
+        (8, 48, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
+        (1, 14, "whole", "share the target between 32 GPUs"),
+        (2, 30, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each GPU at the peak"),
+        (1, 11, "whole", f"lower batch_rows or data.max_length, {ELSEWHERE}"),
     ],
 )
-def test_fits_or_how_many_it_needs(options: dict[str, Any], spread: str, says: str) -> None:
-    assert says in fit(NEED, spread, PlanOptions("x", **options))
+def test_fits_or_how_many_it_needs(gpus: int, gb: float, spread: str, says: str) -> None:
+    assert says in fit(NEED, spread, gpus, gb)
 
 
-def test_a_step_that_no_gpu_holds() -> None:
+def test_a_step_without_a_target_that_no_gpu_holds() -> None:
     memory = StepMemory(0, 0, 0, 0, 0, 0, 0, 900 * GB)
-    said = fit(Need(memory, 1, live=True, batch_rows=2), "whole", PlanOptions("x"))
-    assert "nor any number of GPUs; lower batch_rows or data.max_length" in said
-    said = fit(Need(memory, 1, live=True, batch_rows=1), "whole", PlanOptions("x"))
-    assert "nor any number of GPUs; lower data.max_length" in said
+    said = fit(Need(memory, 1, live=False), "whole", 1, 80)
+    assert said.endswith("; lower batch_rows or data.max_length.")
 
 
 def test_a_layer_of_a_huge_target_is_not_trained_on_64_nodes() -> None:
     """Half a layer beside two gathered layers of 671B parameters."""
     memory = StepMemory(1342 * GB, 46 * GB, 0, 0, 0, 3 * GB, 18 * GB, 47 * GB)
-    need = Need(memory, 61, live=True, batch_rows=1, ends=4 * GB)
-    said = fit(need, "fsdp", PlanOptions("x", gpus=64))
-    assert "needs GPUs of 141 GB and the target elsewhere, 97.0 GB on each GPU then" in said
-    assert "nodes of 8 GPUs of 141" not in said and "batch_rows" not in said
+    need = Need(memory, 61, live=True, ends=4 * GB)
+    said = fit(need, "fsdp", 64, 80)
+    assert "keep the target elsewhere, 97.0 GB on each GPU then" in said
+    assert "share the target" not in said
 
 
 def test_hours_disk_and_price_stand_in_the_line() -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.proposers.better_source import (
-    FIRST_OF_LOOKUPS,
+from draftsmith.inference.proposers.with_lookup import (
     LATELY,
     LONGEST_MATCH,
-    WORTH,
+    PRIOR_ROUNDS,
     BetterSource,
     Mean,
     Open,
+    first_of_lookups,
 )
 
 
 def test_a_mean_by_eye() -> None:
     """A first value of 2 that counts for three rounds, then rounds of 6, 4 tokens."""
-    mean = Mean(2.0)
+    mean = Mean(2.0, 3)
     mean.add(6)
-    assert mean.value == (3 * 2 + 6) / 4 and WORTH == 3
+    assert mean.value == (3 * 2 + 6) / 4
     mean.add(4)
     assert mean.value == (4 * 3 + 4) / 5
     for _ in range(100):
@@ -28,6 +28,26 @@ def test_a_mean_by_eye() -> None:
     before = mean.value
     mean.add(9)
     assert mean.value == before + (9 - before) / LATELY, "late rounds keep their weight"
+
+
+def test_nothing_is_known_of_a_drafter_before_its_first_round() -> None:
+    """A lookup never replaces the first tree, and that tree's tokens are all that is known."""
+    source = BetterSource(1)
+    source.extend([1, 2, 1, 2, 1, 2, 1, 2])
+    assert not source.guess(3)
+    source.extend([1, 2])
+    assert source.trees == Mean(2.0, 1)
+
+
+def test_held_out_tokens_of_a_drafter_and_neutral_ones_of_lookups() -> None:
+    """A match of 1 to 16 tokens goes on for half as many; of four it promises three in all."""
+    assert [mean.value for mean in first_of_lookups()] == [1.5, 2, 3, 5, 9]
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 4]
+    for prior, used in ((2.5, True), (2.7, False)):
+        source = BetterSource(1, prior)
+        source.extend(text)
+        assert source.trees == Mean(prior, PRIOR_ROUNDS)
+        assert bool(source.guess(3)) == used
 
 
 def test_an_open_chain_by_eye() -> None:
@@ -72,7 +92,7 @@ def test_lookups_that_fail_give_way_and_come_back() -> None:
         used.append(bool(source.guess(3)))
         source.extend([other, other + 100, other + 200])
     assert not any(used[-10:]) and source.trees.value > 2
-    assert source.lookups[1].value < FIRST_OF_LOOKUPS[1]
+    assert source.lookups[1].value < first_of_lookups()[1].value
     source.extend([1, 2, 50])
     for _ in range(40):
         used.append(bool(source.guess(3)))
@@ -88,7 +108,7 @@ def test_a_tree_is_counted_only_where_it_was_used() -> None:
     trees = source.trees.value
     assert trees > 2
     source.extend([*range(20)])
-    source.lookups = [Mean(99.0) for _ in FIRST_OF_LOOKUPS]
+    source.lookups = [Mean(99.0) for _ in source.lookups]
     trees = source.trees.value
     assert source.guess(4)
     source.extend([7])

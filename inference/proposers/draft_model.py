@@ -32,7 +32,7 @@ from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .cached import CachedProposer
 from .growth import Level
-from .tree_plan import DEFAULT_TREE, Planner
+from .tree_plan import DEFAULT_TREE, TreePlan
 
 DEFAULT_LENGTH = 4
 KIND = Kind("draft_model", tree=TREE_SETTINGS, chains=True)
@@ -65,11 +65,11 @@ class DraftModelProposer(CachedProposer):
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack
         self._next: Counts
-        # [B, N]: index of each tree node among those that were run, see `Planner.draft`
+        # [B, N]: index of each tree node among those that were run, see `TreePlan.draft`
         self._slots: Tensor
         self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
 
-    def replan(self, plan: Planner) -> None:
+    def replan(self, plan: TreePlan) -> None:
         super().replan(plan)
         # In a recording what recurrent layers keep of the last drafts would have to stay in place.
         self.traceable = self.traceable and not self.model.mixers

@@ -150,16 +150,14 @@ class Slots:
         width: int,
         nodes: int,
         score_temperature: float,
-        whole: bool = False,
     ) -> DraftTree:
         """Return the tree of the `nodes` likeliest paths, with `width` candidates at each depth.
 
-        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`, `whole` as in
-        `best_first`.
+        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`.
         """
         levels = self.logits.shape[1]
         tokens, scores = self._best(root, draws, levels, width, score_temperature)
-        return best_first(tokens, scores, root, nodes, whole)
+        return best_first(tokens, scores, root, nodes)
 
     def fill(
         self, root: Tensor, draws: Draws, shape: TreeShape, ranks: tuple[int, ...]
@@ -199,9 +197,7 @@ def _places(shape: TreeShape, ranks: tuple[int, ...], width: int, device: torch.
     return torch.tensor(places, device=device)
 
 
-def best_first(
-    tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
-) -> DraftTree:
+def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int) -> DraftTree:
     """Return the tree of the `nodes` likeliest paths through candidates that ignore their parent.
 
     The method is DDTree's (arXiv 2604.12989). `tokens` and `scores` `[B, D, K]` are the candidates
@@ -210,12 +206,10 @@ def best_first(
 
     The tree is made level by level, without a heap and without leaving the device. That is exact:
     each of the best `nodes` paths is among the best `nodes` of its own level, so no level needs
-    more. With `whole` the tree has the best `nodes` of every level, and any smaller or shallower
-    tree is a part of it.
+    more.
     """
     batch, levels, width = scores.shape
-    # A level adds `nodes` candidates at most, so a limit of `nodes * levels` leaves none out.
-    pool = Pool(root, nodes * levels if whole else nodes)
+    pool = Pool(root, nodes)
     # of the paths that end in the level before: their values and pool indices, at first the root's
     values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)

@@ -6,7 +6,7 @@ Shapes: B rows of a batch, D drafts, N tree nodes with the root, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,33 +34,6 @@ DEFAULT_NODES = 16
 """Nodes of a tree of drafts that are made at once, where training has noted none."""
 
 
-class Planner(Protocol):
-    """Plan that a drafter follows when it drafts: `TreePlan`, or one that measures."""
-
-    length: int
-    """Levels at most."""
-    width: int
-    """Children of a node at most; 1 is a chain."""
-    nodes: int
-    """Drafted nodes at most, without the root."""
-    expanded: int
-    """Nodes that the drafter itself runs in a round at most, the root included."""
-    threshold: float
-    """Above 0: chains end early."""
-
-    def draft(
-        self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
-    ) -> tuple[DraftTree, Tensor]:
-        """Return a tree below `root` `[B]`, and which of its nodes the drafter has run.
-
-        `first` `[B, V]` are the logits after the root, and `go_on` returns those after any node.
-        The second result `[B, N]` has the index of each node among those that `go_on` has run (see
-        `grow_dynamic`). It is empty for a chain, of which node d is the d-th, and where the logits
-        do not depend on a node's path (`Slots`).
-        """
-        ...
-
-
 class TreePlan:
     """Plan from `TreeSettings` with a length and a width: a chain, or a tree.
 
@@ -70,12 +43,8 @@ class TreePlan:
     fixes the tree for every rule, whatever the drafter is sure of.
     """
 
-    def __init__(self, settings: TreeSettings, give_all: bool = False) -> None:
-        """Make a plan from `settings`. Raises `UserError` for settings that exclude each other.
-
-        With `give_all` a tree over `Slots` has the best `nodes` of every level instead of those of
-        all levels together, so that `tune` can cut smaller trees from it.
-        """
+    def __init__(self, settings: TreeSettings) -> None:
+        """Make a plan from `settings`. Raises `UserError` for settings that exclude each other."""
         length, width, nodes = settings.length, settings.width, settings.nodes
         self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
         self._ranks: tuple[int, ...] | None = None
@@ -89,9 +58,9 @@ class TreePlan:
         self.length, self.width = positive("length", length), positive("width", width)
         self.threshold = _checked_threshold(settings.threshold, self.width)
         self.score_temperature = float(settings.score_temperature)
-        self.give_all = give_all
         self.nodes = self._node_count(nodes)
-        # The root, and `width` nodes of each level but the last, which has no children.
+        # Nodes that the drafter itself runs in a round at most: the root, and `width` nodes of each
+        # level but the last, which has no children.
         self.expanded = 1 + self.width * (self.length - 1)
         if self.width == 1:
             self.shape = TreeShape.chain(self.length)
@@ -124,7 +93,13 @@ class TreePlan:
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """Return a tree and the nodes that were run, as `Planner.draft`."""
+        """Return a tree below `root` `[B]`, and which of its nodes the drafter has run.
+
+        `first` `[B, V]` are the logits after the root, and `go_on` returns those after any node.
+        The second result `[B, N]` has the index of each node among those that `go_on` has run (see
+        `grow_dynamic`). It is empty for a chain, of which node d is the d-th, and where the logits
+        do not depend on a node's path (`Slots`).
+        """
         draws.prepare(self.length, first)
         no_places = first.new_zeros(0)
         if self.width == 1:
@@ -133,9 +108,7 @@ class TreePlan:
         compares = draws.sampling.compares_distributions
         if isinstance(go_on, Slots) and not compares:
             if self._ranks is None:
-                tree = go_on.tree(
-                    root, draws, self.width, self.nodes, self.score_temperature, self.give_all
-                )
+                tree = go_on.tree(root, draws, self.width, self.nodes, self.score_temperature)
                 return tree, no_places
             if self.width <= first.shape[-1]:  # or nodes are missing
                 return go_on.fill(root, draws, self.shape, self._ranks), no_places
@@ -269,7 +242,7 @@ def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> Tre
 class Planned(Proposer):
     """Proposer that drafts by a plan."""
 
-    plan: Planner
+    plan: TreePlan
     longest: int = MOST
     """Levels that the drafter has at most."""
 
@@ -277,7 +250,7 @@ class Planned(Proposer):
     def weight_bytes(self) -> int:
         return bytes_of(self.drafter) + packed_bytes(self.drafter)
 
-    def replan(self, plan: Planner) -> None:
+    def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""
         self.plan, self.max_drafted = plan, plan.nodes
         # A chain that ends where the drafter is unsure asks the device.

@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from ...heads.errors import UserError, first_line
 from ..settings import RowSource
-from .given import GivenRows
 from .messages import RowError, parsed
 from .sources import refuse_settings, source_files, source_of
 
@@ -56,49 +55,28 @@ class Benchmark(Struct, kw_only=True, frozen=True):
                 f"the network, or download {self.path} and give its path"
             ) from error
 
-    def given(self, chat: bool) -> GivenRows:
-        """Return the rows as prompts; with `chat` a text is a message of the user."""
-        return GivenRows(self.name, self.rows(), chat)
 
-
-def _benchmark(name: str, commit: str, path: str, key: str, license: str) -> Benchmark:
-    """Return the benchmark in a file of a commit: `commit` is OWNER/REPOSITORY/HASH."""
-    return Benchmark(name=name, path=f"{RAW}/{commit}/{path}", license=license, key=key)
-
-
-BENCHMARKS = {
-    one.name: one
-    for one in (
-        _benchmark(
-            "mt-bench",
-            "lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d",
-            "fastchat/llm_judge/data/mt_bench/question.jsonl",
-            "turns",
-            "apache-2.0",
-        ),
-        _benchmark(
-            "gsm8k",
-            "openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c",
-            "grade_school_math/data/test.jsonl",
-            "question",
-            "mit",
-        ),
-        _benchmark(
-            "humaneval",
-            "openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d",
-            "data/HumanEval.jsonl.gz",
-            "prompt",
-            "mit",
-        ),
-        _benchmark(
-            "spec-bench",
-            "hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf",
-            "data/spec_bench/question.jsonl",
-            "turns",
-            "apache-2.0",
-        ),
-    )
+FILES = {
+    "mt-bench": "lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d/"
+    "fastchat/llm_judge/data/mt_bench/question.jsonl",
+    "gsm8k": "openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
+    "grade_school_math/data/test.jsonl",
+    "humaneval": "openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d/"
+    "data/HumanEval.jsonl.gz",
+    "spec-bench": "hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
+    "data/spec_bench/question.jsonl",
 }
+"""Files of the benchmarks: repository, commit and path."""
+KEYS = {"gsm8k": ("question", "mit"), "humaneval": ("prompt", "mit")}
+"""Key and licence of those whose rows do not have `turns` and whose licence is not Apache's."""
+
+
+def _benchmark(name: str) -> Benchmark:
+    key, license = KEYS.get(name, ("turns", "apache-2.0"))
+    return Benchmark(name=name, path=f"{RAW}/{FILES[name]}", license=license, key=key)
+
+
+BENCHMARKS = {name: _benchmark(name) for name in FILES}
 
 
 def rows_at(address: str) -> Iterator[Any]:

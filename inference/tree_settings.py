@@ -34,7 +34,7 @@ class TreeSettings:
     score_temperature: float = 1.0
     """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
     shape: Sequence[Ranks] | None = None
-    """Rank tuples as in `shapes.shape_of_ranks`; they fix the tree for every rule and text."""
+    """Rank tuples as in `tree_plan.shape_of_ranks`; they fix the tree for every rule and text."""
 
     def __post_init__(self) -> None:
         given = self.score_temperature

@@ -15,8 +15,7 @@ from ...heads.files import JsonObject
 from ..costs import Gpu, pass_cost, speedup, tree_tokens
 from ..targets.causal_model import CausalModel, bytes_of
 from ..tree_settings import Ranks
-from .shapes import grow
-from .tree_plan import TreePlan
+from .tree_plan import TreePlan, grow
 
 GROWTH = 1.25
 """Time of drafting a tree's level over that of running its rows: ranking candidates and building

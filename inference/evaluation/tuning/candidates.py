@@ -25,8 +25,7 @@ from ...proposer import Proposer
 from ...proposers.default_tree import chain_of, expected_gain
 from ...proposers.ngram import LookupProposer
 from ...proposers.plain import PlainDecoding
-from ...proposers.shapes import grow
-from ...proposers.tree_plan import Planned, TreePlan
+from ...proposers.tree_plan import Planned, TreePlan, grow
 from ...proposers.with_lookup import WithLookup
 from ...targets.target import Target
 from ...tree_settings import Ranks, TreeSettings

@@ -19,8 +19,7 @@ from draftsmith.inference.proposers.growth import (
     grow_dynamic,
     grow_fixed,
 )
-from draftsmith.inference.proposers.shapes import grow, shape_of_ranks
-from draftsmith.inference.proposers.tree_plan import grow_chain
+from draftsmith.inference.proposers.tree_plan import grow, grow_chain, shape_of_ranks
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling

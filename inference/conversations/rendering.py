@@ -84,7 +84,8 @@ class Rendering:
         if not count:
             raise RowError("there is no message before the assistant's")
         text = self._text(count, True)
-        if not self._holds(text, count):
+        passage, tools = Passage(text, 0), said_by_tools(self._conversation.tools)
+        if self._missing(passage, 0, count) or passage.place(tools, anywhere=True):
             # A template may move a text (the system prompt to the last question, for example), so
             # that each has to be found where its message is the last.
             self._messages, self._names = self._messages[:count], self._names[:count]
@@ -131,16 +132,17 @@ class Rendering:
             message = {**message, "tool_calls": self._messages[index]["tool_calls"]}
         return said_by(message, *self._names[index])
 
-    def _holds(self, text: str, count: int) -> bool:
-        """Return whether a prompt holds the texts of its messages and tools, each once and in
-        order, apart from reasoning."""
-        passage = Passage(text, 0)
-        for index in range(count):
+    def _missing(self, passage: Passage, first: int, past: int) -> Said | None:
+        """Find the texts of the messages from `first` to `past`; return one that is missing.
+
+        Reasoning is not looked for: templates drop that of earlier turns, and of a greeting.
+        """
+        for index in range(first, past):
             for group in self._said(index):
-                if not group.reasoning and passage.place(group) is not None:
-                    return False
-            self._note_unread(index, text)
-        return passage.place(said_by_tools(self._conversation.tools), anywhere=True) is None
+                if not group.reasoning and (said := passage.place(group)) is not None:
+                    return said
+            self._note_unread(index, passage.text)
+        return None
 
     def _check_tools(self, passage: Passage) -> None:
         """Raise `RowError` unless the first prompt has the names and descriptions of the tools.
@@ -169,12 +171,8 @@ class Rendering:
         passage = Passage(prompt, common(before, prompt))
         if turn is not None and passage.start == len(before):
             turn.following = prompt[len(before) :]
-        for index in range(first, past):
-            for group in self._said(index):
-                # That of a greeting is dropped as that of earlier turns is.
-                if not group.reasoning and (said := passage.place(group)) is not None:
-                    raise missing(said)
-            self._note_unread(index, prompt)
+        if (said := self._missing(passage, first, past)) is not None:
+            raise missing(said)
         if first == 0:
             passage.start = 0
             self._check_tools(passage)

@@ -284,7 +284,7 @@ class ChatTemplate:
         reason = f": {str(error).strip()}" if type(error) is TemplateError else ""
         reason = " ".join(reason.split())[:200]
         alone = _harmless(messages, tools, names)
-        field = next((f for f, *rest in alone if self._tried(*rest, for_reply)), None)
+        field = next((f for f, less, left in alone if self._tried(less, left, for_reply)), None)
         if field is None:
             # the first message from which on no beginning of the conversation can be rendered
             count = len(messages)

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from draftsmith.train.commands.plan import Options, count, hours, planned
+from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.method import METHODS
-from draftsmith.train.planning.costs import RunSizes, size
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "train" / "planning" / "targets"

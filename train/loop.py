@@ -37,6 +37,7 @@ from .config import RunConfig
 from .data.batches import Batches
 from .division import divided, interval
 from .endings import Stopped
+from .estimate import check_affordable
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
@@ -51,7 +52,6 @@ from .parallel import (
     make_accelerator,
     only_launch,
 )
-from .planning.costs import check_affordable
 from .profiling import profiler
 from .schedule import rate_at
 from .serving import say_engines

@@ -21,21 +21,13 @@ from ...inference.console import Console, several
 from ..command_line.parse import config_with
 from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
+from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
 from ..methods.beginnings import take_heads_before
-from ..planning.costs import (
-    DECODE_SHARE,
-    MFU,
-    RunSizes,
-    plan_for,
-    shape_of,
-    size,
-    steps_of,
-)
 from ..planning.options import PlanOptions as Options
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
-from ..planning.verdict import need_of, verdict
+from ..planning.verdict import DECODE_SHARE, MFU, need_of, plan_for, steps_of, verdict
 
 log = logging.getLogger(__name__)
 MOST_GPUS = 8  # that a plan is for if nothing is said

@@ -13,9 +13,10 @@ from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
+from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
 from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS, Pace
-from draftsmith.train.planning.costs import RunSizes, check_affordable, plan_for, shape_of
+from draftsmith.train.planning.verdict import plan_for
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 

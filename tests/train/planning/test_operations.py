@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from draftsmith.train.data.features import LiveTarget
+from draftsmith.train.estimate import shape_of
 from draftsmith.train.method import AnyMethod
 from draftsmith.train.objectives import TrainingModule
-from draftsmith.train.planning.costs import shape_of
 from draftsmith.train.planning.step_memory import full_batch
 from tests.conftest import tiny_target
 from tests.train.commands.test_plan import run_of

@@ -12,8 +12,8 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.config import FeatureOptions
+from draftsmith.train.estimate import RunSizes
 from draftsmith.train.planning import shapes
-from draftsmith.train.planning.costs import RunSizes
 from draftsmith.train.planning.options import PlanOptions
 from draftsmith.train.planning.step_memory import StepMemory
 from draftsmith.train.planning.verdict import Need, fit, need_of, verdict

@@ -7,26 +7,21 @@ weights. A run of absurd cost is refused before anything is loaded. What a GPU r
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
 import torch
 
-from ...heads.errors import UserError
-from ...heads.files import check_space
-from ...heads.pretrained import make_causal_lm
-from ...inference.costs import GPUS
-from ...inference.targets.target import resolve_device
-from ..config import RunConfig
-from ..division import divided, interval
-from ..method import AnyMethod
-from ..outline import ConfigOnly, Work, config_at, outlined, passed_through
-from .options import PlanOptions
+from ..heads.errors import UserError
+from ..heads.files import check_space
+from ..heads.pretrained import make_causal_lm
+from ..inference.targets.target import resolve_device
+from .config import RunConfig
+from .division import divided
+from .method import AnyMethod
+from .outline import ConfigOnly, Work, config_at, outlined, passed_through
 
-MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
-DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
 STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
 # Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
 # upper bound.
@@ -101,53 +96,6 @@ def step_bytes(shape: RunSizes, config: RunConfig, ranks: int) -> float:
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
     # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
     return float(activations + 3 * shape.logit_rows * shape.vocab * 4)
-
-
-def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
-    """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
-
-    Operations are 2 for each parameter in a forward pass of the target, and those of `Outline` for
-    the drafter.
-    """
-    gpu, tokens, reply_share = GPUS[options.gpu], options.tokens, options.written_share
-    # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
-    last = 1.0 if shape.all_last else reply_share
-    per_token = 2 * shape.hidden * (shape.taps + last)
-    passed = 2.0 * shape.active_params * tokens  # operations of the target over all tokens
-    regenerate = gpu.hours_to_compute(passed * reply_share, DECODE_SHARE)
-    extract = gpu.hours_to_compute(passed, MFU)
-    operations = shape.training_operations(reply_share) * tokens * config.epochs
-    train = gpu.hours_to_compute(operations, MFU)
-    # Without a store, features are made again in each epoch. So they are through a ring, but a
-    # config does not say whether its store is one.
-    extractions = config.epochs if config.features.store is None else 1.0
-    return {
-        "feature_bytes_per_token": per_token,
-        "feature_bytes": per_token * tokens,
-        "feature_bytes_fp8": per_token * tokens / 2,
-        "regenerate_gpu_hours": regenerate,
-        "extract_gpu_hours": extract,
-        "extractions": extractions,
-        "train_gpu_hours": train,
-        "total_gpu_hours": regenerate + extract * extractions + train,
-        "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": shape.drafter_bytes,
-        "activation_bytes": step_bytes(shape, config, options.gpus),
-    }
-
-
-def steps_of(options: PlanOptions, config: RunConfig) -> dict[str, int]:
-    """Return rows and positions of a step, the steps of the run, its warm-up and evaluations."""
-    positions = config.rows_per_step * config.data.max_length
-    steps = config.max_steps or max(1, math.ceil(options.tokens * config.epochs / positions))
-    return {
-        "rows": config.rows_per_step,
-        "positions": positions,
-        "steps": steps,
-        "warmup": round(config.optim.warmup_share * steps),
-        # There is always one at the end.
-        "evaluations": math.ceil(steps / interval(config.evaluation.every, steps)),
-    }
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:

@@ -83,7 +83,8 @@ def test_a_chain_replaces_the_tree_of_a_row_by_eye() -> None:
 
 
 def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere() -> None:
-    found = WithLookup(NgramLookup(length=2, longest=1), 3, 4)  # any proposer is a drafter to it
+    # any proposer is a drafter to it, here one with a token a round on held-out texts
+    found = WithLookup(NgramLookup(length=2, longest=1), 3, 4, 1.0)
     twin = copy.copy(found)
     draws: Any = None  # neither of the two asks for a choice
     for proposer, text, drafts in (

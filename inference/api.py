@@ -457,8 +457,8 @@ def load(
     `target` is a folder, a name on the hub, a `TargetConfig`, a loaded `Target`, or a model that
     transformers has loaded, with its `tokenizer` (read from where the model came from if not
     given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
-    or a name. `drafter` is an artifact's folder, a draft model's folder, or none, ngram, suffix,
-    lookahead or early-exit, with settings after a colon; a `Drafter`; or a proposer. `tuned` are
+    or a name. `drafter` is an artifact's folder, a draft model's folder, or none or ngram,
+    with settings after a colon; a `Drafter`; or a proposer. `tuned` are
     settings of its tree from a profile of draftsmith tune. `compile` compiles the rounds: the first
     ones with each kind of sampling take a minute or two.
 

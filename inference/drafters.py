@@ -93,16 +93,6 @@ class Kind:
 UNTRAINED = {
     "none": Kind("plain", "PlainDecoding"),
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
-    "suffix": Kind("suffix", "SuffixLookup", own=("length", "shortest")),
-    "lookahead": Kind("lookahead", "Lookahead", own=("window", "ngram", "candidates")),
-    "early-exit": Kind(
-        "early_exit",
-        "EarlyExit",
-        ("length", "width", "nodes"),
-        ("layers",),
-        chains=True,
-        needs_target=True,
-    ),
 }
 """Drafters that need no training, by the name that a user gives."""
 
@@ -164,7 +154,7 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, "cost", *others)
+    about_tree = (*TREE_SETTINGS, *others)
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
     return f"{name}:{rest}" if rest else name
 
@@ -287,7 +277,7 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
 
 def check_tree(kind: Kind, tree: TreeSettings) -> None:
     """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
-    if tree.threshold == "auto" and "cost" in kind.own:  # a number once it is loaded
+    if tree.threshold == "auto" and kind.chains:  # a number once it is loaded
         tree = replace(tree, threshold=0.0)
     chain = kind.chains or (tree.threshold and tree.nodes is None)
     if tree.shape is None:

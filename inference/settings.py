@@ -87,8 +87,8 @@ class RowSource:
     """Rows as a user names them; as text it is its path."""
 
     path: str
-    """JSON, JSONL or parquet file, a folder of them, a folder that `save_to_disk` wrote, a clone of
-    a data set on the hub, or such a data set by its name."""
+    """JSON, JSONL or parquet file, a folder of them, a clone of a data set on the hub, or such a
+    data set by its name."""
     split: str = "train"
     """Split of a data set."""
     config_name: str | None = None

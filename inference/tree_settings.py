@@ -29,12 +29,12 @@ class TreeSettings:
     """Drafted nodes of a tree, without the root."""
     threshold: float | str = 0.0
     """Probability below which an adaptive chain ends: that of all its drafts together (see
-    `chains.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
+    `tree_plan.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
     model."""
     score_temperature: float = 1.0
     """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
     shape: Sequence[Ranks] | None = None
-    """Rank tuples as in `shapes.shape_of_ranks`; they fix the tree for every rule and text."""
+    """Rank tuples as in `tree_plan.shape_of_ranks`; they fix the tree for every rule and text."""
 
     def __post_init__(self) -> None:
         given = self.score_temperature

@@ -5,7 +5,7 @@ nothing.
     PYTHONPATH=OLD python scripts/record.py --root OLD --out old.json
     python scripts/record.py --compare old.json new.json
 
-Decoding: token ids and rounds of every committed drafter and of five that need no training, for ten
+Decoding: token ids and rounds of every committed drafter, n-gram lookup and plain decoding, for ten
 prompts, greedy, sampled with coupled noise, and sampled by rejection. Training: a hash of every
 tensor after ten steps of every method that has a quickstart configuration. `--root` names another
 checkout, whose package has to be the one that Python imports.
@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-UNTRAINED = ("none", "ngram", "suffix", "lookahead", "early-exit:layers=3")
+UNTRAINED = ("none", "ngram")
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "coupled": {"temperature": 1.0, "seed": 3},

@@ -43,12 +43,9 @@ from transformers import (
 from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.proposers.early_exit import EarlyExit
-from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.proposers.suffix import SuffixLookup
 from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
@@ -329,8 +326,6 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
     found: dict[str, Proposer] = {
         "plain": PlainDecoding(),
         "ngram": NgramLookup(length=5),
-        "suffix": SuffixLookup(length=5),
-        "lookahead": Lookahead(window=3, ngram=3, candidates=3),
         "draft-model chain": DraftModelProposer(drafter, target.vocab_size, TreeSettings(length=3)),
         "draft-model adaptive": DraftModelProposer(
             drafter, target.vocab_size, TreeSettings(length=5, threshold=0.3)
@@ -362,8 +357,6 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
     }
     for name, proposer in with_lookup.items():
         found[f"{name} with lookup"] = WithLookup(proposer, 1, 5)
-    found["early-exit chain"] = EarlyExit(target, 1, TreeSettings(length=3))
-    found["early-exit tree"] = EarlyExit(target, 1, TreeSettings(length=3, width=2, nodes=7))
     return found
 
 

@@ -8,7 +8,6 @@ the table.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -156,7 +155,7 @@ class TokenRow(Struct):
         demand(set(self.loss_mask) <= {0, 1}, "loss_mask holds another number than 0 and 1")
 
 
-def _exact(row: JsonObject) -> Conversation:
+def _exact(row: JsonObject, _key: str) -> Conversation:
     exact = convert(row, ExactRow)
     read = ReadMessages()
     if row.get("messages") is not None:
@@ -170,30 +169,22 @@ def _exact(row: JsonObject) -> Conversation:
     )
 
 
-def _tokens(row: JsonObject) -> Conversation:
+def _tokens(row: JsonObject, _key: str) -> Conversation:
     tokens = convert(row, TokenRow)
-    spans, start = [], None
-    for index, on in enumerate([*tokens.loss_mask, 0]):
-        if on and start is None:
-            start = index
-        elif not on and start is not None:
-            spans.append((start, index))
-            start = None
+    # a span ends where the mask changes from 1 to 0
+    borders = [i for i, (a, b) in enumerate(pairwise([0, *tokens.loss_mask, 0])) if a != b]
+    spans = [*zip(borders[::2], borders[1::2], strict=True)]
     return Conversation(token_ids=tokens.input_ids, response_spans=spans)
 
 
-def _messages_under(key: str) -> Callable[[JsonObject], Conversation]:
-    def read_row(row: JsonObject) -> Conversation:
-        read = ReadMessages()
-        read.add_all(row[key], key)
-        return _chat(row, read)
-
-    return read_row
+def _messages(row: JsonObject, key: str) -> Conversation:
+    read = ReadMessages()
+    read.add_all(row[key], key)
+    return _chat(row, read)
 
 
-def _log(row: JsonObject) -> Conversation:
+def _log(row: JsonObject, name: str) -> Conversation:
     """Read a request with its response, as servers and batch files log them."""
-    name = "request" if row.get("request") is not None else "body"
     request, response = expect(row[name], dict, name), row.get("response")
     for key in ("input", "contents"):
         if key in request and "messages" not in request:
@@ -236,36 +227,32 @@ def _choice(response: Any, key: str) -> tuple[JsonObject | None, str]:
     return choices[0], f"{path}.choices[0].{key}"
 
 
-def _turns_under(key: str) -> Callable[[JsonObject], Conversation]:
-    """Return the reader of a user's turns without replies (Spec-Bench, MT-Bench)."""
-
-    def read_row(row: JsonObject) -> Conversation:
-        turns = expect(row[key], list, key)
-        if not turns:
-            raise RowError(f"{key} is empty; give at least one turn")
-        for number, turn in enumerate(turns):
-            expect(turn, str, f"{key}[{number}]")
-        read = ReadMessages()
-        read.add_text("user", turns[0], f"{key}[0]")
-        return replace(_chat(row, read), later=turns[1:])
-
-    return read_row
+def _turns(row: JsonObject, key: str) -> Conversation:
+    """Read a user's turns without replies (Spec-Bench, MT-Bench)."""
+    turns = expect(row[key], list, key)
+    if not turns:
+        raise RowError(f"{key} is empty; give at least one turn")
+    for number, turn in enumerate(turns):
+        expect(turn, str, f"{key}[{number}]")
+    read = ReadMessages()
+    read.add_text("user", turns[0], f"{key}[0]")
+    return replace(_chat(row, read), later=turns[1:])
 
 
-def _prompt(row: JsonObject) -> Conversation:
+def _prompt(row: JsonObject, key: str) -> Conversation:
     """Read a prompt with its reply: plain text, messages, or the user's turns (MT-Bench)."""
-    prompt = row["prompt"]
-    keys = [key for key in ("completion", "response", "chosen") if row.get(key) is not None]
+    prompt = row[key]
+    keys = [name for name in ("completion", "response", "chosen") if row.get(name) is not None]
     reply = row[keys[0]] if keys else None
     if isinstance(prompt, str) and not isinstance(reply, list):
-        for key in (*SYSTEM_KEYS, "tools"):
-            if row.get(key):
-                raise RowError(f"{key} does not go with a prompt of plain text; write messages")
+        for name in (*SYSTEM_KEYS, "tools"):
+            if row.get(name):
+                raise RowError(f"{name} does not go with a prompt of plain text; write messages")
         return _plain(row, prompt, "" if reply is None else expect(reply, str, keys[0]))
     if isinstance(prompt, str) and keys[0] != "chosen":
         raise RowError("the reply to a text is a text; write the prompt as messages too")
     if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
-        return _turns_under("prompt")(row)
+        return _turns(row, key)
     read = ReadMessages()
     if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
         raise RowError("prompt mixes texts and messages; write messages")
@@ -287,37 +274,27 @@ def _prompt(row: JsonObject) -> Conversation:
     return _chat(row, read)
 
 
-def _question_under(key: str) -> Callable[[JsonObject], Conversation]:
-    """Return the reader of a question with its answer (GSM8K, Alpaca)."""
-
-    def read_row(row: JsonObject) -> Conversation:
-        read = ReadMessages()
-        for number, turn in enumerate(row.get("history") or []):
-            path = f"history[{number}]"
-            for role, text in zip(("user", "assistant"), expect(turn, list, path), strict=False):
-                read.add_text(role, expect(text, str, path), path)
-        question = expect(row[key], str, key)
-        more = next((name for name in ("input", "context") if row.get(name)), None)
-        if more is not None:
-            # one message of two fields, each of which is looked for
-            question = f"{question}\n{expect(row[more], str, more)}"
-        read.add_text("user", question, key)
-        answer = next((name for name in ANSWER_KEYS if row.get(name) is not None), None)
-        if answer is not None:
-            read.add_text("assistant", expect(row[answer], str, answer), answer)
-        return _chat(row, read)
-
-    return read_row
-
-
-def _chosen(row: JsonObject) -> Conversation:
+def _question(row: JsonObject, key: str) -> Conversation:
+    """Read a question with its answer (GSM8K, Alpaca)."""
     read = ReadMessages()
-    read.add_all(expect(row["chosen"], list, "chosen"), "chosen")
+    for number, turn in enumerate(row.get("history") or []):
+        path = f"history[{number}]"
+        for role, text in zip(("user", "assistant"), expect(turn, list, path), strict=False):
+            read.add_text(role, expect(text, str, path), path)
+    question = expect(row[key], str, key)
+    more = next((name for name in ("input", "context") if row.get(name)), None)
+    if more is not None:
+        # one message of two fields, each of which is looked for
+        question = f"{question}\n{expect(row[more], str, more)}"
+    read.add_text("user", question, key)
+    answer = next((name for name in ANSWER_KEYS if row.get(name) is not None), None)
+    if answer is not None:
+        read.add_text("assistant", expect(row[answer], str, answer), answer)
     return _chat(row, read)
 
 
-def _text(row: JsonObject) -> Conversation:
-    return _plain(row, expect(row["text"], str, "text"))
+def _text(row: JsonObject, key: str) -> Conversation:
+    return _plain(row, expect(row[key], str, key))
 
 
 def _plain(
@@ -332,20 +309,20 @@ def _plain(
 
 
 ABOUT_QUESTIONS = (*CHAT_KEYS, *ANSWER_KEYS, "input", "context", "history")
-FORMATS: dict[str, tuple[Callable[[JsonObject], Conversation], tuple[str, ...]]] = {
+FORMATS: dict[str, tuple[Callable[[JsonObject, str], Conversation], tuple[str, ...]]] = {
     "token_ids": (_exact, EXACT_KEYS),
     "input_ids": (_tokens, ("loss_mask",)),
-    "messages": (_messages_under("messages"), CHAT_KEYS),
-    "conversations": (_messages_under("conversations"), CHAT_KEYS),
-    "conversation": (_messages_under("conversation"), CHAT_KEYS),
+    "messages": (_messages, CHAT_KEYS),
+    "conversations": (_messages, CHAT_KEYS),
+    "conversation": (_messages, CHAT_KEYS),
     "request": (_log, ("response", *LEARN_KEYS)),
     "body": (_log, ("response", *LEARN_KEYS)),
-    "turns": (_turns_under("turns"), CHAT_KEYS),
+    "turns": (_turns, CHAT_KEYS),
     "prompt": (_prompt, ("completion", "response", "chosen", *CHAT_KEYS)),
-    "question": (_question_under("question"), ABOUT_QUESTIONS),
-    "instruction": (_question_under("instruction"), ABOUT_QUESTIONS),
-    "query": (_question_under("query"), ABOUT_QUESTIONS),
-    "chosen": (_chosen, CHAT_KEYS),
+    "question": (_question, ABOUT_QUESTIONS),
+    "instruction": (_question, ABOUT_QUESTIONS),
+    "query": (_question, ABOUT_QUESTIONS),
+    "chosen": (_messages, CHAT_KEYS),
     "text": (_text, PLAIN_KEYS),
 }
 """Readers of rows by key, with the other keys that each reads. The first of these keys that a row
@@ -365,9 +342,9 @@ def conversation_of(row: Any) -> Conversation:
         if row.get(key) is None:
             continue
         try:
-            found = read(row)
+            found = read(row, key)
         except DocumentError as error:
-            raise RowError(_in_plain_words(str(error))) from error
+            raise RowError(str(error)) from error
         unread = {
             name
             for name, value in row.items()
@@ -380,18 +357,14 @@ def conversation_of(row: Any) -> Conversation:
             if not isinstance(row.get(name), list) and row.get(name) not in (None, 0, 1)
         }
         return replace(found, unread=frozenset(unread))
-    raise RowError(_unknown(row))
-
-
-def _unknown(row: JsonObject) -> str:
     if "response" in row:
-        return (
+        raise RowError(
             "there is a response without its request; join the two by their custom_id into one "
             "row of request and response"
         )
-    tokens, others = [*FORMATS][:2], [*FORMATS][2:]
-    return (
-        f"none of {', '.join(others + tokens)} is there; rename the key that holds the text "
+    keys = [*FORMATS][2:] + [*FORMATS][:2]  # those of tokens last
+    raise RowError(
+        f"none of {', '.join(keys)} is there; rename the key that holds the text "
         "(docs/data.md#logs-in-other-shapes)"
     )
 
@@ -467,23 +440,3 @@ def _end_of(holder: JsonObject) -> tuple[bool, int | None]:
             case int(token):
                 return cut, token
     return cut, None
-
-
-def _in_plain_words(problem: str) -> str:
-    """Return a message of `convert` about a value in the words of the other messages here."""
-    words = {
-        "int": "a whole number",
-        "str": "a text",
-        "array": "a list",
-        "bool": "true or false",
-        "object": "an object",
-    }
-    key, _, reason = problem.rpartition(": ")
-    if found := re.fullmatch(r"Object missing required field (\w+)", reason):
-        return f"{found[1]} is missing"
-    found = re.fullmatch(r"Expected (\w+)(?: \| null)?( [<>=]+ \d+)?(?:, got (\w+))?", reason)
-    if found is None:
-        return problem
-    wanted, bound, got = found.groups()
-    wrong = f", not {words.get(got, got)}" if got else ""
-    return f"{key} must be {words.get(wanted, wanted)}{bound or ''}{wrong}"

@@ -98,27 +98,15 @@ class ReadMessages:
 def without_nulls(value: Any) -> Any:
     """Return a JSON value without the keys that are null, at every depth."""
     if isinstance(value, dict):
-        return {
-            key: without_nulls(inner) if isinstance(inner, dict | list) else inner
-            for key, inner in value.items()
-            if inner is not None
-        }
-    if isinstance(value, list):
-        return [
-            without_nulls(inner) if isinstance(inner, dict | list) else inner for inner in value
-        ]
-    return value
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def plain_message(message: JsonObject, path: str) -> JsonObject:
     """Return a message without nulls in its normal form, as a new table. Raises `RowError`."""
-    message = {
-        key: value
-        for key, value in message.items()
-        # Clients write empty ones for what a message does not have.
-        if key == "content" or not _empty(key, value)
-    }
-    if "role" in message and message["role"] == "function":
+    # Clients write empty values for what a message does not have.
+    message = {key: v for key, v in message.items() if key == "content" or not _empty(key, v)}
+    if message.get("role") == "function":
         message["role"] = "tool"
     if "function_call" in message:
         call = message.pop("function_call")
@@ -265,18 +253,15 @@ def _plain_content(message: JsonObject, path: str) -> str | list[JsonObject]:
     if not isinstance(content, list):
         named = TYPE_NAMES.get(type(content), type(content).__name__)
         raise RowError(f"{path} must be a text or a list of parts, not {named}")
-    thoughts = [
-        part["thinking"]
-        for part in content
-        if isinstance(part, dict) and isinstance(part.get("thinking"), str)
-    ]
+    parts, thoughts = [], []
+    for number, part in enumerate(content):
+        if isinstance(part, dict) and isinstance(part.get("thinking"), str):
+            thoughts.append(part["thinking"])
+        else:
+            parts.append(_text_part(part, f"{path}[{number}]"))
     if thoughts and not reasoning_of(message)[0]:
         message["reasoning_content"] = "\n".join(thoughts)
-    return [
-        _text_part(part, f"{path}[{number}]")
-        for number, part in enumerate(content)
-        if not (isinstance(part, dict) and isinstance(part.get("thinking"), str))
-    ]
+    return parts
 
 
 def _text_part(part: Any, path: str) -> JsonObject:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 from ..console import several
@@ -15,7 +16,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._unread: dict[str, None] = {}
-        self._remarks: dict[str, int] = {}
+        self._remarks: Counter[str] = Counter()
 
     def not_read(self, names: Iterable[str]) -> None:
         """Note the names of keys that nothing reads."""
@@ -23,7 +24,7 @@ class Notes:
 
     def remark(self, remark: str) -> None:
         """Note a remark about one more row."""
-        self._remarks[remark] = self._remarks.get(remark, 0) + 1
+        self._remarks[remark] += 1
 
     def lines(self) -> list[str]:
         """Return the notes as sentences, with the number of rows that each remark is about."""

@@ -66,7 +66,7 @@ class Rendering:
         Raises `UserError` for a target without a chat template, and `RowError`.
         """
         assert conversation.messages is not None
-        self._conversation, self._tokenizer = conversation, tokenizer
+        self._conversation = conversation
         self._notes = notes or Notes()
         self.template = ChatTemplate.of(tokenizer, name, conversation.template_kwargs)
         self._messages = self.template.prepared(conversation.messages)
@@ -84,10 +84,11 @@ class Rendering:
         if not count:
             raise RowError("there is no message before the assistant's")
         text = self._text(count, True)
-        if not self._holds(text, count):
+        passage, tools = Passage(text, 0), said_by_tools(self._conversation.tools)
+        if self._missing(passage, 0, count) or passage.place(tools, anywhere=True):
             # A template may move a text (the system prompt to the last question, for example), so
             # that each has to be found where its message is the last.
-            self._cut_to(count)
+            self._messages, self._names = self._messages[:count], self._names[:count]
             for _ in self.turns():
                 pass
         return text
@@ -123,9 +124,6 @@ class Rendering:
                 messages, tools, for_reply, self._names[:count], error
             ) from error
 
-    def _cut_to(self, count: int) -> None:
-        self._messages, self._names = self._messages[:count], self._names[:count]
-
     def _said(self, index: int) -> list[Any]:
         """Return the texts of a message: its own, and calls in the form that the template takes."""
         assert self._conversation.messages is not None
@@ -134,16 +132,17 @@ class Rendering:
             message = {**message, "tool_calls": self._messages[index]["tool_calls"]}
         return said_by(message, *self._names[index])
 
-    def _holds(self, text: str, count: int) -> bool:
-        """Return whether a prompt holds the texts of its messages and tools, each once and in
-        order, apart from reasoning."""
-        passage = Passage(text, 0)
-        for index in range(count):
+    def _missing(self, passage: Passage, first: int, past: int) -> Said | None:
+        """Find the texts of the messages from `first` to `past`; return one that is missing.
+
+        Reasoning is not looked for: templates drop that of earlier turns, and of a greeting.
+        """
+        for index in range(first, past):
             for group in self._said(index):
-                if not group.reasoning and passage.place(group) is not None:
-                    return False
-            self._note_unread(index, text)
-        return passage.place(said_by_tools(self._conversation.tools), anywhere=True) is None
+                if not group.reasoning and (said := passage.place(group)) is not None:
+                    return said
+            self._note_unread(index, passage.text)
+        return None
 
     def _check_tools(self, passage: Passage) -> None:
         """Raise `RowError` unless the first prompt has the names and descriptions of the tools.
@@ -172,12 +171,8 @@ class Rendering:
         passage = Passage(prompt, common(before, prompt))
         if turn is not None and passage.start == len(before):
             turn.following = prompt[len(before) :]
-        for index in range(first, past):
-            for group in self._said(index):
-                # That of a greeting is dropped as that of earlier turns is.
-                if not group.reasoning and (said := passage.place(group)) is not None:
-                    raise missing(said)
-            self._note_unread(index, prompt)
+        if (said := self._missing(passage, first, past)) is not None:
+            raise missing(said)
         if first == 0:
             passage.start = 0
             self._check_tools(passage)
@@ -207,7 +202,16 @@ class Rendering:
         passage = Passage(written, begin)
         _place_all(passage, groups)
         if start is None:
-            raise self._not_continued(index, opened and not any(g.reasoning for g in groups))
+            remedy = "rows of draftsmith data regenerate are exact"
+            if opened and not any(group.reasoning for group in groups):
+                remedy = (
+                    "it opens the reasoning: give the reply's in reasoning_content, or turn it off "
+                    "with chat_template_kwargs"
+                )
+            raise RowError(
+                f"{self._names[index][0]}: the chat template does not continue its own generation "
+                f"prompt; {remedy}"
+            )
         self._note_unread(index, full)
         end = passage.end
         if cut and groups:
@@ -217,32 +221,14 @@ class Rendering:
     def _full(self, index: int, prompt: str) -> tuple[str, int | None]:
         """Return the conversation through the reply that answers `prompt`, and where that begins.
 
-        None if neither prefixes nor marks tell where.
+        None if the rendering does not tell where.
         """
         full = self._text(index + 1, False)
         # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
         start = len(prompt) if full.startswith(prompt) else None
-        if start is None and self.template.marked:
-            start = self._marked_start(index, prompt, full)
         if start is None and (tail := self._tail(index, prompt, full)):
             return prompt + tail, len(prompt)
         return full, start
-
-    def _not_continued(self, index: int, opened: bool) -> RowError:
-        """Return the refusal of a reply that does not continue its prompt.
-
-        `opened`: the prompt opens the reasoning, and the reply has none.
-        """
-        remedy = "rows of draftsmith data regenerate are exact"
-        if opened:
-            remedy = (
-                "it opens the reasoning: give the reply's in reasoning_content, or turn it off "
-                "with chat_template_kwargs"
-            )
-        return RowError(
-            f"{self._names[index][0]}: the chat template does not continue its own generation "
-            f"prompt; {remedy}"
-        )
 
     def _tail(self, index: int, prompt: str, full: str) -> str:
         """Return a reply whose rendering rewrites what is before it; empty if it is not found.
@@ -268,35 +254,6 @@ class Rendering:
             return ""
         found = 0 < times(last, prompt) <= times(last, full[:start])
         return full[start + len(header) :] if found else ""
-
-    def _marked_start(self, index: int, prompt: str, full: str) -> int | None:
-        """Return where in `full` a turn begins by the template's marks; None if they do not tell.
-
-        `index` is that of its message, `full` the text through it, `prompt` the text up to it with
-        the generation prompt. What both have of the assistant's header is not part of the turn,
-        even where it is marked.
-        """
-        before = self._text(index, False)
-        # Marks of rewritten messages could be taken for those of the turn.
-        if not full.startswith(before) or not self._tokenizer.is_fast:
-            return None
-        messages = self._messages[: index + 1]
-        marked = self.template.marked_spans(messages, self._conversation.tools)
-        start = next((first for first in marked if first >= len(before)), None)
-        if start is None:
-            return None
-        header = self._shared(prompt.removeprefix(before), full[len(before) :])
-        return max(start, len(before) + header)
-
-    def _shared(self, header: str, turn: str) -> int:
-        """Return how many characters of the assistant's header `turn` begins with."""
-        shared = header[: common(header, turn)]
-        if shared == header:
-            return len(header)
-        # Of a header that goes on otherwise (it opens the reasoning, for example), whole parts: a
-        # reply may begin with the same sign as the rest of it.
-        parts = "|".join(re.escape(part) for part in ("\n", *self._tokenizer.all_special_tokens))
-        return max((found.end() for found in re.finditer(parts, shared)), default=0)
 
     def _note_unread(self, index: int, text: str) -> None:
         """Note the keys of a message that the template does not read, by its rendering `text`."""
@@ -352,19 +309,9 @@ def after_block(text: str, start: int, block: str) -> int:
 
     `block` is without white space. Returns `start` if the block is not there.
     """
-    place, rest = start, block
-    while rest and place < len(text):
-        if text[place].isspace():
-            place += 1
-        elif text[place] == rest[0]:
-            place, rest = place + 1, rest[1:]
-        else:
-            return start
-    if rest or not block:
-        return start
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+    spaced = r"\s*".join(["", *map(re.escape, block), ""])
+    found = re.compile(spaced).match(text, start) if block else None
+    return found.end() if found else start
 
 
 def _ends_in_reasoning(message: JsonObject, opened: bool) -> bool:

@@ -1,37 +1,51 @@
-"""Rows of files, folders and data sets on the hub.
+"""Rows of files, folders, clones and data sets on the hub.
 
-`datasets` is imported only for parquet files, folders that it wrote, clones and names on the hub.
+`datasets` is imported only for parquet files, clones and names on the hub.
+What goes wrong there is said in one line of our own, which names the setting to change.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ...heads.errors import UserError
-from ...heads.files import JsonObject, read_json
+from ...heads.errors import UserError, first_line
+from ...heads.files import write_failure
 from ..settings import RowSource
 from .given import GivenRows
-from .hub import builder_of, check_split, datasets_for, hub_rows, option
 from .rows import read_json_rows
 
 KINDS = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that describe the rows of a folder."""
-SAVED = "a folder of save_to_disk"
 LFS = b"version https://git-lfs.github.com/spec/"
 """Beginning of the files that git leaves in place of large ones until `git lfs pull`."""
+REFUSALS = {
+    ("RevisionNotFoundError",): "has no such revision; give a branch, a tag or a commit as "
+    "revision (--revision)",
+    ("GatedRepoError",): "is given only to those who accept its terms; do so on its page, and log "
+    "in with hf auth login",
+    ("DatasetNotFoundError",): "is no local file or folder, and the hub gives you no data set of "
+    "this name and revision; check both",
+    ("DataFilesNotFoundError", "EmptyDatasetError"): "holds no files of rows; name another",
+    ("ConnectionError", "TimeoutError", "HfHubHTTPError", "httpcore", "httpx", "aiohttp"): "is no "
+    "local file or folder, and the hub cannot be reached; check the name and the network",
+    ("NotImplementedError",): "is stored in a form that cannot be streamed; leave out streaming",
+    ("RuntimeError",): "is made by a script of its own, which is not run; the hub may have its "
+    "rows as parquet: --revision refs/convert/parquet",
+}
+"""Messages about errors, by the names of classes, or of their packages, in their causes."""
 
 
 def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
 
-    A source is a JSON, JSONL or parquet file, a folder of them, a folder that `save_to_disk` wrote,
-    a clone of a data set on the hub, such a data set, or rows from Python. Raises `UserError`.
+    A source is a JSON, JSONL or parquet file, a folder of them, a clone of a data set on the hub,
+    such a data set, or rows from Python. Raises `UserError`.
     """
     if isinstance(source, GivenRows):
         yield from source
@@ -41,8 +55,8 @@ def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
         yield from hub_rows(source_of(source))
         return
     for file in files:
-        if file.suffix in (".parquet", ".arrow"):
-            yield from _table_rows(file)
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file)
         else:
             yield from read_json_rows(file)
 
@@ -90,29 +104,21 @@ def source_files(source: str | RowSource) -> list[Path] | None:
 
 def _files_in(folder: Path, source: RowSource) -> list[Path]:
     """Return the files of rows in a folder of any kind. Raises `UserError`."""
-    if (folder / "dataset_dict.json").is_file():
-        refuse_settings(source, SAVED, "split")
-        splits = _table(folder / "dataset_dict.json").get("splits")
-        check_split(source, [*map(str, splits)] if isinstance(splits, list) else [])
-        return _saved_files(folder / source.split)
-    if (folder / "state.json").is_file() and any(folder.glob("*.arrow")):
-        own = _table(folder / "state.json").get("_split")
-        refuse_settings(source, SAVED, *["split"] * (source.split == own))
-        return _saved_files(folder)
-    files = sorted(
-        file
-        for file in folder.iterdir()
-        if file.name.endswith(KINDS) and file.name not in METADATA and file.name[0] != "."
-    )
-    in_data = [file for file in folder.glob("data/*") if file.name.endswith(KINDS)]
-    if _card(folder) is not None or (in_data and not files):
+    if any(folder.glob("*.arrow")) or (folder / "dataset_dict.json").is_file():
+        raise UserError(
+            f"data source {folder} was written by save_to_disk; write its rows to a file with "
+            f"datasets.load_from_disk({str(folder)!r}).to_parquet, or give them from Python"
+        )
+    there = sorted(file for file in folder.iterdir() if file.name[0] != ".")
+    files = [file for file in there if file.name.endswith(KINDS) and file.name not in METADATA]
+    in_data = any(file.name.endswith(KINDS) for file in folder.glob("data/*"))
+    if _has_card(folder) or (in_data and not files):
         return _clone_files(source)
     refuse_settings(source, "a folder of files")
     if not files:
-        others = sorted(file.name for file in folder.iterdir() if file.name[0] != ".")[:3]
-        there = f" but {', '.join(others)}" if others else ""
+        others = f" but {', '.join(file.name for file in there[:3])}" if there else ""
         raise UserError(
-            f"data source {folder}: the folder holds no {', '.join(KINDS)} file{there}; name a "
+            f"data source {folder}: the folder holds no {', '.join(KINDS)} file{others}; name a "
             "file, or the folder that holds them"
         )
     return files
@@ -120,9 +126,7 @@ def _files_in(folder: Path, source: RowSource) -> list[Path]:
 
 def _check_file(file: Path) -> None:
     """Raise `UserError` for a file of another kind, and for one that git has not fetched."""
-    if not file.name.endswith((*KINDS, ".arrow")) or (
-        file.suffix == ".arrow" and not (file.parent / "state.json").is_file()
-    ):
+    if not file.name.endswith(KINDS):
         raise UserError(
             f"data source {file}: a file must end in {', '.join(KINDS)}; convert it, to one JSON "
             "object a line for example"
@@ -146,37 +150,13 @@ def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
             )
 
 
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a `Dataset` that was saved, in order. Raises `UserError`."""
-    listed = _table(folder / "state.json").get("_data_files")
-    entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    files = [folder / Path(str(one.get("filename"))).name for one in entries]
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{folder}: {missing[0].name} is missing; copy the folder again")
-    return files
-
-
-def _table(path: Path) -> JsonObject:
-    """Return the object in a JSON file. Raises `UserError`."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not as save_to_disk wrote it; copy the folder again")
-    return value
-
-
-def _card(folder: Path) -> JsonObject | None:
-    """Return the table at the beginning of the README of a folder; None if there is none."""
+def _has_card(folder: Path) -> bool:
+    """Return whether a folder has a README that begins with a table, as on the hub."""
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if not text.startswith("---\n"):
-        return None
-    try:
-        value = yaml.safe_load(text[4:].partition("\n---")[0])
-    except yaml.YAMLError:
-        return None
-    return value if isinstance(value, dict) else None
+        with (folder / "README.md").open("rb") as file:
+            return file.read(4) == b"---\n"
+    except OSError:
+        return False
 
 
 def _clone_files(source: RowSource) -> list[Path]:
@@ -196,25 +176,127 @@ def _clone_files(source: RowSource) -> list[Path]:
     return by_split[source.split]
 
 
-def _table_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of every row of a parquet or Arrow file. Raises `UserError`."""
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a parquet file. Raises `UserError`."""
     datasets = datasets_for(str(file))
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         number = 0
-        if file.suffix == ".arrow":
-            parts = [datasets.Dataset.from_file(str(file))]
-        else:  # part by part: `from_parquet` would first copy all of it into a cache
-            batches = ParquetFile(file).iter_batches()
-            parts = (datasets.Dataset(pyarrow.Table.from_batches([one])) for one in batches)
-        for rows in parts:
-            for row in rows:
+        # part by part: `from_parquet` would first copy all of it into a cache
+        for part in ParquetFile(file).iter_batches():
+            for row in datasets.Dataset(pyarrow.Table.from_batches([part])):
                 number += 1
                 yield f"{file.name}:{number}", row
     except Exception as error:
         raise UserError(
-            f"cannot read {file}: it is damaged, or not a {file.suffix[1:]} file; copy or download "
-            "it again"
+            f"cannot read {file}: it is damaged, or not a parquet file; copy or download it again"
         ) from error
+
+
+def option(name: str) -> str:
+    """Return how messages name a setting of a source."""
+    return f"{name} (--{name.replace('_', '-')})"
+
+
+def datasets_for(source: str) -> Any:
+    """Return the package datasets. Raises `UserError` if it cannot be imported."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{source} is read by the package datasets, which cannot be imported "
+            f"({first_line(error)}); install it, or give a JSON or JSONL file"
+        ) from error
+    return datasets
+
+
+def builder_of(source: RowSource) -> Any:
+    """Return what reads a data set: one on the hub, or a folder. Its rows are not downloaded yet.
+
+    Raises `UserError`, for a configuration or a revision that does not exist among others.
+    """
+    datasets = datasets_for(source.path)
+    try:
+        builder = datasets.load_dataset_builder(
+            source.path, source.config_name, revision=source.revision
+        )
+    except Exception as error:
+        names: list[str] = []
+        if isinstance(error, ValueError):
+            with suppress(OSError, ValueError):
+                names = datasets.get_dataset_config_names(source.path, revision=source.revision)
+        raise _refusal(source, error, names) from error
+    # Without the network the package takes the last copy that it has, of any revision.
+    if source.revision is not None and not builder.config.data_files:
+        raise UserError(
+            f"data set {source}: the hub cannot be reached for its revision {source.revision}; "
+            f"check the network, or leave out {option('revision')} to read the copy that is here"
+        )
+    return builder
+
+
+def check_split(source: RowSource, names: list[str]) -> None:
+    """Raise `UserError`, with the splits that there are, unless one of them is the source's."""
+    if source.split not in names:
+        raise UserError(
+            f"data set {source} has no split {source.split}; give one as {option('split')}: "
+            f"{', '.join(names) or 'it has none'}"
+        )
+
+
+def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a data set on the hub. Raises `UserError`."""
+    builder = builder_of(source)
+    # Without the network there is no list of files, but of splits. A slice is train[:100].
+    names = [*map(str, builder.config.data_files or builder.info.splits or ())]
+    if names and re.fullmatch(r"[\w.-]+", source.split):
+        check_split(source, names)
+    try:
+        if source.streaming:
+            rows = builder.as_streaming_dataset(split=source.split)
+        else:
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=source.split)
+        yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
+    except Exception as error:
+        raise _refusal(source, error) from error
+
+
+def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> UserError:
+    """Return what is wrong, and what to do, for an error of the package datasets.
+
+    `names` are the configurations, if the one that was asked for was not found.
+    """
+    causes: list[BaseException] = [error]
+    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(before)
+    if full := next(filter(None, map(write_failure, causes)), None):
+        return UserError(
+            f"data set {source} cannot be stored: {full}; free some space, or read it with "
+            f"{option('streaming')}"
+        )
+    if "find cache" in str(error):
+        return UserError(
+            f"data set {source}: the hub cannot be reached, and this configuration is not among "
+            "the copies that are here; check the network"
+        )
+    if names and source.config_name not in names:
+        name = source.config_name
+        what = f"has no configuration {name}" if name else "has several configurations"
+        label = getattr(source, "name", None)
+        hint = f" (its name, {label}, is for counts and messages)" if label in names else ""
+        return UserError(
+            f"data set {source} {what}; give one as {option('config_name')}: "
+            f"{', '.join(names)}{hint}"
+        )
+    kinds = [kind for cause in causes for kind in type(cause).__mro__]
+    found = {kind.__name__ for kind in kinds} | {kind.__module__.split(".")[0] for kind in kinds}
+    for errors, what in REFUSALS.items():
+        if found & {*errors}:
+            return UserError(f"data source {source} {what}")
+    return UserError(
+        f"data source {source} cannot be read as one table of rows; download its files and give "
+        "those that are JSON, JSONL or parquet"
+    )

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from jinja2.exceptions import TemplateError
@@ -25,7 +25,6 @@ from .messages import REASONING_KEYS, RowError, joined, parsed, reasoning_of
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 TEMPLATE_ARGUMENTS |= {"messages"}
 """Arguments of `apply_chat_template` itself, which are not variables of a template."""
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NOTATION = re.compile(r"""['"]text['"]\s*:|\\+["']qz|\{'qz""")
 """Signs that a value was written in the notation of Python or JSON, not as its text."""
 ASKED: JsonObject = {"role": "user", "content": "qzasked"}
@@ -35,10 +34,12 @@ Names = list[tuple[str, str]]
 """Names of messages and of their contents in a row."""
 
 
-def check_template_kwargs(template_kwargs: JsonObject) -> None:
-    """Raise `UserError` for arguments of chat templates that are not variables of theirs."""
+def check_template_kwargs(
+    template_kwargs: JsonObject, error: type[UserError | RowError] = UserError
+) -> None:
+    """Raise an `error` for arguments of chat templates that are not variables of theirs."""
     if wrong := sorted(TEMPLATE_ARGUMENTS & template_kwargs.keys()):
-        raise UserError(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
+        raise error(f"chat_template_kwargs: {wrong[0]} is no variable of a chat template")
 
 
 def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObject) -> str:
@@ -52,15 +53,6 @@ def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObje
     return ChatTemplate.of(tokenizer, name, kwargs).endless(eos_ids)
 
 
-class Contents(NamedTuple):
-    """Forms of a message's content that a template takes."""
-
-    text: bool
-    """True if it takes a text; false if it wants one in a part."""
-    parts: bool
-    """True if it takes parts of text, however many."""
-
-
 class ChatTemplate:
     """A target's chat template with its arguments. `of` returns the one of a tokenizer."""
 
@@ -70,9 +62,7 @@ class ChatTemplate:
         source = tokenizer.chat_template
         sources = source.values() if isinstance(source, dict) else [source]
         self._words = {word for one in sources for word in WORD.findall(str(one))}
-        self.marked = isinstance(source, str) and bool(MARKS.search(source))
-        """True if the template marks what the assistant wrote."""
-        self._contents: dict[str, Contents] = {}
+        self._contents: dict[str, tuple[bool, bool]] = {}
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
     @classmethod
@@ -88,10 +78,7 @@ class ChatTemplate:
                 f"target {name} has no chat template, but the data is chat-shaped; use plain "
                 "`text` or `prompt`, or a target with one"
             )
-        try:
-            check_template_kwargs(kwargs)
-        except UserError as error:
-            raise RowError(str(error)) from error
+        check_template_kwargs(kwargs, RowError)
         known = _KNOWN.setdefault(tokenizer, {})
         text = source if isinstance(source, str) else json.dumps(source)
         key = (text, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else "")
@@ -111,19 +98,6 @@ class ChatTemplate:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=for_reply, **self._kwargs
         )
-
-    def marked_spans(self, messages: list[JsonObject], tools: list[JsonObject] | None) -> list[int]:
-        """Return the beginnings, in characters, of the tokens that the template's marks enclose."""
-        rendered = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-            **self._kwargs,
-        )
-        pairs = zip(rendered["assistant_masks"], rendered["offset_mapping"], strict=True)
-        return [first for on, (first, _) in pairs if on]
 
     def reads(self, key: str) -> bool:
         """Return whether the template names a key of a message."""
@@ -193,20 +167,21 @@ class ChatTemplate:
         """Return a content, a text or its parts, in the form that the template takes for a role."""
         if role not in self._contents:
             self._contents[role] = self._contents_of(role)
-        taken = self._contents[role]
-        if isinstance(content, list) and not taken.parts:
+        takes_text, takes_parts = self._contents[role]
+        if isinstance(content, list) and not takes_parts:
             content = joined(content, "")
-        if isinstance(content, str) and not taken.text:
+        if isinstance(content, str) and not takes_text:
             return [{"type": "text", "text": content}]
         return content
 
-    def _contents_of(self, role: str) -> Contents:
+    def _contents_of(self, role: str) -> tuple[bool, bool]:
+        """Return whether a message's content may be a text, and parts of text, however many."""
         parts = [{"type": "text", "text": word} for word in ("qzfirst", "qzsecond")]
         text = self._trial_of(role, parts)
         first, second = text.find("qzfirst"), text.find("qzsecond")
         noted = bool(NOTATION.search(text))
         as_text = "qzword" in self._trial_of(role, "qzword")
-        return Contents(text=as_text or noted or first < 0, parts=not noted and -1 < first < second)
+        return as_text or noted or first < 0, not noted and -1 < first < second
 
     @cached_property
     def _call_form(self) -> tuple[bool, bool]:
@@ -305,31 +280,19 @@ class ChatTemplate:
         `error` is what the template raised. A reason that the template itself gives is quoted; that
         of a library is not.
         """
-        field = self._refused_field(messages, tools, for_reply, names)
         # `raise_exception` raises this very type; jinja's own errors are subclasses of it.
         reason = f": {str(error).strip()}" if type(error) is TemplateError else ""
         reason = " ".join(reason.split())[:200]
+        alone = _harmless(messages, tools, names)
+        field = next((f for f, less, left in alone if self._tried(less, left, for_reply)), None)
+        if field is None:
+            # the first message from which on no beginning of the conversation can be rendered
+            count = len(messages)
+            while count > 1 and not self._tried(messages[: count - 1], tools):
+                count -= 1
+            name, content = names[count - 1]
+            field = name if name == content else f"{name}.role"
         return RowError(f"{field}: the chat template cannot render it{reason}")
-
-    def _refused_field(
-        self,
-        messages: list[JsonObject],
-        tools: list[JsonObject] | None,
-        for_reply: bool,
-        names: Names,
-    ) -> str:
-        """Return the name of the field without which the template would render the messages."""
-        if tools and self._tried(messages, None, for_reply):
-            return "tools"
-        for index, changed, name in _without_one(messages, names):
-            if self._tried([*messages[:index], changed, *messages[index + 1 :]], tools, for_reply):
-                return name
-        # the first message from which on no beginning of the conversation can be rendered
-        count = len(messages)
-        while count > 1 and not self._tried(messages[: count - 1], tools):
-            count -= 1
-        name, content = names[count - 1]
-        return name if name == content else f"{name}.role"
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ChatTemplate]] = WeakKeyDictionary()
@@ -356,11 +319,18 @@ def _as_object(arguments: str) -> JsonObject | str:
     return value if isinstance(value, dict) else arguments
 
 
-def _without_one(messages: list[JsonObject], names: Names) -> Iterator[tuple[int, JsonObject, str]]:
-    """Yield each message with one of its fields made harmless: its index, it, the field's name."""
+def _harmless(
+    messages: list[JsonObject], tools: list[JsonObject] | None, names: Names
+) -> Iterator[tuple[str, list[JsonObject], list[JsonObject] | None]]:
+    """Yield the name of one field after another, and messages and tools with it made harmless."""
+    if tools:
+        yield "tools", messages, None
     for index, (message, (name, content)) in enumerate(zip(messages, names, strict=True)):
         if "tool_calls" in message:
-            bare = {key: value for key, value in message.items() if key != "tool_calls"}
-            yield index, {**bare, "content": message.get("content") or "x"}, f"{name}.tool_calls"
-        elif message.get("content") != "x":
-            yield index, {**message, "content": "x"}, content
+            changed = {key: value for key, value in message.items() if key != "tool_calls"}
+            changed["content"] = message.get("content") or "x"
+            field = f"{name}.tool_calls"
+        else:
+            changed, field = {**message, "content": "x"}, content
+        if changed != message:
+            yield field, [*messages[:index], changed, *messages[index + 1 :]], tools

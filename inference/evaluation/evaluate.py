@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 CONCURRENCY = (1, 8, 32, 64)
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
-BASELINES = ("ngram", "lookahead", "early-exit")
+BASELINES = ("ngram",)
 
 
 def if_interrupted(options: Options) -> str:
@@ -145,7 +145,7 @@ def evaluate_drafters(
     if why := endless(target.tokenizer, target.name, target.eos_ids, options.chat_template_kwargs):
         log.warning("%s", why)
     check_room(prompts, target.max_positions)
-    loaded, left_out = proposers_of(options, target)
+    loaded, left_out = proposers_of(options, target), dict[str, str]()
     own = [guarded(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     by_transformers = assisted(options, target, proposers, left_out)
@@ -364,24 +364,20 @@ def tuned_and_served(
     return ways
 
 
-def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Return the proposers by their specs, and the reasons why baselines are left out.
+def proposers_of(options: Options, target: Target) -> dict[str, Proposer]:
+    """Return the proposers by their specs.
 
     Plain decoding comes first, then the baselines, then the drafters that the user named. Raises
     `UserError` for a named drafter that does not load.
     """
     named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
     proposers = {"none": load_proposer("none", target, warn)}
-    left_out = {}
     for spec in BASELINES:
         if options.baselines and spec not in named:
-            try:
-                proposers[spec] = load_proposer(spec, target, warn)
-            except UserError as error:  # such as early exit, which not every architecture allows
-                left_out[spec] = str(error)
+            proposers[spec] = load_proposer(spec, target, warn)
     for spec in named:
         proposers[spec] = load_proposer(spec, target, warn, choose=True)
-    return proposers, left_out
+    return proposers
 
 
 def origin(spec: str) -> DrafterOrigin:

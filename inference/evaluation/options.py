@@ -57,7 +57,7 @@ class EvaluateOptions(SourceOptions):
     """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
     texts (greedy)."""
     drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit, or
+    """A drafter's folder, a draft model's folder, or ngram, or
     module:Class of your own; settings follow a colon: ngram:length=8. May be given several times.
     Plain decoding is always measured too."""
     server: str | None = None
@@ -75,7 +75,7 @@ class EvaluateOptions(SourceOptions):
     """Engine to decode like, with its shape, drafts and rule, such as vllm, sglang or llamacpp;
     settings follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
     baselines: bool = True
-    """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a
+    """Measure ngram too, and transformers' assisted generation where a
     draft model is among the drafters."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""

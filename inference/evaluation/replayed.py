@@ -16,7 +16,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
-from ..drafters import load_proposer, parse_spec
+from ..drafters import load_proposer
 from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
@@ -25,8 +25,6 @@ from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth, interval_text
-
-LIVE = ("early-exit", "lookahead")
 
 
 def run(options: EvaluateOptions) -> None:
@@ -37,12 +35,6 @@ def run(options: EvaluateOptions) -> None:
         )
     if not options.drafter:
         raise UserError("--features needs a --drafter to replay")
-    for spec in options.drafter:
-        if (name := parse_spec(spec)[0]) in LIVE:
-            raise UserError(
-                f"{name} needs the running target, of which a feature store has no passes; leave "
-                "it out, or give --target to decode"
-            )
     assert options.features is not None
     target = load_stored(options.features, options.target.device)
     target.allow_added_tokens = options.target.allow_added_tokens

@@ -149,7 +149,7 @@ def drafts_chains(drafter: DrafterFigures) -> bool:
     if drafter.setting is not None:
         return drafter.setting.get("width", 1) == 1
     drafted = max((n for r in drafter.per_request for n, *_ in r.rounds), default=0)
-    return drafter.kind in ("ngram", "suffix") or drafted <= len(drafter.cond_accept)
+    return drafter.kind == "ngram" or drafted <= len(drafter.cond_accept)
 
 
 def on_gpu(

@@ -1,7 +1,7 @@
-"""Drafting with a key-value cache: bases of the proposers that own one, and how models run a tree.
+"""Bases of the proposers that own a key-value cache.
 
-Shapes: B rows of a batch, A positions that are new to the cache, M nodes of a level, H hidden size,
-V vocabulary, Vd draft vocabulary.
+Shapes: B rows of a batch, A positions that are new to the cache, H hidden size, Vd draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from ..kernels import operators
 from ..kernels.trial import attention_fits
 from ..proposer import Prompts
 from ..rounds.cache import Counts, KeptCache, TreeCache
-from ..rounds.device import row_of, send
+from ..rounds.device import send
 from ..rounds.sampling import Draws
-from ..targets.causal_model import CausalModel
-from ..targets.masks import Pass
 from ..tree_settings import MOST, TreeSettings
-from .growth import Level
 from .tree_plan import Planned, TreePlan
 
 
@@ -91,9 +88,8 @@ class FeatureProposer(CachedProposer):
     def _columns(self, draws: Draws) -> Tensor | None:
         """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""
         # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties, noise, a plan that measures.
-        greedy = draws.sampling.plain_greedy and isinstance(self.plan, TreePlan)
-        return self._draft_vocab_ids if greedy else None
+        # with them knows tokens by their ids: penalties and noise.
+        return self._draft_vocab_ids if draws.sampling.plain_greedy else None
 
     def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""
@@ -114,35 +110,3 @@ class FeatureProposer(CachedProposer):
     def finish(self) -> None:
         super().finish()
         self._new = None
-
-
-class TreeRunner:
-    """Causal model that runs the nodes of one level after another: a `growth.Continue`.
-
-    Its cache has either committed the root already, so that nodes of depth 1 come first after the
-    committed positions, or has it as the first undecided position (`root_undecided`).
-    """
-
-    def __init__(self, model: CausalModel, cache: TreeCache, root_undecided: bool) -> None:
-        self._model, self._cache, self._root_undecided = model, cache, root_undecided
-        # For the cache, depths of all undecided slots in the order in which they were run: a mask
-        # with a sliding window needs the positions of earlier levels too.
-        self._depths: tuple[int, ...] = (0,) if root_undecided else ()
-
-    def __call__(self, level: Level) -> Tensor:
-        """Return the logits `[B, M, V]` after the M nodes of `level`."""
-        count, device, visible = level.tokens.shape[1], level.tokens.device, level.visible
-        level_depths = (level.depth if self._root_undecided else level.depth - 1,) * count
-        self._depths += level_depths
-        if self._root_undecided and visible is not None:
-            # `level.visible` leaves the root out, which every node sees.
-            visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
-        nodes = Pass(
-            depths=row_of(level_depths, device),
-            visible=visible,
-            slot_depths=row_of(self._depths, device),
-        )
-        hidden = self._model.forward(level.tokens, nodes, self._cache)
-        # The nodes stay undecided, so that the next level comes after them and can see them.
-        self._cache.stage(count)
-        return self._model.head(hidden.last)

@@ -15,8 +15,7 @@ from ...heads.files import JsonObject
 from ..costs import Gpu, pass_cost, speedup, tree_tokens
 from ..targets.causal_model import CausalModel, bytes_of
 from ..tree_settings import Ranks
-from .shapes import grow
-from .tree_plan import Planner
+from .tree_plan import TreePlan, grow
 
 GROWTH = 1.25
 """Time of drafting a tree's level over that of running its rows: ranking candidates and building
@@ -94,7 +93,7 @@ def chain_of(length: int) -> list[Ranks]:
     return [(0,) * depth for depth in range(1, length + 1)]
 
 
-def expected_tokens(calibration: JsonObject, plan: Planner) -> float | None:
+def expected_tokens(calibration: JsonObject, plan: TreePlan) -> float | None:
     """Return the tokens of a round with `plan` by a drafter's held-out accuracies.
 
     A tree that follows the drafter's confidence counts as the fixed one of its size. None where the

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
@@ -26,15 +25,15 @@ from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_of_nodes
 from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
-from ..rounds.tree import DraftTree, TreeShape, named
+from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
+from ..tree_settings import TreeSettings, positive
 from .cached import FeatureProposer
-from .chains import cut, grow_chain
 from .growth import Continue, Slots
 from .tree_plan import DEFAULT_TREE, tree_of
 
-KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
+TREE = ("length", "width", "nodes", "score_temperature", "shape")
+KIND = Kind("dflash", tree=TREE, own=("slots",), lookups=True)
 
 
 class DFlashProposer(FeatureProposer):
@@ -84,29 +83,7 @@ class DFlashProposer(FeatureProposer):
         """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
         ids = self._columns(draws)
         first, go_on = self._logits(outputs, root, ids)
-        # A chain without a threshold, or a tree. Only chains have thresholds (`TreePlan`), so below
-        # the whole chain is drafted and then cut, which costs no further pass over the layers.
-        if not self.plan.threshold:
-            return named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
-        chain = TreeShape.chain(self.plan.length)
-        tree = named(grow_chain(first, root, draws, go_on, chain), root, ids)
-        sure = self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold
-        return cut(tree, sure, draws.running)
-
-    def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
-        """Return the confidence `[B, D]` in each draft of the chain `tokens` `[B, 1 + D]`.
-
-        It is computed from the drafts before alone. That is why cut chains stay lossless under
-        every acceptance rule (docs/verification.md#non-anticipation). The first draft has
-        confidence 1, a later one the probability of the draft before it.
-        """
-        # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
-        # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
-        logits = self._named(self.drafter.base_logits(outputs[:, :-1]), None)
-        probs = logits.float().softmax(-1)
-        # A missing node has token -1, which cannot be an index.
-        draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
-        return functional.pad(draft_probs, (1, 0), value=1.0)
+        return named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         """Return the logits `[B, V]` after the root, and a function of those after any node.
@@ -177,10 +154,13 @@ def make_proposer(
     are as the drafter was evaluated in training. `slots` are as in `DFlashProposer`. Raises
     `UserError`.
     """
-    drafter = artifact.drafter
-    drafts = slots_of(drafter, slots) - drafter.first_slot
-    settings = tree_of(settings, artifact.calibration, drafts)
-    return DFlashProposer(drafter, settings, slots)
+    return DFlashProposer(artifact.drafter, settings_for(artifact, settings, slots), slots)
+
+
+def settings_for(artifact: Artifact, settings: TreeSettings, slots: int | None) -> TreeSettings:
+    """Return tree settings with the values of training for those that are None."""
+    drafts = slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
+    return tree_of(settings, artifact.calibration, drafts)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:

@@ -30,13 +30,14 @@ from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.masks import Pass
 from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
-from .cached import CachedProposer, TreeRunner
+from .cached import CachedProposer
 from .growth import Level
-from .tree_plan import DEFAULT_TREE, Planner
+from .tree_plan import DEFAULT_TREE, TreePlan
 
 DEFAULT_LENGTH = 4
-KIND = Kind("draft_model", tree=TREE_SETTINGS, own=("cost",), chains=True)
-DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
+KIND = Kind("draft_model", tree=TREE_SETTINGS, chains=True)
+DRAFT_COST = 0.25
+"""Time of a draft as a share of a target pass, by which `threshold=auto` chooses."""
 
 
 class DraftModelProposer(CachedProposer):
@@ -64,11 +65,11 @@ class DraftModelProposer(CachedProposer):
         self._before: Tensor
         # Tokens that each row runs next: the root, and before it the one that its cache may lack
         self._next: Counts
-        # [B, N]: index of each tree node among those that were run, see `Planner.draft`
+        # [B, N]: index of each tree node among those that were run, see `TreePlan.draft`
         self._slots: Tensor
         self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
 
-    def replan(self, plan: Planner) -> None:
+    def replan(self, plan: TreePlan) -> None:
         super().replan(plan)
         # In a recording what recurrent layers keep of the last drafts would have to stay in place.
         self.traceable = self.traceable and not self.model.mixers
@@ -99,10 +100,25 @@ class DraftModelProposer(CachedProposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         first = self._fitted(self.model.head(self._catch_up(self._read(root))))
-        run = TreeRunner(self.model, self._cache, root_undecided=False)
+        # Depths of all undecided slots in the order in which they were run: a mask with a sliding
+        # window needs the positions of earlier levels too.
+        depths: tuple[int, ...] = ()
 
         def go_on(level: Level) -> Tensor:
-            return self._fitted(run(level))
+            nonlocal depths
+            count = level.tokens.shape[1]
+            # The root is committed, so nodes of depth 1 come first after the committed positions.
+            level_depths = (level.depth - 1,) * count
+            depths += level_depths
+            nodes = Pass(
+                depths=row_of(level_depths, root.device),
+                visible=level.visible,
+                slot_depths=row_of(depths, root.device),
+            )
+            hidden = self.model.forward(level.tokens, nodes, self._cache)
+            # The nodes stay undecided, so that the next level comes after them and can see them.
+            self._cache.stage(count)
+            return self._fitted(self.model.head(hidden.last))
 
         tree, self._slots = self.plan.draft(first, root, draws, go_on)
         return tree
@@ -185,24 +201,19 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return logits[..., :size]
 
 
-def make_proposer(
-    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, cost: float = DRAFT_COST
-) -> DraftModelProposer:
+def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> DraftModelProposer:
     """Return the proposer of a trained draft model.
 
-    The `threshold` "auto" is the best of those measured on held-out texts, if a draft takes `cost`
-    of the time of a target pass. Raises `UserError`.
+    The `threshold` "auto" is the best of those measured on held-out texts. Raises `UserError`.
     """
     if settings.threshold == "auto":
         if not artifact.calibration.get("adaptive"):
             raise UserError(
                 "this draft model has no calibrated threshold; give a number, such as threshold=0.3"
             )
-        threshold, longest = best_adaptive(artifact.calibration, cost)
+        threshold, longest = best_adaptive(artifact.calibration)
         settings = replace(settings, threshold=threshold).or_else(length=longest)
-    proposer = on_model(artifact.drafter, settings)
-    proposer.name = "draft-model"
-    return proposer
+    return on_model(artifact.drafter, settings)
 
 
 def load_draft_model(
@@ -231,14 +242,12 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     return DraftModelProposer(runner, drafter.vocab_size, settings, known, stand_in)
 
 
-def best_adaptive(calibration: JsonObject, cost: float) -> tuple[float, int]:
-    """Return threshold and longest chain of the row of `adaptive` with the most tokens per second.
-
-    A draft takes `cost` of the time of a target pass.
-    """
+def best_adaptive(calibration: JsonObject) -> tuple[float, int]:
+    """Return threshold and longest chain of the row of `adaptive` with the most tokens per second,
+    where a draft takes `DRAFT_COST` of the time of a target pass."""
     # A row is [threshold, longest, tau, drafts per round]: a round emits tau tokens in the time of
     # one target pass and so many drafts.
     threshold, longest, *_ = max(
-        calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3])
+        calibration["adaptive"], key=lambda row: row[2] / (1 + DRAFT_COST * row[3])
     )
     return threshold, int(longest)

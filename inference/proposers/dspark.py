@@ -17,14 +17,16 @@ from torch import Tensor
 
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
-from ..tree_settings import TreeSettings
+from ..rounds.sampling import Draws
+from ..rounds.tree import DraftTree, TreeShape, named
+from ..tree_settings import TREE_SETTINGS, TreeSettings
 from . import dflash
-from .dflash import DFlashProposer, slots_of
+from .dflash import DFlashProposer, settings_for
 from .growth import Continue, Level
-from .tree_plan import DEFAULT_TREE, tree_of
+from .tree_plan import DEFAULT_TREE, cut, grow_chain
 
 DEFAULT_WIDTH = 8
-KIND = replace(dflash.KIND, module="dspark")
+KIND = replace(dflash.KIND, module="dspark", tree=TREE_SETTINGS)
 
 
 class DSparkProposer(DFlashProposer):
@@ -53,6 +55,18 @@ class DSparkProposer(DFlashProposer):
             [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))],
             device=self._device,
         )
+
+    def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
+        # A chain without a threshold, or a tree. Only chains have thresholds (`TreePlan`), so below
+        # the whole chain is drafted and then cut, which costs no further pass over the layers.
+        if not self.plan.threshold:
+            return super()._draft(outputs, root, draws)
+        ids = self._columns(draws)
+        first, go_on = self._logits(outputs, root, ids)
+        chain = TreeShape.chain(self.plan.length)
+        tree = named(grow_chain(first, root, draws, go_on, chain), root, ids)
+        sure = self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold
+        return cut(tree, sure, draws.running)
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         drafter = self.drafter
@@ -84,9 +98,8 @@ def make_proposer(
     confidences falls below it. Settings that are None are as the drafter was evaluated in training.
     `slots` are as in `DFlashProposer`. Raises `UserError`.
     """
-    drafter = artifact.drafter
-    tree = tree_of(settings, artifact.calibration, slots_of(drafter, slots) - drafter.first_slot)
+    tree = settings_for(artifact, settings, slots)
     if settings.width is None and tree.width is not None:
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
-    return DSparkProposer(drafter, tree, slots, temperatures)
+    return DSparkProposer(artifact.drafter, tree, slots, temperatures)

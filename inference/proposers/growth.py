@@ -16,7 +16,98 @@ from torch.nn.functional import pad
 
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
-from .pool import Pool, stable_top
+
+
+def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the best `count` values along the last axis, and their indices.
+
+    Of equal values the first are taken, so that no child is taken before its parent. `topk` does
+    not promise that.
+    """
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], indices[..., :count]
+
+
+class Pool:
+    """Candidate nodes of a batch in the order of their levels, from which a tree takes the best.
+
+    A candidate's pool index counts from the root, which has index 0. Scores must not rise along a
+    path: the best candidates then include their own parents. A candidate of score -inf becomes a
+    missing node.
+    """
+
+    def __init__(self, root: Tensor, nodes: int) -> None:
+        self._nodes = nodes
+        # The root is its own parent, as `tables_of` wants it.
+        zero = torch.zeros_like(root)[:, None]
+        self._tokens, self._parents, self._scores = [root[:, None]], [zero], [zero.double()]
+        self._levels = 0
+        # For each level of which some were run, the index of its candidates among those.
+        self._run_index: dict[int, Tensor] = {}
+        self._run_count = 0
+
+    def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
+        """Add a level of candidates, and return their pool indices `[B, M]`.
+
+        All arguments are `[B, M]`; `parents` are pool indices.
+        """
+        # Example: after the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
+        start = sum(level.shape[1] for level in self._tokens)
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        # float64 holds the scores of every drafter exactly, so that all levels can be one tensor.
+        self._scores.append(scores.double())
+        self._levels += 1
+        return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+    def run(self, indices: Tensor) -> None:
+        """Note that the drafter runs candidates of the last level, of pool indices `[B, M]`."""
+        # Example: after a root and a level of 8 nodes the last level starts at 9, so its pool
+        # index 11 is column 2.
+        start = sum(level.shape[1] for level in self._tokens[:-1])
+        end = self._run_count + indices.shape[1]
+        places = torch.arange(self._run_count, end, device=indices.device)
+        none = torch.full_like(self._tokens[-1], NO_NODE)
+        run_index = none.scatter_(1, indices - start, places.expand_as(indices))
+        self._run_index[self._levels], self._run_count = run_index, end
+
+    def ran(self, chosen: Tensor) -> Tensor:
+        """Return the index of candidates among those that were run, -1 for one that was not.
+
+        `chosen` `[B, N]` are pool indices.
+        """
+        levels = []
+        for level, tokens in enumerate(self._tokens):
+            run_index = self._run_index.get(level)
+            levels.append(torch.full_like(tokens, NO_NODE) if run_index is None else run_index)
+        return torch.cat(levels, dim=1).gather(1, chosen)
+
+    def select(self) -> tuple[DraftTree, Tensor]:
+        """Return the tree of the root and the best candidates, and the pool indices of its nodes.
+
+        The pool indices are `[B, N]`.
+        """
+        tokens, parents, scores = (
+            torch.cat(levels, dim=1) for levels in (self._tokens, self._parents, self._scores)
+        )
+        scores[:, 0] = torch.inf  # the root is always a node
+        # One more for the root, which `_nodes` does not count.
+        count = min(self._nodes + 1, tokens.shape[1])
+        # back in the order of the pool, where parents come before their children
+        chosen = stable_top(scores, count)[1].sort(dim=-1).values
+        # Node id of each chosen candidate, by pool index. Example: if 0, 2 and 5 are chosen, they
+        # become the nodes 0, 1 and 2, and a node whose parent has pool index 2 gets parent 1. Other
+        # entries stay 0 and are not read, because a chosen node's parent is chosen too.
+        node_id = torch.zeros_like(tokens).scatter_(
+            1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen)
+        )
+        missing = scores.gather(1, chosen) == -torch.inf
+        new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
+        # The parent of a missing node may not be chosen, so it hangs on the root.
+        new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
+        return DraftTree(
+            new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
+        ), chosen
 
 
 @dataclass
@@ -59,16 +150,14 @@ class Slots:
         width: int,
         nodes: int,
         score_temperature: float,
-        whole: bool = False,
     ) -> DraftTree:
         """Return the tree of the `nodes` likeliest paths, with `width` candidates at each depth.
 
-        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`, `whole` as in
-        `best_first`.
+        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`.
         """
         levels = self.logits.shape[1]
         tokens, scores = self._best(root, draws, levels, width, score_temperature)
-        return best_first(tokens, scores, root, nodes, whole)
+        return best_first(tokens, scores, root, nodes)
 
     def fill(
         self, root: Tensor, draws: Draws, shape: TreeShape, ranks: tuple[int, ...]
@@ -108,9 +197,7 @@ def _places(shape: TreeShape, ranks: tuple[int, ...], width: int, device: torch.
     return torch.tensor(places, device=device)
 
 
-def best_first(
-    tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
-) -> DraftTree:
+def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int) -> DraftTree:
     """Return the tree of the `nodes` likeliest paths through candidates that ignore their parent.
 
     The method is DDTree's (arXiv 2604.12989). `tokens` and `scores` `[B, D, K]` are the candidates
@@ -119,12 +206,10 @@ def best_first(
 
     The tree is made level by level, without a heap and without leaving the device. That is exact:
     each of the best `nodes` paths is among the best `nodes` of its own level, so no level needs
-    more. With `whole` the tree has the best `nodes` of every level, and any smaller or shallower
-    tree is a part of it.
+    more.
     """
     batch, levels, width = scores.shape
-    # A level adds `nodes` candidates at most, so a limit of `nodes * levels` leaves none out.
-    pool = Pool(root, nodes * levels if whole else nodes)
+    pool = Pool(root, nodes)
     # of the paths that end in the level before: their values and pool indices, at first the root's
     values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
@@ -242,10 +327,8 @@ def _fixed_levels(
         ranks = (0, *(siblings.index(node) for node, siblings in enumerate(below, 1)))
     levels: list[_FixedLevel] = []
     run: list[int] = []
-    # The nodes with children, of the level before and of this one. The root's parent in `shape` is
-    # NO_NODE, so it stands for the level before the first.
-    before = (NO_NODE,)
-    inner: tuple[int, ...] = (0,)
+    # The nodes with children of the level before: the root's parent in `shape` is NO_NODE.
+    before = [NO_NODE]
     ancestors = shape.tables(device).ancestors
 
     def tensor(values):
@@ -254,34 +337,27 @@ def _fixed_levels(
     # Example: the root has the children 1 and 2, node 1 has 3 and 4, node 2 has 5. The second level
     # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
     # and source 3, a second child of node 2, is not used.
-    while any(shape.children[node] for node in inner):
-        width = 1 + max(ranks[child] for node in inner for child in shape.children[node])
-        children, source, parents = [], [], []
-        paths, above = [], []
-        for m, node in enumerate(inner):
-            # The drafter has run the root before the tree grows.
-            if node:
-                run.append(node)
-            paths.append(shape.path_to(node))
-            above.append(before.index(shape.parents[node]))
-            for child in shape.children[node]:
-                children.append(child)
-                source.append(m * width + ranks[child])
-                parents.append(node)
+    for depth in range(shape.levels):
+        inner = [n for n in range(shape.nodes) if shape.depths[n] == depth and shape.children[n]]
+        of_node = [(m, child) for m, node in enumerate(inner) for child in shape.children[node]]
+        children = [child for _, child in of_node]
+        width = 1 + max(ranks[child] for child in children)
+        if depth:  # the drafter has run the root before the tree grows
+            run += inner
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
-                depth=shape.depths[inner[0]],
+                depth=depth,
                 width=width,
-                paths=tensor(paths),
+                paths=tensor([shape.path_to(node) for node in inner]),
                 children=tensor(children),
-                source=tensor(source),
-                parents=tensor(parents),
-                above=tensor([above]),
+                source=tensor([m * width + ranks[child] for m, child in of_node]),
+                parents=tensor([shape.parents[child] for child in children]),
+                above=tensor([[before.index(shape.parents[node]) for node in inner]]),
                 visible=ancestors[:, tensor(inner)][:, :, tensor(run)],
             )
         )
-        before, inner = inner, tuple(child for child in children if shape.children[child])
+        before = inner
     run_index = [NO_NODE] * shape.nodes
     for i, node in enumerate(run):
         run_index[node] = i

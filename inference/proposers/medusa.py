@@ -19,8 +19,7 @@ from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Slots
-from .shapes import grow
-from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, tree_of
+from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, grow, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
 KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)

@@ -1,28 +1,29 @@
 """Plans of draft trees: chains, trees that follow the drafter's confidence, trees of fixed shape.
 
-Shapes: B rows of a batch, N tree nodes with the root, V vocabulary.
+Shapes: B rows of a batch, D drafts, N tree nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
-from ..rounds.tree import DraftTree, TreeShape
+from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
 from ..targets.packed import packed_bytes
-from ..tree_settings import MOST, TreeSettings, positive
-from .chains import grow_chain
-from .growth import Continue, Slots, grow_dynamic, grow_fixed
-from .shapes import grow, ranks_of, shape_of_ranks
+from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from .growth import Continue, Level, Slots, grow_dynamic, grow_fixed
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
 # chosen before anything is known: measured on the quickstart target at T = 0.7 and 1
@@ -34,33 +35,6 @@ DEFAULT_NODES = 16
 """Nodes of a tree of drafts that are made at once, where training has noted none."""
 
 
-class Planner(Protocol):
-    """Plan that a drafter follows when it drafts: `TreePlan`, or one that measures."""
-
-    length: int
-    """Levels at most."""
-    width: int
-    """Children of a node at most; 1 is a chain."""
-    nodes: int
-    """Drafted nodes at most, without the root."""
-    expanded: int
-    """Nodes that the drafter itself runs in a round at most, the root included."""
-    threshold: float
-    """Above 0: chains end early."""
-
-    def draft(
-        self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
-    ) -> tuple[DraftTree, Tensor]:
-        """Return a tree below `root` `[B]`, and which of its nodes the drafter has run.
-
-        `first` `[B, V]` are the logits after the root, and `go_on` returns those after any node.
-        The second result `[B, N]` has the index of each node among those that `go_on` has run (see
-        `grow_dynamic`). It is empty for a chain, of which node d is the d-th, and where the logits
-        do not depend on a node's path (`Slots`).
-        """
-        ...
-
-
 class TreePlan:
     """Plan from `TreeSettings` with a length and a width: a chain, or a tree.
 
@@ -70,12 +44,8 @@ class TreePlan:
     fixes the tree for every rule, whatever the drafter is sure of.
     """
 
-    def __init__(self, settings: TreeSettings, give_all: bool = False) -> None:
-        """Make a plan from `settings`. Raises `UserError` for settings that exclude each other.
-
-        With `give_all` a tree over `Slots` has the best `nodes` of every level instead of those of
-        all levels together, so that `tune` can cut smaller trees from it.
-        """
+    def __init__(self, settings: TreeSettings) -> None:
+        """Make a plan from `settings`. Raises `UserError` for settings that exclude each other."""
         length, width, nodes = settings.length, settings.width, settings.nodes
         self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
         self._ranks: tuple[int, ...] | None = None
@@ -89,9 +59,9 @@ class TreePlan:
         self.length, self.width = positive("length", length), positive("width", width)
         self.threshold = _checked_threshold(settings.threshold, self.width)
         self.score_temperature = float(settings.score_temperature)
-        self.give_all = give_all
         self.nodes = self._node_count(nodes)
-        # The root, and `width` nodes of each level but the last, which has no children.
+        # Nodes that the drafter itself runs in a round at most: the root, and `width` nodes of each
+        # level but the last, which has no children.
         self.expanded = 1 + self.width * (self.length - 1)
         if self.width == 1:
             self.shape = TreeShape.chain(self.length)
@@ -124,7 +94,13 @@ class TreePlan:
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """Return a tree and the nodes that were run, as `Planner.draft`."""
+        """Return a tree below `root` `[B]`, and which of its nodes the drafter has run.
+
+        `first` `[B, V]` are the logits after the root, and `go_on` returns those after any node.
+        The second result `[B, N]` has the index of each node among those that `go_on` has run (see
+        `grow_dynamic`). It is empty for a chain, of which node d is the d-th, and where the logits
+        do not depend on a node's path (`Slots`).
+        """
         draws.prepare(self.length, first)
         no_places = first.new_zeros(0)
         if self.width == 1:
@@ -133,9 +109,7 @@ class TreePlan:
         compares = draws.sampling.compares_distributions
         if isinstance(go_on, Slots) and not compares:
             if self._ranks is None:
-                tree = go_on.tree(
-                    root, draws, self.width, self.nodes, self.score_temperature, self.give_all
-                )
+                tree = go_on.tree(root, draws, self.width, self.nodes, self.score_temperature)
                 return tree, no_places
             if self.width <= first.shape[-1]:  # or nodes are missing
                 return go_on.fill(root, draws, self.shape, self._ranks), no_places
@@ -144,6 +118,92 @@ class TreePlan:
         return grow_dynamic(
             first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
         )
+
+
+def grow_chain(
+    first: Tensor,
+    root: Tensor,
+    draws: Draws,
+    go_on: Continue,
+    chain: TreeShape,
+    threshold: float = 0.0,
+) -> DraftTree:
+    """Draft the tokens of `chain`, each chosen after the ones before it.
+
+    Under a rule that compares distributions each is a draw, and the tree has the distributions.
+    Other arguments as in `grow_dynamic`.
+
+    With a `threshold` above 0 the chain ends after the draft with which the product of the drafts'
+    probabilities falls below it in every row, which costs a synchronisation for each draft. A row's
+    end depends on its own past drafts alone, as the rules that compare distributions demand
+    (docs/verification.md#non-anticipation): under them each row ends by itself, since their text
+    depends on how long a chain is. Under the others rows keep the drafts that are there anyway.
+    """
+    logits, tokens, probs = first[:, None], [root[:, None]], []
+    path_probs = torch.ones_like(root, dtype=torch.float32)
+    above = torch.zeros_like(root)[:, None]
+    going = [torch.ones_like(root, dtype=torch.bool)]  # rows whose chain has the draft of a depth
+    for depth in range(chain.drafted):
+        paths = None
+        # Only a penalty reads paths. Without one the concatenation for each draft is saved.
+        if draws.sampling.history_processor is not None:
+            paths = torch.cat(tokens, dim=1)[:, None]
+        if draws.sampling.compares_distributions:
+            # Node d of a chain has depth d, so the depth serves as the node id that names the
+            # noise.
+            drawn, drawn_from = draws.sample(logits, depth, 1, paths)
+            chosen = drawn[:, :, 0]
+            probs.append(drawn_from)
+        else:
+            chosen = draws.guess(logits, depth, paths)
+        tokens.append(chosen)
+        # Running the last draft would give only what follows the whole chain.
+        if depth + 1 == chain.drafted:
+            break
+        if threshold:
+            # The drafter's own probability, whatever the temperature: thresholds are calibrated so.
+            # In float32, since bfloat16 would round a product of many factors.
+            chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
+            path_probs = path_probs * chosen_probs
+            going.append(path_probs >= threshold)
+            sure = going[-1] if draws.running is None else going[-1] & (draws.running > 0)
+            if not bool(sure.any()):
+                break
+        logits = go_on(Level(chosen, above, None, depth + 1))
+    # the last node has no children, hence no distribution
+    probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
+    drafts = len(tokens) - 1
+    if drafts < chain.drafted:
+        chain = TreeShape.chain(drafts)
+    tree = DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
+    if threshold and draws.sampling.compares_distributions:
+        return cut(tree, torch.stack(going[:drafts], dim=1), draws.running)
+    return tree
+
+
+def cut(tree: DraftTree, kept: Tensor, running: Tensor | None = None) -> DraftTree:
+    """Return a chain without the drafts that `kept` `[B, D]` is false for.
+
+    In each row the first drafts are kept, so what follows a false entry is false too. The chain is
+    as long as the longest row, which costs one synchronisation. Rows for which `running` (see
+    `Draws`) is 0 keep nothing.
+    """
+    if running is not None:
+        kept = kept & (running > 0)[:, None]
+    longest = int(kept.sum(-1).max())
+    # What no row keeps is cut off, so that the target does not have to run it.
+    kept = kept[:, :longest]
+    tokens = torch.cat(
+        [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
+    )
+    # The last node that a row keeps has no children, so its distribution must not be compared: it
+    # becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is. Example: a row
+    # keeps 1 draft of 2, so `kept` is [1 0], padded [1 0 0], and only the root's distribution
+    # stays.
+    probs = None
+    if tree.probs is not None:
+        probs = tree.probs[:, : longest + 1] * pad(kept, (0, 1))[..., None]
+    return DraftTree(tokens, TreeShape.chain(longest), probs=probs)
 
 
 def _checked_threshold(threshold: Any, width: int) -> float:
@@ -183,7 +243,7 @@ def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> Tre
 class Planned(Proposer):
     """Proposer that drafts by a plan."""
 
-    plan: Planner
+    plan: TreePlan
     longest: int = MOST
     """Levels that the drafter has at most."""
 
@@ -191,7 +251,7 @@ class Planned(Proposer):
     def weight_bytes(self) -> int:
         return bytes_of(self.drafter) + packed_bytes(self.drafter)
 
-    def replan(self, plan: Planner) -> None:
+    def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""
         self.plan, self.max_drafted = plan, plan.nodes
         # A chain that ends where the drafter is unsure asks the device.
@@ -218,3 +278,82 @@ class NewestStateProposer(Planned):
 
     def keep(self, rows: list[int]) -> None:
         self.newest = self.newest[send(rows, self.newest.device)]
+
+
+def ranks_of(shape: Any) -> list[Ranks]:
+    """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
+
+    Raises `UserError` for another type. `shape_of_ranks` asks for the parents.
+    """
+    try:
+        nodes = {tuple(map(int, node)) for node in shape}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}"
+        ) from error
+    ranks = sorted(nodes, key=lambda node: (len(node), node))
+    if not ranks or min(map(min, ranks), default=-1) < 0:
+        raise UserError("shape must hold at least one node, of ranks from 0")
+    return ranks
+
+
+def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
+    """Return the shape of a set of rank tuples, one for each node.
+
+    `(2, 0)` is the best child of the third-best child of the root. Node ids follow the order by
+    length, then lexicographic, so that parents come before their children. Raises `UserError` if a
+    node's parent is missing.
+    """
+    order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
+    # Example: (0,), (1,), (0, 0) become the nodes 1, 2, 3, and the parents are (-1, 0, 0, 1).
+    index: dict[Ranks, int] = {(): 0}
+    parents = [NO_NODE]
+    for node, ranks in enumerate(order, 1):
+        # A parent is shorter, hence earlier in the order: it has its number already, or none.
+        if not ranks or ranks[:-1] not in index:
+            raise UserError(
+                f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}"
+            )
+        parents.append(index[ranks[:-1]])
+        index[ranks] = node
+    return TreeShape(tuple(parents))
+
+
+def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
+    """Return the rank tuples of greatest expected acceptance, at most `nodes`, best first.
+
+    The method is Medusa's (arXiv 2401.10774, section 2.3.3). `rank_accuracy[d][r]` estimates how
+    often the candidate of rank r at depth d + 1 is right, and a node's value is the product along
+    its path. A node's value is at most its parent's, so every chosen node's parent is chosen before
+    it. Nodes of value 0 are left out, so that fewer than `nodes` may be returned.
+    """
+    # Ranks of each depth by accuracy, which need not fall with the rank. A node is held as a tuple
+    # of indices into these lists: then its best sibling not offered yet has the next index.
+    # Example: accuracies (0.1, 0.6, 0.3) give the ranks 1, 2, 0.
+    order: list[list[int]] = []
+    for accuracies in rank_accuracy:
+        order.append(sorted(range(len(accuracies)), key=lambda r: (-accuracies[r], r)))
+    chosen: list[Ranks] = []
+    # (-value, depth, indices into `order`, the parent's value): of equal values the shallower node
+    # comes first
+    heap: list[tuple[float, int, tuple[int, ...], float]] = []
+
+    def offer(parent_value: float, indices: tuple[int, ...]) -> None:
+        depth = len(indices) - 1
+        # There is no such node below the last depth, and none after the last rank of a depth.
+        if depth < len(order) and indices[-1] < len(order[depth]):
+            accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
+            if parent_value * accuracy > 0:
+                # `heapq` gives the smallest entry first, hence the minus sign.
+                heapq.heappush(heap, (-parent_value * accuracy, depth, indices, parent_value))
+
+    # Every tree begins with the best node of depth 1: no other can be chosen before it.
+    offer(1.0, (0,))
+    while heap and len(chosen) < nodes:
+        minus_value, _, indices, parent_value = heapq.heappop(heap)
+        chosen.append(tuple(order[depth][index] for depth, index in enumerate(indices)))
+        # The next sibling and the first child are all that can follow the node: each other node
+        # has a better sibling or a parent that is not chosen yet.
+        offer(parent_value, (*indices[:-1], indices[-1] + 1))
+        offer(-minus_value, (*indices, 0))
+    return chosen

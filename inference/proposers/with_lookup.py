@@ -25,8 +25,7 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
 from ..tree_settings import positive
-from .lookup import LookupProposer, copy_from
-from .ngram import Ngrams
+from .ngram import LookupProposer, Ngrams, copy_from
 
 DEFAULT_LENGTH = 8
 LONGEST_MATCH = 16

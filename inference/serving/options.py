@@ -32,7 +32,7 @@ class ServeOptions:
 
     target: TargetConfig
     drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit; settings
+    """A drafter's folder, a draft model's folder, or ngram; settings
     follow a colon: ngram:length=8. May be given several times: the first drafts for the model of
     the target's name, and each for a model TARGET:DRAFTER. TARGET:plain drafts nothing."""
     host: str = "127.0.0.1"

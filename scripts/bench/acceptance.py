@@ -28,7 +28,6 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
-from draftsmith.inference.proposers.early_exit import first_layers
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import TreeShape
@@ -103,9 +102,8 @@ def main() -> None:
     )
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
-    parser.add_argument("--draft-model", help="folder of a small model with the target's tokenizer")
     parser.add_argument(
-        "--early-exit", type=int, help="draft with the target's own first layers instead"
+        "--draft-model", required=True, help="folder of a small model with the target's tokenizer"
     )
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="tokens of each text")
@@ -113,12 +111,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
     target = load_for_decoding(TargetConfig(arguments.target))
-    if (arguments.draft_model is None) == (arguments.early_exit is None):
-        parser.error("give one of --draft-model and --early-exit")
-    if arguments.draft_model:
-        drafter = load_draft_model(arguments.draft_model, target).model
-    else:
-        drafter = first_layers(target, arguments.early_exit)
+    drafter = load_draft_model(arguments.draft_model, target).model
     prompts = [
         p.token_ids
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)

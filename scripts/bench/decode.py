@@ -3,7 +3,7 @@
     python scripts/quickstart/functions.py --split test --count 16 --out runs/bench/prompts.jsonl
     OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target \
         --draft-model scripts/quickstart/draft_model \
-        --prompts runs/bench/prompts.jsonl --drafter ngram --drafter suffix
+        --prompts runs/bench/prompts.jsonl --drafter ngram
 
 Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the
 draft model (constant draft length, confidence threshold 0), our loop with the same draft model and

@@ -163,7 +163,7 @@ def exactness(report: Report, device: torch.device, tiny: bool) -> None:
     here, there = targets
     requests = [Request(here.tokenizer(text)["input_ids"], i) for i, text in enumerate(texts)]
     drafters = sorted((QUICKSTART / "drafters").iterdir())[: 1 if tiny else None]
-    specs = ["none", "suffix", "early-exit", str(QUICKSTART / "draft_model"), *map(str, drafters)]
+    specs = ["none", "ngram", str(QUICKSTART / "draft_model"), *map(str, drafters)]
     rules: dict[str, Sampling] = {
         "greedy": Sampling(),
         "coupled": Sampling(temperature=0.8, seed=3),

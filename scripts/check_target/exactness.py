@@ -24,7 +24,7 @@ from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
 
-BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
+BASELINES = ("none", "ngram")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Logits that are closer than this may change places when a tree is verified in another batch
 shape."""

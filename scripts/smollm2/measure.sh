@@ -85,7 +85,7 @@ table() { tuned float32 40; }
 bfloat16() { tuned bfloat16 16; }
 
 temperatures() { # trees are named: one tree for all settings, of as many nodes as a pass takes at the price of one
-    local ways=(--drafter ngram:length=5 --drafter suffix:length=5 --drafter lookahead --drafter early-exit) name tree
+    local ways=(--drafter ngram:length=5) name tree
     for name in "${names[@]}"; do
         case $name in
             eagle*) tree=length=3,width=2,nodes=4 ;;

@@ -167,7 +167,8 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
         accepted = method.accepted_by_root(
             method.teacher_forced(drafter, hidden, ids), {"length": drafter.drafts}
         )
-        for settings in ({}, {"width": 3, "nodes": 9}, {"threshold": 0.2}):
+        ways: list[dict[str, Any]] = [{}, {"width": 3, "nodes": 9}]
+        for settings in [*ways, {"threshold": 0.2}] if drafter.method == "dspark" else ways:
             proposer = proposer_of(drafter, **settings)
             expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
             found = emitted_per_round(generate_one(target, proposer, prompt, limit))

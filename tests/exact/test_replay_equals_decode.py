@@ -10,7 +10,7 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.proposers.shapes import grow
+from draftsmith.inference.proposers.tree_plan import grow
 from draftsmith.inference.replay import replay
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target

@@ -28,7 +28,7 @@ SAMPLINGS = {
 TRACED = ("medusa",)
 OTHERS = (
     *("eagle3 tree", "eagle3 chain", "eagle1 tree", "dflash chain", "dspark tree"),
-    *("draft-model chain", "draft-model tree", "early-exit tree"),
+    *("draft-model chain", "draft-model tree"),
 )
 full = pytest.mark.full
 PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 8, 3], [7, 7, 7]]
@@ -141,7 +141,7 @@ def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPat
     target = architecture("llama")
     target.compiled = True
     drafters = proposers(target, near_copy(target))
-    for way in ("plain", "eagle3 tree", "dflash chain", "draft-model tree", "early-exit tree"):
+    for way in ("plain", "eagle3 tree", "dflash chain", "draft-model tree"):
         proposer: Any = drafters[way]
         addresses = []
         for prompt in ([5, 9, 33, 7], [12, 6, 6, 12], [7, 7, 7, 8]):  # of one length

@@ -59,7 +59,6 @@ WAYS = (
         "eagle1 tree",
         "dflash tree",
     ),
-    *("early-exit chain", "early-exit tree"),
 )
 ROUNDS = 4  # of which the first two are not counted
 

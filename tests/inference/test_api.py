@@ -80,7 +80,7 @@ def test_a_reply_says_its_speed_and_acceptance(quickstart: Target) -> None:
 
 
 def test_samples_batches_and_seeds(quickstart: Target) -> None:
-    decoder = load(quickstart, "suffix")
+    decoder = load(quickstart, "ngram")
     options: dict = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
     found = decoder.generate([PROMPT, "def f():"], **options)
     assert len(found) == 6 and len({tuple(r.token_ids) for r in found}) > 3
@@ -93,7 +93,7 @@ def test_samples_batches_and_seeds(quickstart: Target) -> None:
 
 
 def test_streamed_text_is_the_text(quickstart: Target) -> None:
-    decoder = load(quickstart, "early-exit")
+    decoder = load(quickstart, "ngram")
     for stop in ((), ("\n",), ("return", "zzz")):
         whole = decoder.generate(PROMPT, 40, stop=stop, temperature=0.8)
         assert "".join(decoder.stream(PROMPT, 40, stop=stop, temperature=0.8)) == whole.text
@@ -153,7 +153,7 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
 
 def test_a_drafter_works_on_one_batch_at_a_time(quickstart: Target) -> None:
     """A second one is refused; one that was given up is no hindrance."""
-    for drafter in ("ngram", "early-exit"):
+    for drafter in ("ngram", str(QUICKSTART.parent / "draft_model")):
         decoder = load(quickstart, drafter)
         whole = decoder.generate(PROMPT, 24).text
         pieces = decoder.stream(PROMPT, 24)
@@ -172,7 +172,7 @@ def test_a_dtype_may_be_torchs_own() -> None:
 
 
 def test_a_lossy_reply_says_so(quickstart: Target) -> None:
-    decoder = load(quickstart, "early-exit")
+    decoder = load(quickstart, "ngram")
     assert not decoder.generate(PROMPT, 20, temperature=1.0, rule="lossy-typical").lossless
     assert decoder.generate(PROMPT, 20, temperature=1.0).lossless
     assert decoder.generate(PROMPT, 20, rule="lossy-typical").lossless, (

@@ -120,7 +120,7 @@ def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.Monkey
         (f"{MODULE}:OneMore:target=3", "target is given by draftsmith; leave it out"),
         ("ngram:length", "settings are written key=value, such as ngram:length=8"),
         ("json:JSONEncoder", "makes a JSONEncoder; it has to be a subclass of draftsmith.Proposer"),
-        ("lookahed", "did you mean lookahead"),
+        ("ngrams", "did you mean ngram"),
         (f"{MODULE}:LastSeen:name=a b", "is no name for tables"),
     ],
 )

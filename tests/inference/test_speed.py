@@ -40,7 +40,7 @@ def test_the_loop_costs_little_and_beats_assisted_generation(
         target=str(QUICKSTART), draft_model=str(ROOT / "scripts/quickstart/draft_model"),
         draft_length=5,
         max_new_tokens=96,
-        drafter=["ngram", "lookahead"], dtype="float32", device="cpu",
+        drafter=["ngram"], dtype="float32", device="cpu",
     )  # fmt: skip
     prompts = chat_prompts(quickstart, "test", 4)
     arms = bench.make_arms(quickstart, arguments)

@@ -108,7 +108,7 @@ def tune(folder: Path, target: Path) -> list[str]:
         "--drafter",
         "ngram",
         "--drafter",
-        "suffix",
+        "ngram:longest=5,name=longer",
     ]
     sized = ["--budget", "0.02"]
     return [PYTHON, *CLI, *base, *sized, "--out", str(folder / "out.json")]

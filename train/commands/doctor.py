@@ -22,7 +22,7 @@ from ...inference.console import Console, several
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.conversations.templates import ChatTemplate, endless
+from ...inference.conversations.templates import endless
 from ...inference.settings import TargetConfig
 from ...inference.targets.packed import one_thread
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
@@ -306,10 +306,8 @@ def check_template(target: Target) -> Finding:
     except RowError as error:
         return Finding("chat template", "error", f"cannot carry a conversation: {error}")
     learned = ["".join(run.text for run in one.runs if run.learned) for one in sequences]
-    marked = ChatTemplate.of(target.tokenizer, target.name, {}).marked
-    marks = "generation marks" if marked else "no generation marks"
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
-    text = f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}"
+    text = f"of a probe it learns {' | '.join(map(repr, learned))}"
     return Finding("chat template", "ok" if good else "error", text)
 
 

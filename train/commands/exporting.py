@@ -248,13 +248,7 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
     specs = {origin.spec for name, origin in listed.items() if name in names}
     prompt_set = CardPrompts(Path(report.prompt_set.path or "unnamed").name)
     if (benchmark := report.prompt_set.benchmark) is not None:
-        prompt_set = CardPrompts(
-            benchmark.name,
-            benchmark.path if benchmark.on_hub else benchmark.name,
-            benchmark.config_name,
-            benchmark.split,
-            benchmark.revision,
-        )
+        prompt_set = CardPrompts(benchmark.name)
     source = f"{Path(path).name}, {report.scope}, SHA-256 {report.prompt_set.sha256[:16]}"
     method_kind = trained_kind(method)
     default = {"width": 1 if method_kind is not None and method_kind.chains else None}

@@ -12,10 +12,15 @@ from ...heads.errors import UserError
 from ...inference.api import Decoder
 from ...inference.console import warn
 from ...inference.conversations.formats import Conversation
-from ...inference.conversations.lines import STANDARD_INPUT, check_source, words_or_conversations
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
-from ...inference.conversations.prompts import Prompt, next_turn
+from ...inference.conversations.prompts import (
+    STANDARD_INPUT,
+    Prompt,
+    check_source,
+    next_turn,
+    words_or_conversations,
+)
 from ...inference.conversations.rendering import prompt_ids
 from ...inference.conversations.templates import check_template_kwargs
 from ...inference.decode import Request

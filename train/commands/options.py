@@ -388,7 +388,7 @@ class GenerateOptions(SourceOptions):
     """Read your next message after each reply, from the terminal or a line of standard input; every
     reply follows on the conversation so far."""
     drafter: str = "none"
-    """Folder of a drafter or of a draft model, or none, ngram, suffix, lookahead, early-exit;
+    """Folder of a drafter or of a draft model, or none, ngram;
     settings follow a colon: ngram:length=8."""
     profile: str | None = None
     """Profile that draftsmith tune wrote; its settings are drafted with."""

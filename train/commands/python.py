@@ -122,8 +122,8 @@ def load(
 
     `target` is a model's folder or its name on the hub, a `TargetConfig`, or a model that
     transformers has loaded. `drafter` is a drafter's folder, a draft model's folder, a
-    `draftsmith.Drafter`, a `draftsmith.Proposer`, or one of none (plain decoding), ngram, suffix,
-    lookahead and early-exit; settings follow a colon, such as `"ngram:length=8"`.
+    `draftsmith.Drafter`, a `draftsmith.Proposer`, or none (plain decoding) or ngram; settings
+    follow a colon, such as `"ngram:length=8"`.
 
     With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
     best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
@@ -265,7 +265,7 @@ def evaluate(
     - `max_new_tokens: int` (128), `batch_size: int` (1), or `batch_sizes: list[int]`.
     - `limit: int`: number of prompts, drawn evenly over their categories; all if not given.
     - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
-    - `baselines: bool` (True): measure ngram, lookahead and early-exit too.
+    - `baselines: bool` (True): measure ngram too.
     - `like: list[str]`: engines to draft like, such as `["vllm:drafts=3"]`.
     - `json: str`: file to write the report to; the same call then continues where one stopped.
     - `dtype: str`, `device: str`: as for `load`, for a target by its path or name.

@@ -2,10 +2,8 @@
 
 The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
 taken from the rendering in which it is the last, as the server saw it: what the rendering through
-the turn has after that up to the turn with the generation prompt. Where a template does not
-continue its own generation prompt, its marks (`{% generation %}`) say where the turn begins. A turn
-after which a template rewrites earlier ones (it removes their reasoning, for example) begins a
-sequence of its own.
+the turn has after that up to the turn with the generation prompt. A turn after which a template
+rewrites earlier ones (it removes their reasoning, for example) begins a sequence of its own.
 """
 
 from __future__ import annotations

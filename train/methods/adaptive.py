@@ -83,7 +83,7 @@ def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
     """Return how many drafts an adaptive chain has at each root, at most `longest`.
 
     `sure` `[S]` is the probability of the draft at each root. A chain ends with the draft that
-    brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
+    brings the product of its drafts' probabilities below `threshold`, as `grow_chain` does.
     """
     lengths = []
     # Drafts past the end of the text are as likely as its last one.

@@ -37,7 +37,7 @@ from ...distill.settings import LABELS_ONLY, NEEDS_LABELS, Divergence
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.proposers.shapes import grow
+from ...inference.proposers.tree_plan import grow
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource

@@ -40,8 +40,7 @@ class TuneOptions(SourceOptions):
     out: str = field(metadata={"form": "FILE"})
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
-    """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several
-    times."""
+    """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
     temperatures: str | None = None
     """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
     batch_sizes: str = "1"

@@ -56,15 +56,15 @@ def test_a_byte_order_mark_and_whole_surrogate_pairs_are_text(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("ids", "spans", "says"),
     [
-        ([1, 2, True], [[0, 1]], r"token_ids\[2\] must be a whole number, not true or false"),
-        ([1, -2], [[0, 1]], r"token_ids\[1\] must be a whole number >= 0"),
+        ([1, 2, True], [[0, 1]], r"token_ids\[2\]: Expected int, got bool"),
+        ([1, -2], [[0, 1]], r"token_ids\[1\]: Expected int >= 0"),
         ([1, 2, 3, 4], [[0, 2], [1, 3]], "overlap"),
         ([1, 2, 3, 4], [[2, 4], [0, 3]], "overlap"),
         ([1, 2], [[1, 3]], "lies outside"),
         (
             [1, 2],
             [[0, True]],
-            r"response_spans\[0\]\[1\] must be a whole number, not true or false",
+            r"response_spans\[0\]\[1\]: Expected int, got bool",
         ),
     ],
 )
@@ -125,7 +125,7 @@ JSON = st.recursive(
         ({"text": 3}, "text must be a text, not a number"),
         (
             {"token_ids": [1], "response_spans": [[0, 1]], "regenerated": [1]},
-            "regenerated must be an object, not a list",
+            "regenerated: Expected object .*got array",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def made(
         "target": {"name": "some/target"}, "dtype": "float32", "device": "cpu", "threads": 2,
         "versions": {"torch": "9.9.9"},
         "options": {"max_new_tokens": 64, "repeats": 3},
-        "left_out": {"early-exit": "no such layer"},
+        "left_out": {"small model": "no such layer"},
         "prompt_set": {"path": "held.jsonl", "sha256": "abc" * 20, "prompts": 6,
         "categories": {"code": 3, "chat": 3}},
         "drafter_bytes": {"plain": 0, "ngram": 0, "head": 3_940_000}, "settings": settings,

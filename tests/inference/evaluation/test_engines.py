@@ -52,7 +52,6 @@ def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str
         ("llamacpp", EAGLE3, "EAGLE-3.1. are not known there"),
         ("llamacpp", EAGLE1, "takes no such drafter"),
         ("sglang", MEDUSA, "takes no such drafter"),
-        ("vllm", "early-exit", "takes no such drafter"),
         ("vllm", f"{EAGLE3}:lookup=4", "takes no such drafter"),
         ("sglang", f"{EAGLE3}:lookup=4", "takes no such drafter"),
     ],

@@ -111,12 +111,12 @@ def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], 
         (1, 2),
     ]
     for setting in found["settings"]:
-        assert list(setting["drafters"]) == ["plain", "ngram", "lookahead", "early-exit", "eagle3"]
+        assert list(setting["drafters"]) == ["plain", "ngram", "eagle3"]
         assert all(s["equal_to_ar"] == s["requests"] == 5 for s in setting["drafters"].values()), (
             "three questions, two of two turns"
         )
     sizes = found["drafter_bytes"]
-    assert sizes["plain"] == sizes["ngram"] == sizes["early-exit"] == 0 < sizes["eagle3"]
+    assert sizes["plain"] == sizes["ngram"] == 0 < sizes["eagle3"]
     assert found["prompt_set"]["categories"] == {"a": 2, "b": 1} and found["command"].startswith(
         "draftsmith evaluate"
     )
@@ -240,13 +240,13 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--like",
         "sglang",
         "--drafter",
-        "suffix",
+        "ngram:longest=5,name=longer",
     ]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,3", "--rule", "rejection"]
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "one request at a time" in said and "suffix as in vllm:drafts=2 is left out" in said
+    assert "one request at a time" in said and "longer as in vllm:drafts=2 is left out" in said
     return json.loads((folder / "o.json").read_text())
 
 
@@ -290,20 +290,20 @@ def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) ->
         and sampled["drafters"]["draft_model"]["equal_to_ar"] is None
     )
     assert (
-        sampled["drafters"]["suffix"]["verify_mode"] == ["match"]
-        and sampled["drafters"]["suffix"]["rb_tau"] > 1
+        sampled["drafters"]["longer"]["verify_mode"] == ["match"]
+        and sampled["drafters"]["longer"]["rb_tau"] > 1
     )
 
 
 @pytest.mark.full
 def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     drafters = second["drafters"]
-    assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft_model", "suffix"]
+    assert list(drafters) == ["plain", "ngram", "draft_model", "longer"]
     assert (
         drafters["draft_model"]["spec"].endswith("draft_model")
         and len(drafters["draft_model"]["sha256"]) == 64
     )
-    assert drafters["suffix"] == {"spec": "suffix", "sha256": None}
+    assert drafters["longer"] == {"spec": "ngram:longest=5,name=longer", "sha256": None}
     assert second["machine"]["device"] == "cpu"
     where = second["conditions"]
     assert where["processor"] == processor() and where["cores"] >= 1

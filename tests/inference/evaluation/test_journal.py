@@ -169,7 +169,7 @@ def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
         "--drafter",
         "ngram",
         "--drafter",
-        "suffix",
+        "ngram:longest=5",
         "--prompts",
         prompts_in(tmp_path, 2),
     ]
@@ -183,7 +183,8 @@ def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
         done.stderr
     )
     profile = json.loads(out.read_text())
-    assert profile["drafters"]["ngram"] == [first] and profile["drafters"]["suffix"]
+    drafters = profile["drafters"]
+    assert drafters["ngram"] == [first] and drafters["ngram:longest=5"]
     assert "partial" not in profile and not journal.exists()
 
 
@@ -208,7 +209,7 @@ def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str)
     prompts, out = prompts_in(tmp_path), str(tmp_path / "o.json")
     words = {
         "evaluate": ["--prompts", prompts, "--no-baselines", "--json", out, "--repeats", "500"],
-        "tune": ["--prompts", prompts, "--drafter", "suffix", "--out", out, "--budget", "0"],
+        "tune": ["--prompts", prompts, "--drafter", "ngram", "--out", out, "--budget", "0"],
         "data regenerate": ["--data", prompts, "--out", out, "--batch-size", "1",
                             "--sampling.max-new-tokens", "900"],
     }[command]  # fmt: skip

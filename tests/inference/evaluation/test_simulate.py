@@ -247,7 +247,7 @@ def test_a_report_gives_acceptances_and_the_cost_of_drafts(tmp_path: Path) -> No
         str(report),
     ]
     done = run_cli(
-        "evaluate", *shared, "--drafter", "ngram", "--drafter", "early-exit", "--no-baselines"
+        "evaluate", *shared, "--drafter", "ngram", "--drafter", "ngram:length=3", "--no-baselines"
     )
     assert done.returncode == 0, done.stderr
     written = json.loads(report.read_text())["settings"][0]["drafters"]

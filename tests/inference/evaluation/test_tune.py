@@ -393,8 +393,8 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     asked = [(0.0, 1), (0.2, 3), (0.2, 5), (0.7, 1), (1.0, 64)]
     assert [own.setting("ngram", *at)["length"] for at in asked] == [1, 1, 2, 3, 4]
     assert "ngram:length=3" in own and MEDUSA not in own
-    with pytest.raises(UserError, match="knows no drafter suffix; it has: ngram"):
-        own.setting("suffix", 0, 1)
+    with pytest.raises(UserError, match="knows no drafter none; it has: ngram"):
+        own.setting("none", 0, 1)
     probs = Sampling(temperature=1.0)
     assert Tuned(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
 

@@ -49,7 +49,7 @@ def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "way",
-    ["dflash chain", "draft-model tree", "eagle3 tree", "early-exit tree"],
+    ["dflash chain", "draft-model tree", "eagle3 tree"],
 )
 def test_recorded_rounds_with_them_write_the_same_texts(
     way: str,

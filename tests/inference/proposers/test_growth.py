@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.proposers.chains import grow_chain
 from draftsmith.inference.proposers.growth import (
     Level,
     Slots,
@@ -20,7 +19,7 @@ from draftsmith.inference.proposers.growth import (
     grow_dynamic,
     grow_fixed,
 )
-from draftsmith.inference.proposers.shapes import grow, shape_of_ranks
+from draftsmith.inference.proposers.tree_plan import grow, grow_chain, shape_of_ranks
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling

@@ -24,7 +24,7 @@ from tests.conftest import QUICKSTART, by_default
 from tests.trained import chat_prompts
 
 DRAFTERS = QUICKSTART.parent / "drafters"
-KINDS = ["ngram", "suffix", "lookahead", "early-exit", "none"]
+KINDS = ["ngram", "none"]
 TRAINED = [
     str(DRAFTERS / name)
     for name in ("eagle3", "medusa", "dflash", "dspark", "distill", "dspark:lookup=3")

@@ -20,7 +20,7 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder, Reply, Transcript
-from draftsmith.inference.conversations.lines import words_or_conversations
+from draftsmith.inference.conversations.prompts import words_or_conversations
 from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.evaluation import remarks
 from draftsmith.inference.proposers.ngram import NgramLookup

@@ -161,8 +161,8 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     if "length" in row["setting"]:
         assert decoder.proposer.max_drafted == row["setting"]["length"]
     assert decoder.proposer.name == "ngram:tuned"
-    with pytest.raises(draftsmith.UserError, match="knows no drafter suffix"):
-        draftsmith.load(QUICKSTART, "suffix", profile=profile, device="cpu")
+    with pytest.raises(draftsmith.UserError, match="knows no drafter none"):
+        draftsmith.load(QUICKSTART, "none", profile=profile, device="cpu")
 
 
 def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

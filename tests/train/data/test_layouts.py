@@ -199,21 +199,3 @@ def test_a_reply_without_its_reasoning_is_not_learned(
 def test_a_prompt_that_opens_the_reasoning_needs_replies_with_reasoning() -> None:
     with pytest.raises(RowError, match="does not continue its own generation prompt"):
         encoded(Case("deepseek-r1", PLAIN, [], {}))
-
-
-OPENED = (LAYOUTS / "smollm3.jinja").read_text().replace(
-    '"<|im_start|>assistant\\n" if thinking', '"<|im_start|>assistant\\n<think>\\n" if thinking'
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("replies", [("I am fine", "thank you"), ("<i> am", "<the")])
-def test_marks_tell_what_prefixes_do_not_and_headers_are_cut(replies: tuple[str, str]) -> None:
-    """The generation prompt opens the reasoning, and the rows have none: the marks decide, without
-    the header and the line break that they contain."""
-    tokenizer = tokenizer_of(OPENED, CHATML, "<|im_end|>")
-    assert OPENED.count('assistant\\n<think>\\n"') == 1
-    messages = conversation({"content": replies[0]}, {"content": replies[1]})
-    (part,) = encode(
-        Conversation(messages=messages), tokenizer, frozenset({tokenizer.eos_token_id}), "x", {}
-    )
-    assert learned(part, tokenizer) == [f"{reply}<|im_end|>" for reply in replies]

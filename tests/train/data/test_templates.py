@@ -280,24 +280,19 @@ def test_malformed_rows_say_why(row: Any) -> None:
 
 
 STRIPPED = (
-    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{% generation %}{{ "
-    "m['content'] if loop.last else m['content'].split('</think>')[-1] }}<e>\n{% endgeneration %}"
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{{ "
+    "m['content'] if loop.last else m['content'].split('</think>')[-1] }}<e>\n"
     "{%- else -%}<u>{{ m['content'] }}<e>{%- endif -%}{%- endfor -%}{%- if "
-    "add_generation_prompt -%}<a>{{ opened }}{%- endif -%}"
+    "add_generation_prompt -%}<a>{%- endif -%}"
 )
 
 
-@pytest.mark.parametrize("opened", ["", "fine"])
-def test_reasoning_that_history_leaves_out_is_learned_in_a_sequence_of_its_own(
-    opened: str,
-) -> None:
-    """With marks; in the second case the template does not continue its generation prompt."""
+def test_reasoning_that_history_leaves_out_is_learned_in_a_sequence_of_its_own() -> None:
     TOKENIZERS["stripped"] = make_tokenizer(["<p>", "<e>", "<u>", "<a>"], STRIPPED, "<e>")
     replies = ["the the</think>I am", "then</think>thank you"]
     first, second = encoded(
         "stripped",
         [TURNS[0], ("assistant", replies[0]), TURNS[2], ("assistant", replies[1])],
-        opened=opened,
     )
     assert learned("stripped", first) == [f"{replies[0]}<e>"]
     assert learned("stripped", second) == [f"{replies[1]}<e>"]

@@ -154,7 +154,7 @@ def evaluate(url: str, prompts: Path, drafter: str, **more: Any) -> dict[str, An
 
 def check_sums(s: dict[str, Any]) -> None:
     """What the counters and our chunks say of each other."""
-    assert s["warnings"] == [] and s["in_flight_peak"] == s["concurrency"]
+    assert s["warnings"] == []
     assert (
         s["tau_incl_bonus"]
         == pytest.approx(1 + sum(s["survival"]))

@@ -93,6 +93,8 @@ class ServerReport(Struct, kw_only=True):
     """Name that requests give for the model."""
     context: Count | None = None
     """Tokens that a prompt and its reply may have together; null where it is not known."""
+    speculates: bool | None = None
+    """The server's own answer; null where it gives none."""
     settings: list[ServerFigures]
 
     @property

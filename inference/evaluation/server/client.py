@@ -77,8 +77,8 @@ def client_of(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncCli
 
 async def connect(
     client: httpx.AsyncClient, target: str, model: str | None, tokenizer: Any
-) -> tuple[ServerReport, bool | None]:
-    """Return a server's report without settings, and whether it says that it speculates.
+) -> ServerReport:
+    """Return what a server says of itself, as a report without settings.
 
     `target` is the target's name; `model` is the server's name of it, needed if it serves several.
     Raises `UserError`, also for a server of another engine, for a model that it does not serve, and
@@ -100,15 +100,15 @@ async def connect(
             f"{url} serves {name} with another tokenizer than --target's; name that model as "
             "--target"
         )
-    report = ServerReport(
+    return ServerReport(
         url=url,
         engine=engine,
         version=facts.version,
         model=name,
         context=facts.context or models[name].max_model_len,
+        speculates=facts.speculates,
         settings=[],
     )
-    return report, facts.speculates
 
 
 async def _recognised(client: httpx.AsyncClient) -> tuple[str, ServerFacts]:
@@ -298,22 +298,16 @@ async def ask(
                 )
             async for event in _events(response):
                 protocol.read(reply, convert(event, protocol.chunk), time.perf_counter())
-    except TimeoutError as error:
-        why = f"has not finished its reply to prompt {prompt.id} after {WHOLE_REPLY_S:g} s"
-        raise _failed(server, why) from error
-    except DocumentError as error:
-        raise _failed(server, f"answers in an unknown form ({error})") from error
-    except httpx.HTTPError as error:
-        why = f"broke off while it wrote ({str(error) or type(error).__name__})"
-        raise _failed(server, why) from error
-    # An engine that aborts a request ends its stream like any other.
-    if reply.finish in ("", "abort", "error") or not reply.arrivals:
-        raise _failed(server, f"ended a reply to prompt {prompt.id} unfinished")
+            # An engine that aborts a request ends its stream like any other.
+            if reply.finish in ("", "abort", "error") or not reply.arrivals:
+                raise DocumentError("its end is missing")
+    except (TimeoutError, DocumentError, httpx.HTTPError) as error:
+        why = str(error) or type(error).__name__
+        raise UserError(
+            f"server {server.url} failed while it wrote the reply to prompt {prompt.id} ({why}); "
+            "look at its log, then measure again"
+        ) from error
     return reply
-
-
-def _failed(server: ServerReport, why: str) -> UserError:
-    return UserError(f"server {server.url} {why}; look at its log, then measure again")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[JsonObject]:

@@ -31,7 +31,7 @@ from ...targets.target_files import base_and_adapter
 from ..checks import prompts_of, tokenizer_of
 from ..measure import Results, first_difference
 from ..options import EvaluateOptions
-from ..results import SettingFigures, by_depth, identical, written
+from ..results import SHOWN, by_depth, identical, written
 from ..server_figures import Divergence, ServerFigures, ServerReport, Speculation
 from .client import (
     PROTOCOLS,
@@ -56,8 +56,6 @@ class ServerMeasurement:
     tokenizer: Any
     replies: list[list[ServerReply]]
     """One list for each of the report's settings, in their order."""
-    speculates: bool | None
-    """The server's own answer; `None` where it gives none."""
 
 
 def measure(
@@ -83,14 +81,14 @@ def measure(
         assert options.server is not None
         async with client_of(options.server, headers_with_key()) as client:
             path = options.target.path
-            report, speculates = await connect(client, path, options.server_model, tokenizer)
+            report = await connect(client, path, options.server_model, tokenizer)
             for prompt in prompts:
                 if report.context is not None and len(prompt.token_ids) >= report.context:
                     raise UserError(
                         f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, the server's "
                         f"context {report.context}; leave it out, or serve with a longer context"
                     )
-            found = ServerMeasurement(report, prompts, tokenizer, [], speculates)
+            found = ServerMeasurement(report, prompts, tokenizer, [])
             for sampling in resolved:
                 for at_once in concurrency:
                     await _one(client, found, frozenset(end_ids(ends)), sampling, at_once, options)
@@ -149,10 +147,10 @@ async def _one(
         )
     found.replies.append(replies)
     if before is None:
-        speculation = of_replies(protocol, replies, found.speculates)
+        speculation = of_replies(protocol, replies, server.speculates)
     else:
         after = await settled(client, server.engine, before, replies)
-        speculation = of_counters(protocol, before, after, replies, found.speculates)
+        speculation = of_counters(protocol, before, after, replies, server.speculates)
     server.settings.append(figures_of(sampling, at_once, replies, speculation))
 
 
@@ -219,27 +217,26 @@ def compare_replies(
         figures.divergences = list(differing.values())
 
 
-def show(server: ServerReport, local: Sequence[SettingFigures], console: Console) -> None:
-    """Print the server's figures, those of `local` drafters above them, and what they mean."""
+def show(server: ServerReport, console: Console) -> None:
+    """Print the server's figures, a row for each setting, and what they mean."""
     table = plain_table(f"{server.title}\n{server.model}")
-    table.add_column("drafter", overflow="fold", min_width=8)
-    columns = ("T", "at once", "tau", "emitted", "accepted\n1-3", "tok/s", "TTFT\nms", "identical")
-    for column in columns:
+    columns = ("T", "at once", "tau", "emitted", f"accepted\n1-{SHOWN}", "tok/s", "TTFT\nms")
+    for column in (*columns, "ms per\ntoken", "identical"):
         table.add_column(column, justify="right", no_wrap=True)
     notes = []
-    for setting in local:
-        for name, s in setting.drafters.items():
-            # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
-            tau, same = written(s.tau_incl_bonus), identical(s.equal_to_ar, s.requests)
-            row = (tau, tau, by_depth(s.survival), written(s.tokens_s, ".0f"), "", same)
-            table.add_row(name, f"{setting.temperature:g}", str(setting.batch), *row)
     for s in server.settings:
-        tau, emitted = written(s.tau_incl_bonus), written(s.tau_emitted)
-        ttft = (s.ttft_quantiles_s or {}).get("p50")
-        row = (tau, emitted, by_depth(s.survival), written(s.tokens_s, ".0f"))
-        times = "-" if ttft is None else f"{1000 * ttft:.0f}"
-        same = identical(s.equal_to_plain, s.compared)
-        table.add_row("server", f"{s.temperature:g}", str(s.concurrency), *row, times, same)
+        both = (s.ttft_quantiles_s, s.tpot_quantiles_s)
+        medians = [(quantiles_s or {}).get("p50") for quantiles_s in both]
+        table.add_row(
+            f"{s.temperature:g}",
+            str(s.concurrency),
+            written(s.tau_incl_bonus),
+            written(s.tau_emitted),
+            by_depth(s.survival),
+            written(s.tokens_s, ".0f"),
+            *("-" if time is None else f"{1000 * time:.1f}" for time in medians),
+            identical(s.equal_to_plain, s.compared),
+        )
         label = f"T = {s.temperature:g}, {s.concurrency} at once"
         notes += [f"warning, {label}: {warning}" for warning in s.warnings]
         if gaps := [d.top2_gap for d in s.divergences if d.top2_gap is not None]:
@@ -252,7 +249,7 @@ def show(server: ServerReport, local: Sequence[SettingFigures], console: Console
     if definitions := dict.fromkeys(s.tau_definition for s in server.settings if s.speculates):
         notes += [f"The server's tau: {definition}." for definition in definitions]
         notes.append("emitted: tokens a step, steps without a draft included, as local tau counts.")
-    notes.append("tok/s of a server: all its replies together, prefills included.")
+    notes.append("tok/s: all replies together, prefills included; local ones are without.")
     console.print(table)
     for note in notes:
         console.print(note)

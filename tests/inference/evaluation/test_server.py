@@ -28,7 +28,6 @@ from draftsmith.inference.evaluation.server.client import PROTOCOLS
 from draftsmith.inference.evaluation.server.counters import (
     Counters,
     ServerReply,
-    of_counters,
     of_replies,
     read_counters,
 )
@@ -527,17 +526,6 @@ vllm:e2e_request_latency_seconds_bucket{le="+Inf"} NaN
     assert found.since(before).generated == 10
 
 
-def test_other_traffic_is_seen_without_a_count_of_tokens() -> None:
-    """Two replies of 5 tokens can end within their last drafts of 3: 8 + 2 * 3 tokens may be
-    counted, not 15."""
-    replies, nothing = replies_of({}, {}, tokens=5), Counters()
-    fits = Counters(drafts=4, accepted=10, by_position=[4, 3, 3])
-    assert of_counters(PROTOCOLS["vllm"], nothing, fits, replies).warnings == []
-    more = Counters(drafts=5, accepted=10, by_position=[4, 3, 3])
-    (warning,) = of_counters(PROTOCOLS["vllm"], nothing, more, replies).warnings
-    assert "stand for 15 tokens" in warning
-
-
 def test_replies_are_held_against_plain_decoding(
     serve: Serve, saved_tiny: Path, prompts: Path
 ) -> None:
@@ -588,8 +576,8 @@ def test_later_turns_follow_on_the_servers_reply(
 @pytest.mark.parametrize(
     ("settings", "options", "why"),
     [
-        ({"dies_after": 2}, {}, "broke off while it wrote .* measure again"),
-        ({"engine": "sglang", "dies_after": 2}, {}, "broke off while it wrote"),
+        ({"dies_after": 2}, {}, "failed while it wrote .* measure again"),
+        ({"engine": "sglang", "dies_after": 2}, {}, "failed while it wrote"),
         (
             {"most": 4, "pause": 0.02},
             {"concurrency": "16"},

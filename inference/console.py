@@ -20,12 +20,10 @@ from rich.text import Text
 
 T = TypeVar("T")
 
-# Without a terminal a line of progress is printed every LINE_S seconds. After DENSE_S seconds of
-# work it is printed only if a SHARE of the work was done since the last line, or after SPARSE_S
-# seconds.
+# Without a terminal a line of progress is printed every LINE_S seconds, and every SPARSE_S once
+# the work has taken DENSE_S.
 LINE_S = 30.0
 DENSE_S = 600.0
-SHARE = 0.05
 SPARSE_S = 300.0
 
 
@@ -70,8 +68,7 @@ class Progress(Generic[T]):
             total = len(iterable)
         self._iterable, self.total = iterable or (), total
         self._what, self._unit, self._detail = desc, unit.strip(), ""
-        # Counts of what took no time here, of what is done now, and at the last line.
-        self._first = self._done = self._said = 0
+        self._first = self._done = 0  # counts of what took no time here, and of all
         self._began = self._last = time.monotonic()
         self._ended = threading.Event()
         self._live: Live | None = None
@@ -127,7 +124,7 @@ class Progress(Generic[T]):
         """Print a line on standard output, in place of the next line of progress."""
         if not Progress.quiet:
             print(text, flush=True)
-            self._last, self._said = time.monotonic(), self._done
+            self._last = time.monotonic()
 
     def close(self) -> None:
         """Stop to show progress."""
@@ -142,14 +139,11 @@ class Progress(Generic[T]):
         while not self._ended.wait(1.0):
             if Progress._open and Progress._open[-1] is self and self.due(time.monotonic()):
                 print(self.line(time.monotonic()), file=sys.stderr, flush=True)
-                self._last, self._said = time.monotonic(), self._done
+                self._last = time.monotonic()
 
     def due(self, now: float) -> bool:
         """Return True if a line is to be printed at the time `now` (of `time.monotonic`)."""
-        waited = now - self._last
-        large_share = self.total is not None and self._done - self._said >= SHARE * self.total
-        often = large_share or now - self._began <= DENSE_S
-        return waited >= (LINE_S if often else SPARSE_S)
+        return now - self._last >= (LINE_S if now - self._began <= DENSE_S else SPARSE_S)
 
     def left_s(self, now: float | None = None) -> float | None:
         """Return an estimate of the seconds left at the time `now`, None before any work is done.

@@ -197,32 +197,26 @@ def chat(decoder: Decoder, options: Options) -> None:
 def next_message() -> str | None:
     """Return the user's next message, a line that is not empty; None at the end of the input.
 
-    Ctrl-C on a terminal drops the line, and a second one is such an end: the first may have been
-    meant for a reply that has just ended. Raises `UserError` for a line that is not UTF-8 text.
+    Ctrl-C on a terminal is such an end. Raises `UserError` for a line that is not UTF-8 text.
     """
-    terminal, interrupted = sys.stdin.isatty(), False
-    words = ""
+    terminal, words = sys.stdin.isatty(), ""
     while not words:
         try:
             if terminal and sys.stdout.isatty():
                 words = input("> ").strip()
-            else:
-                line = sys.stdin.buffer.readline()
-                if not line:
-                    return None
+            elif line := sys.stdin.buffer.readline():
                 words = line.decode().strip()
+            else:
+                return None
         except EOFError:
             print(file=sys.stderr)
             return None
         except KeyboardInterrupt as interrupt:
             if not terminal or isinstance(interrupt, Ended):
                 raise
-            if interrupted:
-                print("\nthe chat has ended", file=sys.stderr)
-                return None
-            interrupted = True
             forget_interrupts()
-            print("\nCtrl-D, or Ctrl-C once more, ends the chat", file=sys.stderr)
+            print("\nthe chat has ended", file=sys.stderr)
+            return None
         except UnicodeDecodeError as error:
             raise UserError("standard input is not UTF-8 text; convert it") from error
     return words

@@ -169,33 +169,33 @@ async def _tokens_of_probe(client: httpx.AsyncClient, model: str) -> Any:
         return None
 
 
-async def counters_of(client: httpx.AsyncClient, engine: str) -> Counters:
-    """Return the counters of an engine as they are now. Raises `UserError` if there are none."""
+async def counters_of(
+    client: httpx.AsyncClient,
+    engine: str,
+    before: Counters | None = None,
+    replies: Sequence[ServerReply] = (),
+) -> Counters:
+    """Return the counters of an engine as they are now. Raises `UserError` if there are none.
+
+    With a reading `before` the function waits until they hold the tokens of `replies` more and
+    nothing runs, for at most `SETTLE_S` seconds: requests of other clients may never end.
+    """
     protocol = PROTOCOLS[engine]
     assert isinstance(protocol.counts, CounterNames)
-    response = await _request(client, "/metrics")
-    if response.status_code != 200:
-        raise UserError(
-            f"{client.base_url} has no /metrics (status {response.status_code}); "
-            f"{protocol.no_metrics}"
-        )
-    return read_counters(response.text, protocol.counts)
-
-
-async def settled(
-    client: httpx.AsyncClient, engine: str, before: Counters, replies: Sequence[ServerReply]
-) -> Counters:
-    """Return the counters once they hold the tokens of `replies`, after `before`, and nothing runs.
-
-    After `SETTLE_S` seconds they are returned as they are: requests of other clients may never end.
-    Raises `UserError` if there are none.
-    """
     deadline = time.perf_counter() + SETTLE_S
     tokens = sum(reply.tokens for reply in replies)
     while True:
-        now = await counters_of(client, engine)
+        response = await _request(client, "/metrics")
+        if response.status_code != 200:
+            raise UserError(
+                f"{client.base_url} has no /metrics (status {response.status_code}); "
+                f"{protocol.no_metrics}"
+            )
+        now = read_counters(response.text, protocol.counts)
+        if before is None or time.perf_counter() > deadline:
+            return now
         complete = now.generated is None or now.generated - (before.generated or 0) >= tokens
-        if (complete and not now.running) or time.perf_counter() > deadline:
+        if complete and not now.running:
             return now
         await asyncio.sleep(0.05)
 

@@ -33,15 +33,7 @@ from ..measure import Results, first_difference
 from ..options import EvaluateOptions
 from ..results import SHOWN, by_depth, identical, written
 from ..server_figures import Divergence, ServerFigures, ServerReport, Speculation
-from .client import (
-    PROTOCOLS,
-    ServerReply,
-    client_of,
-    connect,
-    counters_of,
-    replies_to,
-    settled,
-)
+from .client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
 from .counters import of_counters, of_replies
 
 WARM_UP = 8  # tokens of a first reply that is not counted
@@ -136,7 +128,7 @@ async def _one(
     length = min(WARM_UP, options.max_new_tokens)
     warm = await replies_to(client, server, prompts[:1], 1, sampling, length, lambda *_: None)
     if before is not None:
-        before = await settled(client, server.engine, before, warm)
+        before = await counters_of(client, server.engine, before, warm)
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
@@ -149,7 +141,7 @@ async def _one(
     if before is None:
         speculation = of_replies(protocol, replies, server.speculates)
     else:
-        after = await settled(client, server.engine, before, replies)
+        after = await counters_of(client, server.engine, before, replies)
         speculation = of_counters(protocol, before, after, replies, server.speculates)
     server.settings.append(figures_of(sampling, at_once, replies, speculation))
 

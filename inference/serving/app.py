@@ -70,8 +70,6 @@ class Service:
     hosts: list[str] = field(default_factory=lambda: ["*"])
     """Names under which the server may be addressed."""
 
-    started: int = field(default_factory=lambda: int(time.time()))
-
     @property
     def name(self) -> str:
         """Name of the target as a model, which decodes with the first drafter."""
@@ -85,7 +83,7 @@ class Service:
         config = target.model.config.get_text_config()
         shared = {
             "object": "model",
-            "created": self.started,
+            "created": int(time.time()),
             "owned_by": "draftsmith",
             "root": self.name,
             "max_model_len": target.max_positions,

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sized
+from importlib.util import find_spec
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import rich.console
 from rich import box
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-with warnings.catch_warnings():
-    # In a notebook without ipywidgets, tqdm warns and shows its bar as text; so it is wanted.
-    warnings.simplefilter("ignore")
-    from tqdm.auto import tqdm
+T = TypeVar("T")
 
-# Without a terminal a line of progress is printed every LINE_S seconds. After DENSE_S seconds of
-# work it is printed only if a SHARE of the work was done since the last line, or after SPARSE_S
-# seconds.
+# Without a terminal a line of progress is printed every LINE_S seconds, and every SPARSE_S once
+# the work has taken DENSE_S.
 LINE_S = 30.0
 DENSE_S = 600.0
-SHARE = 0.05
 SPARSE_S = 300.0
 
 
@@ -45,104 +44,106 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-class Progress(tqdm):
-    """Bar of tqdm on a terminal or in a notebook, lines on stderr without (nohup, SLURM, CI).
+class Progress(Generic[T]):
+    """Bar on a terminal, or in a notebook with ipywidgets; lines on stderr without (SLURM, CI).
 
     Of several objects that are open only the last one prints lines, and of several ranks only the
-    first.
+    first shows anything.
     """
 
     quiet: ClassVar[bool] = False
     """True if no progress is shown at all."""
-    _open: ClassVar[list[Progress]] = []
-    # Until `__init__` has run: Python closes an object whose making was interrupted too.
-    disable = True
-    _ended = threading.Event()
-    _ended.set()
+    _open: ClassVar[list[Progress[Any]]] = []
 
     def __init__(
         self,
-        iterable: Any = None,
+        iterable: Iterable[T] | None = None,
         *,
         desc: str,
         unit: str = " prompts",
         total: int | None = None,
-        show: bool = True,
-        **more: Any,
     ) -> None:
-        """Start to show progress; `show=False` shows nothing. `more` goes to tqdm."""
-        show = show and not Progress.quiet and os.environ.get("RANK", "0") == "0"
-        # None: tqdm disables itself without a terminal, unless it is in a notebook
-        super().__init__(
-            iterable,
-            desc=desc,
-            unit=unit,
-            total=total,
-            disable=None if show else True,
-            leave=False,
-            **more,
-        )
+        """Start to show progress of `desc`; `total`, or the iterable's length, counts `unit`."""
+        if total is None and isinstance(iterable, Sized):
+            total = len(iterable)
+        self._iterable, self.total = iterable or (), total
         self._what, self._unit, self._detail = desc, unit.strip(), ""
-        # Counts at the start, now, and at the last line. A disabled tqdm does not count its own.
-        self._first = self._done = self._said = self.n
+        self._first = self._done = 0  # counts of what took no time here, and of all
         self._began = self._last = time.monotonic()
-        if show and self.disable:
-            self._ended = threading.Event()
-            Progress._open.append(self)
+        self._ended = threading.Event()
+        self._live: Live | None = None
+        if Progress.quiet or os.environ.get("RANK", "0") != "0":
+            self._ended.set()
+            return
+        Progress._open.append(self)
+        console = Console(stderr=True)
+        terminal = sys.stderr.isatty() and not console.is_dumb_terminal
+        if terminal or (console.is_jupyter and find_spec("ipywidgets") is not None):
+            # What is printed meanwhile appears above the bar; a file still gets it.
+            printed = sys.stdout.isatty()
+            self._live = Live(self, console=console, transient=True, redirect_stdout=printed)
+            self._live.start(refresh=True)
+            atexit.register(self.close)  # or the cursor would stay hidden
+        else:
             threading.Thread(target=self._speak, daemon=True, name="progress").start()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __rich__(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(self.total, self._done, 20, pulse=self.total is None)
+        grid.add_row(bar, Text(self.line(time.monotonic()), no_wrap=True, overflow="ellipsis"))
+        return grid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[T]:
         try:
-            for item in self.iterable:
+            for item in self._iterable:
                 yield item
                 self.update()
         finally:
             self.close()
 
-    def update(self, n: float | None = 1) -> bool | None:
-        self._done += n or 0
-        return super().update(n)
+    def update(self, n: int = 1) -> None:
+        """Count `n` more of the work as done."""
+        self._done += n
 
     def skip(self, n: int) -> None:
         """Count work of an earlier process, which took no time in this one."""
         self._first += n
-        if not self.disable:
-            self.initial += n  # tqdm estimates the time left from what was done since `initial`
         self.update(n)
 
     def now(self, detail: str) -> None:
         """Show `detail`, a description of the present step, next to the count."""
         self._detail = detail
-        self.set_postfix_str(detail)
 
     def say(self, text: str) -> None:
         """Print a line on standard output, in place of the next line of progress."""
-        if Progress.quiet:
-            return
-        self.write(text, file=sys.stdout)
-        sys.stdout.flush()
-        self._last, self._said = time.monotonic(), self._done
+        if not Progress.quiet:
+            print(text, flush=True)
+            self._last = time.monotonic()
 
     def close(self) -> None:
+        """Stop to show progress."""
         if not self._ended.is_set():
             self._ended.set()
-            # by identity: tqdm has an == of its own, which `remove` would use
-            Progress._open[:] = [bar for bar in Progress._open if bar is not self]
-        super().close()
+            Progress._open.remove(self)
+            if self._live is not None:
+                self._live.stop()
 
     def _speak(self) -> None:
-        """Print lines of progress whenever they are due, in a thread of its own."""
+        """Print lines of progress whenever they are due."""
         while not self._ended.wait(1.0):
             if Progress._open and Progress._open[-1] is self and self.due(time.monotonic()):
                 print(self.line(time.monotonic()), file=sys.stderr, flush=True)
-                self._last, self._said = time.monotonic(), self._done
+                self._last = time.monotonic()
 
     def due(self, now: float) -> bool:
         """Return True if a line is to be printed at the time `now` (of `time.monotonic`)."""
-        waited = now - self._last
-        large_share = self.total is not None and self._done - self._said >= SHARE * self.total
-        often = large_share or now - self._began <= DENSE_S
-        return waited >= (LINE_S if often else SPARSE_S)
+        return now - self._last >= (LINE_S if now - self._began <= DENSE_S else SPARSE_S)
 
     def left_s(self, now: float | None = None) -> float | None:
         """Return an estimate of the seconds left at the time `now`, None before any work is done.
@@ -164,7 +165,7 @@ class Progress(tqdm):
             if (left_s := self.left_s(now)) is not None:
                 time_left = f", about {clock(left_s)} left"
         detail = f" ({self._detail})" if self._detail else ""
-        count = f"{self._done:,.0f}{of_total} {self._unit}"
+        count = f"{self._done:,}{of_total} {self._unit}"
         return f"{self._what}: {count} after {clock(elapsed)}{time_left}{detail}"
 
 

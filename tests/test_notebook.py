@@ -45,4 +45,4 @@ def test_the_notebook_runs() -> None:
         for output in cell.outputs
         if "warning" in str(output).lower() and "TqdmWarning" not in str(output)
     ]
-    assert not warned  # tqdm asks for ipywidgets, and shows its bars as text without
+    assert not warned  # transformers' tqdm asks for ipywidgets, and shows its bars as text without

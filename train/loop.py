@@ -271,12 +271,9 @@ class TrainingLoop:
         self._evaluate_every = interval(self.config.evaluation.every, trainer.total_steps)
         self._announce()
         self.progress = Progress(
-            total=trainer.total_steps,
-            initial=state.step,
-            desc=f"training {trainer.drafter.method}",
-            unit=" steps",
-            smoothing=0.0,  # so that a bar shows the estimate of the lines, by the whole time
+            total=trainer.total_steps, desc=f"training {trainer.drafter.method}", unit=" steps"
         )
+        self.progress.skip(state.step)
 
     def run(self) -> None:
         """Train from `state.step` to the last step.

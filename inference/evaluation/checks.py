@@ -110,7 +110,7 @@ def tokenizer_of(config: TargetConfig) -> Any:
 def check_server(options: Options) -> None:
     """Raise `UserError` for options that do not go with `server`, or only with it."""
     if options.server is None:
-        of_server = ("concurrency", "server_model", "server_api_key_file")
+        of_server = ("concurrency", "server_model")
         if given := [name for name in of_server if getattr(options, name) is not None]:
             raise UserError(
                 f"--{given[0].replace('_', '-')} is of a server; name it with --server "
@@ -118,7 +118,7 @@ def check_server(options: Options) -> None:
             )
         return
     check_url(options.server, "--server")
-    headers_with_key(options.server_api_key_file, "--server-api-key-file")
+    headers_with_key()
     if options.features is not None:
         raise UserError(
             "--features replays without a server; leave out one of --features and --server"

@@ -56,7 +56,7 @@ def show(report: Report, console: Console | None = None) -> None:
     for name, reason in report.left_out.items():
         console.print(f"{name} is left out: {reason}", highlight=False, markup=False)
     if report.server is not None:
-        show_server(report.server, report.settings, console)
+        show_server(report.server, console)
 
 
 def show_settings(report: Report, console: Console) -> None:

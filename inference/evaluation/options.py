@@ -62,11 +62,10 @@ class EvaluateOptions(SourceOptions):
     Plain decoding is always measured too."""
     server: str | None = None
     """Address of a running vLLM, SGLang or llama.cpp: its acceptance and speed are measured on the
-    same prompts. Drafters are then measured here only if they are named."""
+    same prompts. Drafters are then measured here only if they are named. The variable
+    DRAFTSMITH_SERVER_KEY holds the API key that it wants."""
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
-    server_api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File with the API key that the server wants; DRAFTSMITH_SERVER_KEY if not given."""
     concurrency: str | None = None
     """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
     profile: str | None = None

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import uvicorn
+from huggingface_hub.repocard import metadata_load
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
+from yaml import YAMLError
 
 from ...heads.files import JsonObject
 from ..settings import Sampling
-from .engine import INTERNAL, STOPPING, BatchSettings, Engine, EngineClosed, QueueFull
-from .errors import RequestError, error_of, failure, similar
-from .intake import Intake
-from .openapi import Endpoint, Handler, description
-from .protocol import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    Limits,
-    read_request,
-    requests_of,
-    sampling_of,
-    stops_of,
-)
-from .replies import Asked, ClientLeft, DecodingFailed, Pending
-from .titles import drafter_title, target_facts, target_title, writes_code
+from .engine import INTERNAL, BatchSettings, Engine
+from .errors import RequestError, similar
+from .protocol import ChatRequest, Common, CompletionRequest, read_request, requests_of, sampling_of
+from .replies import EventStream, Pending
 
 PAGE = Path(__file__).with_name("page")
-LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -52,7 +46,15 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 FILES = {f"/{file.name}": file for file in PAGE.iterdir() if file.suffix in TYPES}
 FILES["/"] = FILES.pop("/page.html")
 VERSION = f"draftsmith {metadata.version('draftsmith')}"
-REFUSALS = ("400", "404", "408", "413", "415", "503")
+LARGEST_BODY = 2 << 20
+"""Bytes. A prompt of 131,072 tokens has half a megabyte as text, up to 1.2 where a language's
+characters are all escaped as \\uXXXX, and a megabyte as token ids. While a body is parsed, no other
+thread runs Python: 2 MiB of small lists take 0.3 s."""
+LATEST_S = 10.0  # time in which a body has to be sent
+SPARE = 256
+"""Connections besides those of requests that run or wait: of pages, and of clients between two
+requests."""
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass
@@ -60,10 +62,6 @@ class Service:
     """Models, defaults and limits of the server."""
 
     engine: Engine
-    name: str
-    """Name of the target as a model; it decodes with the first drafter."""
-    default: str
-    """The first drafter."""
     defaults: Sampling
     """Sampling parameters that a request does not name."""
     longest: int = 1024
@@ -71,111 +69,129 @@ class Service:
     api_key: str | None = None
     hosts: list[str] = field(default_factory=lambda: ["*"])
     """Names under which the server may be addressed."""
-    started: int = field(default_factory=lambda: int(time.time()))
-    intake: Intake = field(default_factory=Intake)
 
     @property
-    def models(self) -> dict[str, str]:
-        """The drafter of each model: the target's name, and that name with each drafter's."""
-        named = {f"{self.name}:{drafter}": drafter for drafter in self.engine.proposers}
-        return {self.name: self.default, **named}
-
-    @cached_property
-    def titles(self) -> dict[str, str]:
-        """The title of each model for people: the target's, and each drafter's."""
-        proposers = self.engine.proposers
-        titles = {model: drafter_title(proposers[name]) for model, name in self.models.items()}
+    def name(self) -> str:
+        """Name of the target as a model, which decodes with the first drafter."""
         path = self.engine.target.name
-        given = self.name != Path(path).name  # by a user, with --name
-        return titles | {self.name: self.name if given else target_title(path)}
+        return Path(path).name or path
 
     @cached_property
-    def about(self) -> str:
-        """The target's architecture, depth, width, type of numbers and device."""
-        return target_facts(self.engine.target)
+    def models(self) -> dict[str, JsonObject]:
+        """Entries of `/v1/models` by their names: the target, and under it each drafter."""
+        target, drafters = self.engine.target, list(self.engine.proposers)
+        config = target.model.config.get_text_config()
+        shared = {
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "draftsmith",
+            "root": self.name,
+            "max_model_len": target.max_positions,
+            "chat": bool(target.tokenizer.chat_template),
+            "code": writes_code(target.name),
+        }
+        own = {
+            "parent": None,
+            "drafter": drafters[0],
+            # The last part of a path alone is often "target", "best" or "final".
+            "title": "/".join(Path(target.name).parts[-2:]).strip("/"),
+            "about": f"{target.model.config.model_type}, {config.num_hidden_layers} layers, "
+            f"hidden size {config.hidden_size}, {str(target.dtype).removeprefix('torch.')}, "
+            f"{target.device.type}",
+        }
+        found = {self.name: {"id": self.name, **shared, **own}}
+        for drafter in drafters:
+            model = f"{self.name}:{drafter}"
+            own = {"parent": self.name, "drafter": drafter, "title": drafter, "about": None}
+            found[model] = {"id": model, **shared, **own}
+        return found
 
-    @cached_property
-    def code(self) -> bool:
-        """True if the target's card says that it writes code."""
-        return writes_code(self.engine.target.name)
+    def model(self, name: str) -> JsonObject:
+        """Return the entry of a model. Raises `RequestError` for an unknown one."""
+        if name in self.models:
+            return self.models[name]
+        close = similar(name, self.models)
+        meant = f"did you mean {close}? There" if close else "there"
+        message = f"there is no model {name!r}; {meant} are: {', '.join(self.models)}"
+        raise RequestError(message, "model", "model_not_found", 404)
 
-    @cached_property
-    def limits(self) -> Limits:
-        """What a request may ask for."""
-        # A token's name has at least as many characters as its text.
-        longest_token = max(map(len, self.engine.target.tokenizer.get_vocab()))
-        return Limits(self.name, self.engine.queue, self.longest, longest_token)
+
+def writes_code(path: str) -> bool:
+    """Return true if the model card in a target's folder has the tag "code"."""
+    try:
+        card = metadata_load(Path(path, "README.md")) or {}
+    except (OSError, ValueError, YAMLError):  # there is none, or it is damaged
+        return False
+    tags = card.get("tags")
+    return isinstance(tags, list) and "code" in tags
 
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
-    endpoints = endpoints_of(service)
-    document = description(endpoints, VERSION, service.api_key is not None)
+    routes = [Route(path, page_file) for path in FILES]
+    routes += [Route(path, handler) for path, handler in open_paths(service).items()]
+    for path, handler in keyed_paths(service).items():
+        method = "POST" if path.endswith("completions") else "GET"
+        handler = with_key(handler, service.api_key) if service.api_key is not None else handler
+        routes.append(Route(path, handler, methods=[method]))
 
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(document)
-
-    routes = [Route(path, page_file, name=path) for path in FILES]
-    for endpoint in endpoints:
-        handler = allowed(endpoint.handler, service) if endpoint.keyed else endpoint.handler
-        path = endpoint.path.replace("{model}", "{model:path}")  # a name may have slashes
-        routes.append(Route(path, handler, methods=[endpoint.method]))
-    routes.append(Route("/openapi.json", openapi))
-    paths = ", ".join([*(endpoint.path for endpoint in endpoints), "/openapi.json"])
-
-    async def unknown_path(request: Request, error: Exception) -> Response:
-        message = f"there is no {request.url.path}; there are {paths}, and the page at /"
-        return failure(message, 404, code="unknown_url")
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            paths = ", ".join([*keyed_paths(service), *open_paths(service)])
+            message = f"there is no {request.url.path}; there are {paths}"
+            error = RequestError(message, None, "unknown_url", 404)
+        elif isinstance(error, HTTPException):  # such as a GET in place of a POST
+            headers = dict(error.headers or {})
+            error = RequestError(error.detail, None, None, error.status_code, headers)
+        elif isinstance(error, ClientDisconnect):  # while it sent its body: nobody reads an answer
+            error = RequestError("the client has left")
+        elif not isinstance(error, RequestError):  # the server's log shows it
+            error = RequestError(INTERNAL, None, "internal_error", 500)
+        return error.answer()
 
     return Starlette(
         routes=routes,
         # A name that another site's owner lets point at this machine must not reach the server.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=service.hosts)],
-        exception_handlers={
-            404: unknown_path,
-            HTTPException: refused,
-            Exception: unforeseen,
-        },
+        exception_handlers=dict.fromkeys(
+            (HTTPException, ClientDisconnect, RequestError, Exception), failed
+        ),
     )
 
 
-def endpoints_of(service: Service) -> list[Endpoint]:
-    """Return the paths of the API, of which the routes and `/openapi.json` are made."""
-    engine = service.engine
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": listed(service)})
-
-    async def one_model(request: Request) -> Response:
-        name = request.path_params["model"]
-        found = [entry for entry in listed(service) if entry["id"] == name]
-        if not found:
-            raise no_model(name, service)
-        return JSONResponse(found[0])
+def open_paths(service: Service) -> dict[str, Handler]:
+    """Return what answers at each path that needs no key."""
 
     async def health(request: Request) -> Response:
-        return JSONResponse(
-            {"status": "ok" if engine.alive else "the decoding thread has ended"},
-            200 if engine.alive else 503,
-        )
+        if service.engine.alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "the decoding thread has ended"}, 503)
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": VERSION})
 
-    async def counters(request: Request) -> Response:
-        return Response(engine.counters.text(), media_type="text/plain; version=0.0.4")
+    return {"/health": health, "/version": version}
 
-    chat = partial(complete, kind=ChatRequest, service=service)
-    completions = partial(complete, kind=CompletionRequest, service=service)
-    return [
-        Endpoint("/v1/chat/completions", chat, "Reply to messages.", ChatRequest, REFUSALS),
-        Endpoint("/v1/completions", completions, "Continue texts.", CompletionRequest, REFUSALS),
-        Endpoint("/v1/models", models, "The target, and under it each drafter."),
-        Endpoint("/v1/models/{model}", one_model, "One model.", errors=("404",)),
-        Endpoint("/metrics", counters, "Counters for Prometheus.", media="text/plain"),
-        Endpoint("/health", health, "Whether the server decodes.", keyed=False),
-        Endpoint("/version", version, "The version of draftsmith.", keyed=False),
-    ]
+
+def keyed_paths(service: Service) -> dict[str, Handler]:
+    """Return what answers at each path that asks for the API key, where there is one."""
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [*service.models.values()]})
+
+    async def one_model(request: Request) -> Response:
+        return JSONResponse(service.model(request.path_params["model"]))
+
+    async def counters(request: Request) -> Response:
+        return Response(service.engine.counters.text(), media_type="text/plain; version=0.0.4")
+
+    return {
+        "/v1/chat/completions": partial(complete, kind=ChatRequest, service=service),
+        "/v1/completions": partial(complete, kind=CompletionRequest, service=service),
+        "/v1/models": models,
+        "/v1/models/{model:path}": one_model,  # a name may have slashes
+        "/metrics": counters,
+    }
 
 
 async def page_file(request: Request) -> Response:
@@ -190,98 +206,47 @@ async def page_file(request: Request) -> Response:
     return Response(file.read_text(), media_type=TYPES[file.suffix], headers=headers)
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that the framework refuses, such as a GET in place of POST."""
-    assert isinstance(error, HTTPException)
-    return failure(error.detail, error.status_code, headers=dict(error.headers or {}))
-
-
-async def unforeseen(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that met an internal error, which the server's log shows."""
-    return failure(INTERNAL, 500, code="internal_error")
-
-
-def allowed(handler: Handler, service: Service) -> Handler:
-    """Return `handler` after the check of the API key, with its errors as answers."""
-    wanted = f"Bearer {service.api_key}".encode()
+def with_key(handler: Handler, key: str) -> Handler:
+    """Return `handler` after a check that the request carries the API key."""
+    wanted = f"Bearer {key}".encode()
 
     async def checked(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
-        if service.api_key is not None and not secrets.compare_digest(given, wanted):
-            return failure("the API key is missing or wrong", 401, code="invalid_api_key")
-        try:
-            return await handler(request)
-        except RequestError as error:
-            # The rest of a body that came too late is not waited for.
-            close = {"Connection": "close"} if error.status == 408 else None
-            return failure(error, error.status, error.param, error.code, close)
-        except QueueFull:
-            full = f"{service.engine.queue} requests wait already; try again later"
-            return failure(full, 503, code="queue_full", headers={"Retry-After": "1"})
-        except EngineClosed:
-            return failure(STOPPING, 503, code="stopping")
-        except (ClientLeft, ClientDisconnect):
-            return failure("the client has left", LEFT)
+        if not secrets.compare_digest(given, wanted):
+            raise RequestError("the API key is missing or wrong", None, "invalid_api_key", 401)
+        return await handler(request)
 
     return checked
-
-
-def listed(service: Service) -> list[JsonObject]:
-    """Return the entries of `/v1/models`: the target, and under it each drafter."""
-    target = service.engine.target
-    return [
-        {
-            "id": model,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "draftsmith",
-            "root": service.name,
-            "parent": None if model == service.name else service.name,
-            "max_model_len": target.max_positions,
-            "drafter": drafter,
-            "title": service.titles[model],
-            "about": service.about if model == service.name else None,
-            "chat": bool(target.tokenizer.chat_template),
-            "code": service.code,
-        }
-        for model, drafter in service.models.items()
-    ]
-
-
-def no_model(name: str, service: Service) -> RequestError:
-    """Return the refusal of a request for a model that there is not."""
-    close = similar(name, list(service.models))
-    meant = f"did you mean {close}? There" if close else "there"
-    there = ", ".join(service.models)
-    message = f"there is no model {name!r}; {meant} are: {there}"
-    return RequestError(message, "model", "model_not_found", 404)
-
-
-def understood(body: bytes, kind: type[Common], service: Service) -> Asked:
-    """Return what a body asks for, with its prompts encoded. Raises `RequestError`."""
-    asked = read_request(body, kind)
-    model = asked.model or service.name
-    if (drafter := service.models.get(model)) is None:
-        raise no_model(model, service)
-    sampling = sampling_of(asked, service.defaults)
-    settings = BatchSettings(drafter, sampling, stops_of(asked), asked.ignore_eos)
-    requests = requests_of(asked, service.engine.target, service.limits)
-    return Asked(asked, model, settings, requests)
 
 
 async def complete(request: Request, kind: type[Common], service: Service) -> Response:
     """Decode what a request asks for, and return the answer, whole or as a stream of events.
 
-    Raises `RequestError`, `QueueFull`, and for a whole answer `ClientLeft`.
+    Raises `RequestError`.
     """
-    read = partial(understood, kind=kind, service=service)
-    asked = await service.intake.read(request, read)
-    fields = asked.fields
-    pending = Pending(service.engine, asked)
+    engine, name = service.engine, service.name
+
+    def understood(body: bytes) -> partial[Pending]:
+        """Return what a body asks for, with its prompts encoded. Raises `RequestError`."""
+        asked = read_request(body, kind)
+        model = asked.model or name
+        drafter = service.model(model)["drafter"]
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        settings = BatchSettings(
+            drafter,
+            sampling_of(asked, service.defaults),
+            tuple(dict.fromkeys(stops)),
+            asked.ignore_eos,
+        )
+        requests = requests_of(asked, engine, name, service.longest)
+        return partial(Pending, engine, asked, model, settings, requests)
+
+    # Another thread reads and encodes it, so that the connections need not wait.
+    submit = await run_in_threadpool(understood, await body_of(request))
+    pending = submit()
     left = asyncio.ensure_future(leaving(request))
-    if fields.stream:
-        usage = fields.stream_options is not None and fields.stream_options.include_usage
-        return EventStream(pending, left, usage)
+    if pending.asked.stream:
+        return EventStream(pending, left)
     try:
         async for _ in pending.steps(left):
             pass
@@ -290,48 +255,72 @@ async def complete(request: Request, kind: type[Common], service: Service) -> Re
         left.cancel()
 
 
-class EventStream(StreamingResponse):
-    """Answer that is sent as a stream of events; however it ends, its replies end with it."""
+async def body_of(request: Request) -> bytes:
+    """Return the body of a request.
 
-    def __init__(self, pending: Pending, left: asyncio.Future[None], usage: bool) -> None:
-        self._pending, self._left = pending, left
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(
-            streamed(pending, left, usage), media_type="text/event-stream", headers=headers
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            # A client that left before the first event has never begun the iterator.
-            self._pending.give_up()
-            self._left.cancel()
-
-
-async def streamed(
-    pending: Pending, left: asyncio.Future[None], usage: bool
-) -> AsyncIterator[bytes]:
-    """Yield the events of a streamed answer; `usage`: the last one has the numbers of tokens."""
+    Raises `RequestError` for one that is too large, too late or not JSON by name. A page of another
+    site can send text to this server without asking, but not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        why = "send the request with Content-Type: application/json"
+        raise RequestError(why, code="unsupported_media_type", status=415)
+    body = bytearray()
     try:
-        async for step in pending.steps(left):
-            yield event_of(pending.chunk(*step))
-        if usage:
-            yield event_of(pending.last_chunk())
-        yield b"data: [DONE]\n\n"
-    except ClientLeft:
-        pass  # nobody reads on
-    except DecodingFailed as error:
-        yield event_of(error_of(error, error.status, code=error.code))
-
-
-def event_of(value: JsonObject) -> bytes:
-    """Return a server-sent event that holds a JSON value."""
-    # ASCII, since clients split lines at some characters outside of it.
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+        async with asyncio.timeout(LATEST_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > LARGEST_BODY:
+                    why = f"a request has at most {LARGEST_BODY >> 20} MiB"
+                    raise RequestError(why, code="request_too_large", status=413)
+    except TimeoutError as error:
+        why = f"the request was not sent within {LATEST_S:g} seconds"
+        close = {"Connection": "close"}  # the rest of the body is not waited for
+        raise RequestError(why, None, "request_timeout", 408, close) from error
+    return bytes(body)
 
 
 async def leaving(request: Request) -> None:
     """Return when the client has closed the connection, after its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class Server(uvicorn.Server):
+    """Server that ends what is being decoded before it waits for its connections."""
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self._engine = engine
+        self.stopped_by: int | None = None
+        """Number of the first signal that asked the server to stop."""
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=engine.rows + engine.queue + SPARE,
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def signals_stop_server(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM ask the server to stop, also before it runs.
+
+        The command's own handlers raise an exception, which the start of the event loop may lose.
+        """
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = sig
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        await asyncio.to_thread(self._engine.close)
+        await super().shutdown(sockets)

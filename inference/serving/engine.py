@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..decode import Request, Round, Step, decode
+from ..decode import Request, Round, decode
 from ..detokenize import special_ids
 from ..drafters import proposer_like
 from ..proposer import Proposer
 from ..settings import GREEDY, Sampling
 from ..targets.target import Target
 from .counters import ServerCounters
+from .errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +35,10 @@ COLLECT_S = 0.005  # time in which further requests may join the first one of an
 Deliver = Callable[[Round | None, str | None], None]
 """Function that gets the record of each step of a reply and the reason for its end; the record is
 None and the reason a message where decoding has failed. It never raises."""
-
-
+QUEUE = 256
+"""Replies that may wait. More clients at once would rather use an engine."""
 STOPPING = "the server is stopping"
 INTERNAL = "an internal error; the server's log says which"
-
-
-class QueueFull(Exception):
-    """The queue is full, so that no further request can wait."""
-
-
-class EngineClosed(Exception):
-    """The engine decodes nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -71,60 +64,14 @@ class Job:
     """Time at which it was made."""
 
 
+@dataclass(eq=False)
 class _ServedBatch:
-    """Jobs that are decoded together; those in `open` have not ended."""
+    """Jobs that are decoded together; those whose places are in `open` have not ended."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.drafter = jobs[0].settings.drafter
-        self.open = set(range(len(jobs)))
-        self.proposer: Proposer | None = None
-        self._steps: Generator[list[Step], Collection[int] | None, None] | None = None
-
-    def begin(self, target: Target, proposer: Proposer) -> None:
-        """Make the loop that decodes the batch with `proposer`."""
-        self.proposer = proposer
-        settings = self.jobs[0].settings
-        self._steps = decode(
-            target,
-            proposer,
-            [job.request for job in self.jobs],
-            max(job.request.max_new_tokens or 1 for job in self.jobs),
-            settings.sampling,
-            frozenset() if settings.ignore_eos else None,
-            settings.stop,
-        )
-        self._started = False
-
-    def step(self, counters: ServerCounters) -> None:
-        """Run one round, and deliver what each job gained. Raises `StopIteration` at the end."""
-        assert self._steps is not None
-        # Nothing can be sent into a generator that has not begun.
-        given_up = {i for i in self.open if self.jobs[i].given_up} if self._started else set()
-        for _ in given_up:
-            counters.ended("cancelled")
-        self.open -= given_up
-        steps = self._steps.send(given_up) if self._started else next(self._steps)
-        self._started = True
-        for index, record, reason in steps:
-            job = self.jobs[index]
-            counters.stepped(job.settings.drafter, record)
-            if reason is not None:
-                self.open.discard(index)
-                counters.ended(reason)
-            job.deliver(record, reason)
-
-    def fail(self, message: str, counters: ServerCounters) -> None:
-        """Deliver an error to every job that has not ended, and release the batch."""
-        still_open, self.open = self.open, set()
-        for index in still_open:
-            counters.ended("error")
-            self.jobs[index].deliver(None, message)
-        try:
-            if self._steps is not None:
-                self._steps.close()
-        except Exception:  # others wait for their answers still
-            log.exception("a batch that has failed cannot be closed")
+    jobs: Sequence[Job]
+    open: set[int]
+    rounds: Iterator[None]
+    """Runs a round with each step; see `Engine._rounds`."""
 
 
 class Engine:
@@ -135,7 +82,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, proposers: dict[str, Proposer], rows: int = 16, queue: int = 256
+        self, target: Target, proposers: dict[str, Proposer], rows: int = 16, queue: int = QUEUE
     ) -> None:
         self.target, self.proposers = target, proposers
         self.rows, self.queue = rows, queue
@@ -145,6 +92,9 @@ class Engine:
         self.padded = max(target.max_positions, PADDED)
         """Positions that the padded prompts of a batch may hold: as many as one prompt of the
         target's full length, which has to fit in any case."""
+        self.longest_token = max(map(len, target.tokenizer.get_vocab()))
+        """Characters of the longest token's name, which is at least as long as its text: a longer
+        text than all positions of it cannot fit."""
         self._waiting: deque[Job] = deque()
         self._running: list[_ServedBatch] = []
         self._idle: dict[str, list[Proposer]] = {name: [one] for name, one in proposers.items()}
@@ -154,14 +104,15 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none. Raises `QueueFull` and `EngineClosed`."""
+        """Queue jobs, all or none. Raises `RequestError` where the queue is full or closed."""
         with self._changed:
             if self._closed:
-                raise EngineClosed
+                raise RequestError(STOPPING, code="stopping", status=503)
             if len(self._waiting) + len(jobs) > self.queue:
                 for _ in jobs:
                     self.counters.ended("refused")
-                raise QueueFull
+                full = f"{self.queue} requests wait already; try again later"
+                raise RequestError(full, None, "queue_full", 503, {"Retry-After": "1"})
             self._waiting += jobs
             for job in jobs:
                 self.counters.prompted(len(job.request.prompt_ids))
@@ -200,7 +151,12 @@ class Engine:
         try:
             while self._wait():
                 try:
-                    self._turn()
+                    if jobs := self._next_jobs():
+                        still_open = set(range(len(jobs)))
+                        rounds = self._rounds(jobs, still_open)
+                        self._running.append(_ServedBatch(jobs, still_open, rounds))
+                    for batch in list(self._running):
+                        self._advance(batch)
                 except Exception:  # whatever it was, the thread has to live for the next request
                     log.exception("decoding failed")
                     self._end_running(INTERNAL)
@@ -208,29 +164,70 @@ class Engine:
             with self._changed:
                 self._closed = True
                 waiting, self._waiting = list(self._waiting), deque()
-            for job in waiting:
-                self.counters.ended("error")
-                job.deliver(None, STOPPING)
             self._end_running(STOPPING)
-
-    def _turn(self) -> None:
-        """Begin a batch if one is due, and run a round of each."""
-        if jobs := self._next_jobs():
-            self._running.append(_ServedBatch(jobs))
-        for batch in list(self._running):
-            self._advance(batch)
+            for job in waiting:
+                self._fail(job, STOPPING)
 
     def _end_running(self, message: str) -> None:
         """Deliver an error to every job that runs."""
-        for batch in list(self._running):
-            batch.fail(message, self.counters)
-            self._release(batch)
+        running, self._running = self._running, []
+        for batch in running:
+            for index in batch.open:
+                self._fail(batch.jobs[index], message)
 
-    def _release(self, batch: _ServedBatch) -> None:
-        """Take out a batch that has ended, whose proposer can take another one."""
+    def _fail(self, job: Job, message: str) -> None:
+        """Deliver an error to a job that waits or runs."""
+        self.counters.ended("error")
+        job.deliver(None, message)
+
+    def _advance(self, batch: _ServedBatch) -> None:
+        """Run a round of a batch, and take it out once it has ended or failed."""
+        try:
+            next(batch.rounds)
+            return
+        except StopIteration:
+            pass
+        except Exception:  # the other requests must go on
+            log.exception("decoding failed")
+            # Its text may name files of this machine, and belongs in the log only.
+            for index in batch.open:
+                self._fail(batch.jobs[index], INTERNAL)
         self._running.remove(batch)
-        if batch.proposer is not None:
-            self._idle[batch.drafter].append(batch.proposer)
+
+    def _rounds(self, jobs: Sequence[Job], still_open: set[int]) -> Iterator[None]:
+        """Decode jobs together, a round with each step, and deliver what each of them gained.
+
+        Those that have ended or were given up leave `still_open`.
+        """
+        settings = jobs[0].settings
+        idle = self._idle[settings.drafter]  # proposers that are in use for no batch
+        proposer = idle.pop() if idle else proposer_like(self.proposers[settings.drafter])
+        loop = decode(
+            self.target,
+            proposer,
+            [job.request for job in jobs],
+            max(job.request.max_new_tokens or 1 for job in jobs),
+            settings.sampling,
+            frozenset() if settings.ignore_eos else None,
+            settings.stop,
+        )
+        given_up = None  # nothing can be sent into a generator that has not begun
+        try:
+            while still_open:
+                for index, record, reason in loop.send(given_up):
+                    self.counters.stepped(settings.drafter, record)
+                    if reason is not None:
+                        still_open.discard(index)
+                        self.counters.ended(reason)
+                    jobs[index].deliver(record, reason)
+                yield
+                given_up = {index for index in still_open if jobs[index].given_up}
+                for _ in given_up:
+                    self.counters.ended("cancelled")
+                still_open -= given_up
+        finally:
+            loop.close()
+            idle.append(proposer)
 
     def _wait(self) -> bool:
         """Return true as soon as there is something to decode, and false when the engine closes."""
@@ -281,23 +278,3 @@ class Engine:
                 jobs.append(job)
                 longest = length
         return jobs
-
-    def _proposer(self, name: str) -> Proposer:
-        """Return a proposer of a drafter that is in use for no batch."""
-        idle = self._idle[name]
-        return idle.pop() if idle else proposer_like(self.proposers[name])
-
-    def _advance(self, batch: _ServedBatch) -> None:
-        """Run a round of a batch; a batch that has ended or failed is released."""
-        try:
-            if batch.proposer is None:
-                batch.begin(self.target, self._proposer(batch.drafter))
-            batch.step(self.counters)
-            return
-        except StopIteration:
-            pass
-        except Exception:  # the other requests must go on
-            log.exception("decoding failed")
-            # Its text may name files of this machine, and belongs in the log only.
-            batch.fail(INTERNAL, self.counters)
-        self._release(batch)

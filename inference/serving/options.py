@@ -40,33 +40,23 @@ class ServeOptions:
     as 0.0.0.0; give an API key then."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
-    api_key: str | None = None
-    """Key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none without that.
-    Every user of this machine sees it in the list of processes: a file or the variable is
-    better."""
     api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File that holds the key, in place of --api-key."""
-    name: str | None = None
-    """Name of the target as a model; the last part of its path if not given."""
+    """File with the key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none
+    without that."""
     profile: str | None = None
     """Profile that draftsmith tune wrote, whose settings for a batch of 1 the drafters take."""
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
     """Sampling parameters that a request does not name; OpenAI's default is temperature 1."""
     max_new_tokens: int = 1024
     """Longest reply, in tokens, of a request that gives no limit."""
-    max_batch: int = 16
+    batch_size: int = 16
     """Replies decoded at a time, at most, in all batches together."""
-    queue: int = 256
-    """Replies that may wait; more are refused with status 503."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_batch", "queue"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} must be at least 1, not {getattr(self, name)}")
+        for name, value in (
+            ("max-new-tokens", self.max_new_tokens), ("batch-size", self.batch_size)
+        ):  # fmt: skip
+            if value < 1:
+                raise UserError(f"--{name} must be at least 1, not {value}")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
-        if self.api_key == "":
-            raise UserError("--api-key is empty; give a key, or leave the option out")
-        if self.api_key is not None and self.api_key_file is not None:
-            raise UserError("give either --api-key or --api-key-file")

@@ -8,7 +8,7 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -21,30 +21,32 @@ from ..conversations.messages import RowError, joined
 from ..conversations.plain import plain_ids
 from ..conversations.rendering import prompt_ids
 from ..conversations.rows import parsed
-from ..conversations.templates import TEMPLATE_ARGUMENTS
+from ..conversations.templates import check_template_kwargs
 from ..decode import Request
 from ..settings import Sampling
-from ..targets.target import Target
+from .engine import Engine
 from .errors import LONGEST_NAME, RequestError, refused_by_type
 
 MOST_CHOICES = 128
 MOST_STOPS = 4  # as in OpenAI's API
 LONGEST_STOP = 256  # characters; each token of a reply is compared with all of them
 WHOLE = 1 << 31  # bound of numbers that have none of their own
-FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-"""OpenAI's words for `Generation.finish_reason`."""
-
+# Fields that would change the reply, and that are not honoured.
+UNSUPPORTED = (
+    "tools", "top_logprobs", "echo", "suffix", "best_of", "presence_penalty", "frequency_penalty",
+    "logit_bias", "logprobs", "response_format",
+)  # fmt: skip
 
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
 Whole = Annotated[int, Meta(ge=-WHOLE, le=WHOLE)]
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     """Options of a streamed reply."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """Send the numbers of tokens in a last event."""
-    include_obfuscation: bool = False
+    include_obfuscation: bool | None = None
     """Padding of events against eavesdroppers, an option of OpenAI; none is sent."""
 
 
@@ -60,13 +62,13 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     seed: int | None = None
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    return_token_ids: bool | None = False
+    return_token_ids: bool = False
     return_pieces: bool = False
     """Send the text token by token, with the origin of each; an option of draftsmith alone."""
     # Fields that would change the reply.
@@ -81,54 +83,23 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None
     service_tier: str | None = None
 
-    def refused(self) -> str | None:
-        """Return the name of a given field that cannot be honoured; None if there is none."""
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs"):
-            if getattr(self, name):
-                return name
-        if (self.response_format or {}).get("type", "text") != "text":
-            return "response_format"
-        return None
-
 
 class CompletionRequest(Common, kw_only=True):
     """Body of `/v1/completions`."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     """Text, texts, token ids, or several lists of token ids."""
-    echo: bool | None = False
+    echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
-
-    def refused(self) -> str | None:
-        if self.echo or self.suffix:
-            return "echo" if self.echo else "suffix"
-        if self.best_of not in (None, 1, self.n):
-            return "best_of"
-        return super().refused()
-
-
-Message = Annotated[
-    JsonObject,
-    Meta(
-        extra_json_schema={
-            "required": ["role", "content"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"type": "string"},
-            },
-        }
-    ),
-]
-"""Message of a conversation. The schema is for clients; `conversation_of` checks it, and takes a
-content in parts too."""
 
 
 class ChatRequest(Common, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[JsonObject], Meta(min_length=1)]
+    """Messages as `conversation_of` reads and checks them."""
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     chat_template_kwargs: JsonObject | None = None
     tools: list[JsonObject] | None = None
@@ -137,11 +108,6 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
 
-    def refused(self) -> str | None:
-        if self.tools:
-            return "tools"
-        return "top_logprobs" if self.top_logprobs else super().refused()
-
 
 def read_request(body: bytes, kind: type[Any]) -> Any:
     """Return the request of type `kind` in a body. Raises `RequestError`."""
@@ -149,26 +115,22 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
         value = parsed(body.decode())
     except (UnicodeDecodeError, RowError) as error:
         raise RequestError(f"the request cannot be read: {error}", code="invalid_json") from error
+    if isinstance(value, dict):  # clients send null for what is not given
+        value = {name: item for name, item in value.items() if item is not None}
     try:
-        request = msgspec.convert(without_nulls(value), kind)
+        request = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise refused_by_type(error, kind) from error
-    if (name := request.refused()) is not None:
-        raise RequestError(
-            f"{name} is not supported here; leave it out", name, "unsupported_parameter"
-        )
+    if value.get("best_of") in (1, request.n):
+        value["best_of"] = None
+    if value.get("response_format", {}).get("type", "text") == "text":
+        value["response_format"] = None
+    for name in UNSUPPORTED:
+        if value.get(name):
+            raise RequestError(
+                f"{name} is not supported here; leave it out", name, "unsupported_parameter"
+            )
     return request
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a request without the keys that are null, which clients send for what is not given."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: without_nulls(item) if key == "stream_options" else item
-        for key, item in value.items()
-        if item is not None
-    }
 
 
 def sampling_of(request: Common, defaults: Sampling) -> Sampling:
@@ -177,13 +139,14 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
     The seed is not among them: it belongs to each reply, and a batch has replies of many seeds.
     Raises `RequestError`.
     """
-    values = {
-        name: given
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-        if (given := getattr(request, name)) is not None
+    named = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "min_p": request.min_p,
+        "repetition_penalty": request.repetition_penalty,
+        "top_k": None if request.top_k is None else max(request.top_k, 0),
     }
-    if request.top_k is not None:
-        values["top_k"] = max(request.top_k, 0)
+    values: JsonObject = {name: value for name, value in named.items() if value is not None}
     if values.get("temperature", defaults.temperature) == 0:
         # Clients send them all the same. They never remove the best token, which greedy takes.
         values |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -191,142 +154,102 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
         return replace(defaults, **values)
     except UserError as error:
         param = str(error).partition(" ")[0]
-        raise RequestError(str(error), param if hasattr(defaults, param) else None) from error
+        raise RequestError(str(error), param if param in named else None) from error
 
 
-def stops_of(request: Common) -> tuple[str, ...]:
-    """Return the stop strings of a request."""
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    return tuple(dict.fromkeys(stops))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for; larger ones are refused before any work is done for them."""
-
-    name: str
-    """Name of the target in messages, which have no path of this machine."""
-    replies: int
-    """Replies to all prompts of a request: as many as can wait."""
-    longest: int
-    """Tokens of a reply where the request gives no limit."""
-    longest_token: int
-    """Characters of the target's longest token: a longer text than all positions of it cannot
-    fit."""
-
-
-def requests_of(request: Common, target: Target, limits: Limits) -> list[Request]:
+def requests_of(request: Common, engine: Engine, name: str, longest: int) -> list[Request]:
     """Return what is to be decoded for a request: all samples of each prompt, in order.
 
-    Noise belongs to a request's seed; without one each request has noise of its own. Raises
-    `RequestError` for a prompt that cannot be decoded.
+    `name` is the target's in messages, which have no path of this machine; `longest` is the limit
+    of a reply where the request gives none. Noise belongs to a request's seed; without one each
+    request has noise of its own. Raises `RequestError` for a prompt that cannot be decoded.
     """
-    prompts = given_prompts(request)
-    replies = len(prompts) * (request.n or 1)
-    if replies > limits.replies:
-        raise RequestError(
-            f"{replies} replies are asked for, and at most {limits.replies} can wait",
-            "n" if len(prompts) == 1 else "prompt",
-        )
-    limit = request.max_tokens
+    limit, param = request.max_tokens, "prompt"
     if isinstance(request, ChatRequest):
-        limit = request.max_completion_tokens or limit
+        limit, param = request.max_completion_tokens or limit, "messages"
+    prompts = given_prompts(request)
+    replies = len(prompts) * request.n
+    if replies > engine.queue:
+        why = f"{replies} replies are asked for, and at most {engine.queue} can wait"
+        raise RequestError(why, "n" if len(prompts) == 1 else "prompt")
     # `row_keys` takes 64 bits; 0 is the name of the only prompt of `Decoder.generate`.
-    name = 0 if request.seed is not None else secrets.randbits(62)
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    found = []
+    first = 0 if request.seed is not None else secrets.randbits(62)
+    target, found = engine.target, []
     for number, prompt in enumerate(prompts):
-        ids = encoded(prompt, request, target, limits, param)
+        check_length(prompt, engine, param)
+        try:
+            ids = encoded(prompt, request, target.tokenizer, name)
+        except (RowError, UserError) as error:
+            raise RequestError(f"the prompt cannot be encoded: {error}", param) from error
         room = target.max_positions - len(ids)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param)
         if room < 1:
-            raise too_long(f"{len(ids)} tokens", target, param)
+            raise too_long(f"{len(ids)} tokens", engine, param)
         if not all(0 <= token < target.vocab_size for token in ids):
-            raise RequestError(
-                f"a prompt holds something that is no token id of {limits.name} (0 to "
-                f"{target.vocab_size - 1})",
-                param,
-            )
-        most = min(limit or limits.longest, room)
-        for sample in range(request.n or 1):
-            found.append(Request(ids, name + number, sample, most, request.seed))
+            last = target.vocab_size - 1
+            why = f"a prompt holds something that is no token id of {name} (0 to {last})"
+            raise RequestError(why, param)
+        most = min(limit or longest, room)
+        for sample in range(request.n):
+            found.append(Request(ids, first + number, sample, most, request.seed))
     return found
 
 
 def given_prompts(request: Common) -> list[Conversation | str | list[int]]:
     """Return the prompts of a request as they were given. Raises `RequestError`."""
     if isinstance(request, ChatRequest):
-        check_chat(request)
-        row = {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
+        if request.messages[-1].get("role") == "assistant":
+            why = "the last message is the assistant's; this server begins each reply"
+            raise RequestError(why, "messages")
+        kwargs = request.chat_template_kwargs or {}
+        try:  # a template of the client's own could run for ever
+            check_template_kwargs(kwargs)
+        except UserError as error:
+            raise RequestError(str(error), "chat_template_kwargs") from error
+        row = {"messages": request.messages, "chat_template_kwargs": kwargs}
         try:
             return [conversation_of({**row, "reasoning_effort": request.reasoning_effort})]
         except RowError as error:
             raise RequestError(str(error), "messages") from error
     assert isinstance(request, CompletionRequest)
-    given = request.prompt
+    given: Any = request.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
-    found: list[Any] = []
     for prompt in given:
         tokens = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         if not tokens and not isinstance(prompt, str):
             raise RequestError("a prompt is a text or a list of token ids", "prompt")
-        found.append(prompt)
-    return found
+    return given
+
+
+def check_length(prompt: Conversation | str | list[int], engine: Engine, param: str) -> None:
+    """Raise `RequestError` for a text that cannot fit, before it takes time to encode it."""
+    texts = [prompt] if isinstance(prompt, str) else []
+    if isinstance(prompt, Conversation):
+        texts = [joined(message.get("content", ""), "") for message in prompt.messages or []]
+    positions, length = engine.target.max_positions, sum(map(len, texts))
+    if len(texts) > positions:
+        raise too_long(f"{len(texts)} messages", engine, param)
+    if length > positions * engine.longest_token:
+        raise too_long(f"{length} characters", engine, param)
 
 
 def encoded(
-    prompt: Conversation | str | list[int],
-    request: Common,
-    target: Target,
-    limits: Limits,
-    param: str,
+    prompt: Conversation | str | list[int], request: Common, tokenizer: Any, name: str
 ) -> list[int]:
-    """Return the token ids of a prompt. Raises `RequestError`, for a long text without encoding."""
+    """Return the token ids of a prompt. Raises `RowError` and `UserError`."""
     if isinstance(prompt, list):
         return prompt
-    if isinstance(prompt, str):
-        length = len(prompt)
-    else:
-        messages = prompt.messages or []
-        length = sum(len(joined(message.get("content", ""), "")) for message in messages)
-        if len(messages) > target.max_positions:
-            raise too_long(f"{len(messages)} messages", target, param)
-    if length > target.max_positions * limits.longest_token:
-        raise too_long(f"{length} characters", target, param)
-    try:
-        if isinstance(prompt, str):
-            assert isinstance(request, CompletionRequest)
-            if request.add_special_tokens:
-                return plain_ids(target.tokenizer, prompt)
-            return target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return prompt_ids(prompt, target.tokenizer, limits.name)
-    except (RowError, UserError) as error:
-        raise RequestError(f"the prompt cannot be encoded: {error}", param) from error
+    if isinstance(prompt, Conversation):
+        return prompt_ids(prompt, tokenizer, name)
+    if isinstance(request, CompletionRequest) and request.add_special_tokens:
+        return plain_ids(tokenizer, prompt)
+    return tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
-def too_long(length: str, target: Target, param: str) -> RequestError:
+def too_long(length: str, engine: Engine, param: str) -> RequestError:
     """Return the refusal of a prompt of `length`."""
-    return RequestError(
-        f"a prompt of {length} leaves no room in {target.max_positions} positions; shorten it",
-        param,
-        "context_length_exceeded",
-    )
-
-
-def check_chat(request: ChatRequest) -> None:
-    """Raise `RequestError` for a reply that is begun already, and arguments that are no variables.
-
-    A template of the client's own could run for ever.
-    """
-    if request.messages[-1].get("role") == "assistant":
-        raise RequestError(
-            "the last message is the assistant's; this server begins each reply", "messages"
-        )
-    for name in request.chat_template_kwargs or {}:
-        if name in TEMPLATE_ARGUMENTS:
-            raise RequestError(
-                f"chat_template_kwargs.{name} is no variable of a chat template",
-                "chat_template_kwargs",
-            )
+    room = engine.target.max_positions
+    why = f"a prompt of {length} leaves no room in {room} positions; shorten it"
+    return RequestError(why, param, "context_length_exceeded")

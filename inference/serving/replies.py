@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
 from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job
 from .errors import RequestError
-from .protocol import FINISH, ChatRequest, Common
+from .protocol import ChatRequest, Common
 
-
-class ClientLeft(Exception):
-    """The client has closed its connection."""
-
-
-class DecodingFailed(RequestError):
-    """The engine could not decode a reply; the message says why."""
-
-    def __init__(self, message: str) -> None:
-        code, status = ("stopping", 503) if message == STOPPING else ("internal_error", 500)
-        super().__init__(message, code=code, status=status)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request that was read, and what the engine decodes for it."""
-
-    fields: Common
-    model: str
-    settings: BatchSettings
-    requests: Sequence[Request]
+LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
+FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+"""OpenAI's words for `Generation.finish_reason`."""
 
 
 def figures(reply: Reply) -> JsonObject:
@@ -55,23 +40,31 @@ def figures(reply: Reply) -> JsonObject:
 class Pending:
     """The replies to one request, from its submission until they have ended or are given up."""
 
-    def __init__(self, engine: Engine, asked: Asked) -> None:
-        """Submit all replies that are asked for. Raises `QueueFull` and `EngineClosed`."""
-        self._engine, self._asked, self._model = engine, asked.fields, asked.model
+    def __init__(
+        self,
+        engine: Engine,
+        asked: Common,
+        model: str,
+        settings: BatchSettings,
+        requests: Sequence[Request],
+    ) -> None:
+        """Submit all replies that are asked for. Raises `RequestError` as `Engine.submit` does."""
+        self._engine, self.asked, self._model = engine, asked, model
         self._loop = asyncio.get_running_loop()
         # None: the client has left
         self._events: asyncio.Queue[tuple[int, Round | None, str | None] | None] = asyncio.Queue()
-        self.chat = isinstance(asked.fields, ChatRequest)
+        self.chat = isinstance(asked, ChatRequest)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
         self.created = int(time.time())
-        self.jobs, self.choices = [], []
-        hidden = engine.hidden if asked.fields.skip_special_tokens else frozenset[int]()
-        stops, tokenizer = asked.settings.stop, engine.target.tokenizer
-        for number, request in enumerate(asked.requests):
-            self.jobs.append(Job(request, asked.settings, partial(self._deliver, number)))
-            # Without the prompt, which the job has: a request may ask for many replies to a long
-            # one.
-            self.choices.append(Transcript(Reply([]), tokenizer, stops, hidden))
+        hidden = engine.hidden if asked.skip_special_tokens else frozenset[int]()
+        # Without the prompt, which the job has: a request may ask for many replies to a long one.
+        self.choices = [
+            Transcript(Reply([]), engine.target.tokenizer, settings.stop, hidden) for _ in requests
+        ]
+        self.jobs = [
+            Job(request, settings, partial(self._deliver, number))
+            for number, request in enumerate(requests)
+        ]
         engine.submit(self.jobs)
 
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
@@ -85,8 +78,8 @@ class Pending:
     ) -> AsyncIterator[tuple[int, Round, list[tuple[str, bool]]]]:
         """Yield each step: the number of its choice, its record, and its new pieces of text.
 
-        Raises `ClientLeft` once `left` is done, and `DecodingFailed`. However it ends, nothing of
-        the request runs on afterwards.
+        Raises `RequestError` once `left` is done, and where decoding fails. However it ends,
+        nothing of the request runs on afterwards.
         """
         left.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
@@ -94,10 +87,11 @@ class Pending:
             while still_open:
                 event = await self._events.get()
                 if event is None:
-                    raise ClientLeft
+                    raise RequestError("the client has left", None, None, LEFT)
                 number, record, reason = event
                 if record is None:
-                    raise DecodingFailed(reason or INTERNAL)
+                    code, status = ("stopping", 503) if reason == STOPPING else (None, 500)
+                    raise RequestError(reason or INTERNAL, None, code or "internal_error", status)
                 if reason is not None:
                     still_open.discard(number)
                 yield number, record, self.choices[number].pieces(record, reason)
@@ -113,49 +107,34 @@ class Pending:
         choices = []
         for number, choice in enumerate(self.choices):
             reply = choice.reply
-            entry = self._entry(number, reply.finish_reason)
+            entry = self._entry(number, reply.text, reply.token_ids)
             if self.chat:
                 entry["message"] = {"role": "assistant", "content": reply.text, "refusal": None}
-            else:
-                entry["text"] = reply.text
-            if self._asked.return_token_ids:
-                entry["token_ids"] = reply.token_ids
             choices.append(entry)
-        prompt = {"prompt_token_ids": self.jobs[0].request.prompt_ids}
-        return {
-            **self._head("chat.completion"),
-            **(prompt if self.chat and self._asked.return_token_ids else {}),
-            "choices": choices,
-            "usage": self.usage(),
-            "draftsmith": [figures(choice.reply) for choice in self.choices],
-        }
+        head = self._head("chat.completion")
+        if self.chat and self.asked.return_token_ids:
+            head["prompt_token_ids"] = self.jobs[0].request.prompt_ids
+        written = [figures(choice.reply) for choice in self.choices]
+        return {**head, "choices": choices, "usage": self.usage(), "draftsmith": written}
 
     def chunk(self, number: int, record: Round, pieces: list[tuple[str, bool]]) -> JsonObject:
         """Return the event of a stream for one step of a reply."""
         reply = self.choices[number].reply
-        entry = self._entry(number, reply.finish_reason)
         text = "".join(piece for piece, _ in pieces)
+        entry = self._entry(number, text, record.tokens)
         if self.chat:
             # The role comes with the first event, which is the prefill's.
             role = {"role": "assistant"} if record.drafted is None else {}
             entry["delta"] = {**role, "content": text}
-        else:
-            entry["text"] = text
-        if self._asked.return_token_ids:
-            entry["token_ids"] = record.tokens
-        if self._asked.return_pieces:
+        event = {**self._head("chat.completion.chunk"), "choices": [entry]}
+        if self.asked.return_pieces:
             entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
             # A clock that runs only in the reply's rounds, whatever else the engine decodes
             # meanwhile; it stands still during the prefill.
             entry["round"] = {"tokens": len(record.tokens), "seconds": record.t_round_s}
-        event = {**self._head("chat.completion.chunk"), "choices": [entry]}
-        if reply.finish_reason and self._asked.return_pieces:
-            event["draftsmith"] = figures(reply)
+            if reply.finish_reason:
+                event["draftsmith"] = figures(reply)
         return event
-
-    def last_chunk(self) -> JsonObject:
-        """Return the event of a stream that has the numbers of tokens."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}
 
     def usage(self) -> JsonObject:
         """Return the numbers of tokens of all replies; each prompt counts once."""
@@ -173,5 +152,47 @@ class Pending:
         kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
 
-    def _entry(self, number: int, reason: str) -> JsonObject:
-        return {"index": number, "finish_reason": FINISH.get(reason), "logprobs": None}
+    def _entry(self, number: int, text: str, token_ids: Sequence[int]) -> JsonObject:
+        """Return the keys of a choice that whole answers and events share."""
+        reason = FINISH.get(self.choices[number].reply.finish_reason)
+        entry: JsonObject = {"index": number, "finish_reason": reason, "logprobs": None}
+        if not self.chat:
+            entry["text"] = text
+        if self.asked.return_token_ids:
+            entry["token_ids"] = token_ids
+        return entry
+
+    async def events(self, left: asyncio.Future[None]) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a streamed answer, which ends once `left` is done."""
+        try:
+            async for step in self.steps(left):
+                yield event_of(self.chunk(*step))
+            if self.asked.stream_options.include_usage:
+                head = self._head("chat.completion.chunk")
+                yield event_of({**head, "choices": [], "usage": self.usage()})
+            yield b"data: [DONE]\n\n"
+        except RequestError as error:
+            yield event_of(error.body())
+
+
+class EventStream(StreamingResponse):
+    """Answer that is sent as a stream of events; however it ends, its replies end with it."""
+
+    def __init__(self, pending: Pending, left: asyncio.Future[None]) -> None:
+        self._pending, self._left = pending, left
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(pending.events(left), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # A client that left before the first event has never begun the iterator.
+            self._pending.give_up()
+            self._left.cancel()
+
+
+def event_of(value: JsonObject) -> bytes:
+    """Return a server-sent event that holds a JSON value."""
+    # ASCII, since clients split lines at some characters outside of it.
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

@@ -12,15 +12,14 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import Any
+from importlib.util import find_spec
 
-from ...heads.documents import read_document
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
-from ..evaluation.tuning.profile import ProfileFile, TuningProfile
+from ..evaluation.tuning.profile import TuningProfile, read_profile
 from ..keys import read_key
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
@@ -32,7 +31,7 @@ KEY = "DRAFTSMITH_API_KEY"
 KERNELS = "64"
 """Products of matrices for which oneDNN and its wrapper in torch each keep a kernel. Each length of
 a prompt needs some of its own; by default 1,024 are kept, which took 550 MB with 200 lengths."""
-EXTRA = {"starlette", "uvicorn", "prometheus_client"}
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
 
 
 def if_interrupted(_options: Options) -> str:
@@ -43,19 +42,27 @@ def if_interrupted(_options: Options) -> str:
 def run(options: Options) -> None:
     """Serve until the user stops the server.
 
-    Raises `UserError` for what cannot be loaded, an address that cannot be had, a key that cannot
+    Raises `UserError` for what cannot be loaded, an address that cannot be bound, a key that cannot
     be read, and packages that are missing.
     """
     # The libraries read them when the first product is computed.
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(capacity, KERNELS)
     # Everything that needs no target is looked at before it is loaded.
-    app_module, connections = packages()
+    for package in EXTRA:
+        if find_spec(package) is None:
+            raise UserError(
+                f"draftsmith serve needs the package {package}; in the checkout: "
+                "pip install -c constraints.txt -e '.[serve]'"
+            )
+    from .app import Server, Service, app_of
+    from .engine import Engine
+
     for spec in options.drafter:
         check_spec(spec)
     if options.profile is not None:
-        read_document(Path(options.profile), ProfileFile, "check the path")
-    key = key_of(options)
+        read_profile(options.profile)
+    key = read_key(os.environ.get(KEY), options.api_key_file, "--api-key-file")
     with listen(options.host, options.port) as bound:
         host, port = bound.getsockname()[:2]
         hosts = hosts_of(host, options.host)
@@ -67,38 +74,25 @@ def run(options: Options) -> None:
         proposers = [*proposers_of(options, target), PlainDecoding()]
         names = distinct_names(proposers)
         by_name = dict(zip(names, proposers, strict=True))
-        engine = app_module.Engine(target, by_name, options.max_batch, options.queue)
-        service = app_module.Service(
-            engine,
-            options.name or Path(target.name).name or target.name,
-            names[0],
-            options.sampling,
-            options.max_new_tokens,
-            key,
-            hosts,
-        )
+        engine = Engine(target, by_name, options.batch_size)
+        service = Service(engine, options.sampling, options.max_new_tokens, key, hosts)
         # What has been loaded stays. Python's collector would look through all of it again and
         # again while a request of many values is parsed, and nothing else runs meanwhile.
         gc.collect()
         gc.freeze()
-        server = connections.Server(app_module.app_of(service), engine)
-        with server.heeding_signals():
-            announce(service, host, port)
+        server = Server(app_of(service), engine)
+        with server.signals_stop_server():
+            announce(service.models, host, port)
             server.run(sockets=[bound])
         print("the server has stopped", file=sys.stderr)
         if server.stopped_by == signal.SIGTERM:  # which has a status of its own
             raise SystemExit(128 + signal.SIGTERM)
 
 
-def key_of(options: Options) -> str | None:
-    """Return the key that requests have to carry; None if there is none. Raises `UserError`."""
-    given = options.api_key or os.environ.get(KEY)
-    return read_key(given, options.api_key_file, "--api-key-file")
-
-
-def announce(service: Any, host: str, port: int) -> None:
-    """Print the models and the addresses of a server on stderr."""
-    for model, drafter in service.models.items():
+def announce(models: dict[str, JsonObject], host: str, port: int) -> None:
+    """Print the models, each with its drafter, and the addresses of a server on stderr."""
+    for model, entry in models.items():
+        drafter = entry["drafter"]
         how = "drafts nothing" if drafter == "plain" else f"drafts with {drafter}"
         print(f"model {model}: {how}", file=sys.stderr)
     # An address that listens everywhere is none that can be opened.
@@ -110,20 +104,6 @@ def announce(service: Any, host: str, port: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def packages() -> tuple[Any, Any]:
-    """Return the modules that need more packages. Raises `UserError` if one of those is missing."""
-    try:
-        from . import app, connections
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        raise UserError(
-            f"draftsmith serve needs the package {error.name}; in the checkout: "
-            "pip install -c constraints.txt -e '.[serve]'"
-        ) from error
-    return app, connections
 
 
 def proposers_of(options: Options, target: Target) -> list[Proposer]:

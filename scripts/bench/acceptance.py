@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
@@ -117,7 +117,7 @@ def main() -> None:
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)
     ]
     rows: list[dict[str, Any]] = []
-    for temperature in tqdm((0.3, 0.7, 1.0), desc="temperatures", disable=None, leave=False):
+    for temperature in Progress((0.3, 0.7, 1.0), desc="measuring", unit=" temperatures"):
         sampling = Sampling(temperature=temperature)
         p_logits, q_logits = positions(target, drafter, prompts, arguments.length, sampling)
         for width in WIDTHS:

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Request, generate_one
 from draftsmith.inference.drafters import load_proposer
@@ -137,7 +137,7 @@ def make_arms(target: Target, arguments: argparse.Namespace) -> list[Arm]:
 def measure(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
     for arm in arms:
         arm.decode(prompts[0])
-    for prompt in tqdm(prompts, desc="prompts", disable=None, leave=False):
+    for prompt in Progress(prompts, desc="measuring"):
         turns: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         for _ in range(repeats):
             for arm in arms:

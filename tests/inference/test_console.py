@@ -1,6 +1,10 @@
-"""Progress without a terminal: lines in a log file, often at first, then only where there is
-something to say."""
+"""Progress without a terminal, lines in a log file, often at first and then seldom; and the bar of
+a terminal or a notebook."""
 
+import contextlib
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +24,8 @@ def test_a_duration_is_said_as_people_say_it(seconds: float, text: str) -> None:
 
 
 def test_a_line_says_what_is_done_and_what_is_left() -> None:
-    with Progress(total=40, desc="decoding", initial=10) as progress:
+    with Progress(total=40, desc="decoding") as progress:
+        progress.skip(10)
         progress.update(15)
         progress.now("with medusa")
         assert (
@@ -30,22 +35,20 @@ def test_a_line_says_what_is_done_and_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("began", "waited", "more", "due"),
+    ("began", "waited", "due"),
     [
-        # seconds since the start, since the last line, work done since then (of 1,000)
-        (100, 29, 1000, False),
-        (100, 30, 0, True),
-        (600, 30, 0, True),
-        (601, 30, 49, False),
-        (601, 30, 50, True),
-        (900, 299, 0, False),
-        (900, 300, 0, True),
+        # seconds since the start, and since the last line
+        (100, 29, False),
+        (100, 30, True),
+        (600, 30, True),
+        (601, 30, False),
+        (900, 299, False),
+        (900, 300, True),
     ],
 )
-def test_when_a_line_is_due(began: float, waited: float, more: int, due: bool) -> None:
+def test_when_a_line_is_due(began: float, waited: float, due: bool) -> None:
     with Progress(total=1000, desc="extracting") as progress:
         progress._began, progress._last = 1000.0 - began, 1000.0 - waited
-        progress.update(more)
         assert progress.due(1000.0) == due
 
 
@@ -60,7 +63,7 @@ def test_the_innermost_speaks_and_work_that_hangs_is_told_of(
             assert inner._done == 0
         said = capsys.readouterr().err
         assert "replaying: 0 of 3 texts after" in said and "training" not in said
-        assert list(Progress("ab", desc="x", show=False)) == ["a", "b"]
+        assert list(Progress("ab", desc="x")) == ["a", "b"]
     assert not Progress._open
 
 
@@ -73,32 +76,30 @@ def test_work_of_an_earlier_process_took_no_time() -> None:
 
 
 NOTEBOOK = """
-import sys
-from types import ModuleType, SimpleNamespace as Anything
+import builtins, sys
+from types import ModuleType
+from importlib.machinery import ModuleSpec
 
-class Widget:
-    bar_style = value = ""
-    def __init__(self, *children, **more):
-        self.children, self.layout, self.style = children, Anything(), Anything()
-        self.__dict__.update(more)
-        if "children" in more:
-            self.children = more["children"]
-    def add_class(self, name): pass
+class ZMQInteractiveShell: pass
+
+class Output:
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def clear_output(self, wait): pass
     def close(self): print("closed")
 
-sys.modules["ipykernel.zmqshell"] = ModuleType("ipykernel.zmqshell")
+builtins.get_ipython = ZMQInteractiveShell
 kernel = ModuleType("IPython")
-kernel.get_ipython = lambda: Anything(config={"IPKernelApp": {}}, kernel=None)
-kernel.version_info = (9, 0, 0, "")
 kernel.display = ModuleType("IPython.display")
 kernel.display.display = lambda *shown: print("displayed", type(shown[0]).__name__)
 sys.modules |= {"IPython": kernel, "IPython.display": kernel.display}
 widgets = ModuleType("ipywidgets")
-widgets.__version__ = "8.0.0"
-widgets.FloatProgress = widgets.HBox = widgets.HTML = Widget
-widgets.IntProgress = Widget
-sys.modules["ipywidgets"] = widgets if WITH_WIDGETS else None
+widgets.__spec__, widgets.Output = ModuleSpec("ipywidgets", None), Output
+if WITH_WIDGETS:
+    sys.modules["ipywidgets"] = widgets
 from draftsmith.inference import console
+if not WITH_WIDGETS:
+    console.find_spec = lambda name: None
 console.LINE_S = 0.0
 import time
 with console.Progress(total=3, desc="decoding") as progress:
@@ -116,22 +117,55 @@ def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) 
     )
     assert done.returncode == 0, done.stderr
     if widgets:
-        assert "displayed" in done.stdout and "decoding: 1 of 3" not in done.stderr
+        assert "displayed Output" in done.stdout and "decoding: 1 of 3" not in done.stderr
     else:
         assert "displayed" not in done.stdout and "decoding: 1 of 3" in done.stderr
-    assert "Warning" not in done.stderr, "tqdm's, of a missing ipywidgets"
+    assert "Warning" not in done.stderr, "rich's, of a missing ipywidgets"
 
 
-def test_a_bar_that_was_interrupted_as_it_began_closes() -> None:
-    """Python calls `__del__` of the unfinished object, and would print what goes wrong there."""
-    Progress.__new__(Progress).close()
+TERMINAL = """
+import sys
+from draftsmith.inference.console import Progress
+with Progress(total=3, desc="training", unit=" steps") as outer:
+    outer.update()
+    for _ in Progress(range(2), desc="replaying", unit=" texts"):
+        outer.say("a line")
+        print("a warning", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("piped", [True, False])
+def test_a_terminal_has_a_bar_and_a_file_gets_what_is_printed(piped: bool) -> None:
+    """Standard error is a terminal; bars within each other, and lines printed above them."""
+    master, slave = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINAL],
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+        stdout=subprocess.PIPE if piped else slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(master, 4096):
+            shown += piece
+    os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert done.returncode == 0, text
+    assert "training: 1 of 3 steps" in text and "replaying: 0 of 2 texts" in text
+    assert text.count("a warning") == 2
+    assert ((done.stdout or b"").count(b"a line"), text.count("a line")) == (
+        (2, 0) if piped else (0, 2)
+    )
+    assert shown.count(b"\x1b[?25l") <= shown.count(b"\x1b[?25h"), "the cursor is shown again"
 
 
 def test_a_number_of_one_is_singular_and_the_time_left_has_one_estimate() -> None:
     assert [several(1, "row"), several(2, "row"), several(0, "pass")] == [
         "1 row", "2 rows", "0 passes",
     ]  # fmt: skip
-    with Progress(desc="training", total=10, initial=4) as progress:
+    with Progress(desc="training", total=10) as progress:
+        progress.skip(4)
         assert progress.left_s(progress._began + 5) is None, "nothing was done yet"
         progress.update(2)
         assert progress.left_s(progress._began + 5) == 10.0

@@ -154,7 +154,7 @@ def evaluate(url: str, prompts: Path, drafter: str, **more: Any) -> dict[str, An
 
 def check_sums(s: dict[str, Any]) -> None:
     """What the counters and our chunks say of each other."""
-    assert s["warnings"] == [] and s["in_flight_peak"] == s["concurrency"]
+    assert s["warnings"] == []
     assert (
         s["tau_incl_bonus"]
         == pytest.approx(1 + sum(s["survival"]))
@@ -277,7 +277,7 @@ def test_a_prompt_beyond_the_context(ngram: Serving, tmp_path: Path) -> None:
 def test_a_server_that_is_killed_half_way(ngram: Serving, prompts: Path) -> None:
     """The last test of this server."""
     threading.Timer(1.5, ngram[1].kill).start()
-    with pytest.raises(UserError, match="(broke off while it wrote|does not answer)") as caught:
+    with pytest.raises(UserError, match="(failed while it wrote|does not answer)") as caught:
         evaluate(ngram[0], prompts, "", concurrency="4", repeats=500)
     assert "\n" not in str(caught.value) and not prompts.with_name("out.json").exists()
 

@@ -29,9 +29,8 @@ from ...inference.evaluation.checks import tokenizer_of
 from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
 from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import load_for_decoding
-from .chat import chat, check_template
 from .options import GenerateOptions as Options
-from .streaming import answer, print_legend
+from .streaming import answer, chat, check_template, print_legend
 
 HEADING = 60  # characters of a prompt that are shown above its reply
 

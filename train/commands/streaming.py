@@ -1,4 +1,5 @@
-"""Replies in the terminal: streamed with accepted drafts in green, and what is said of them."""
+"""Replies in the terminal, with accepted drafts in green and a line about each; and
+`draftsmith generate --chat`, a conversation there or with lines of standard input."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from typing import TextIO
 
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...inference.api import Decoder, Reply
 from ...inference.decode import Generation, Request, decode
+from ...inference.evaluation.checks import tokenizer_of
 from ...inference.evaluation.measure import difference, distinct_names
 from ...inference.evaluation.remarks import busy_now, slower
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.proposers.plain import PlainDecoding
+from ...inference.settings import TargetConfig
+from ..endings import Ended, forget_interrupts
 from .options import GenerateOptions as Options
 
 # Green of the terminal's own palette, which themes choose to be readable on their background.
@@ -41,17 +47,14 @@ def print_legend(options: Options) -> None:
 
 
 def answer(
-    decoder: Decoder,
-    request: Request,
-    options: Options,
-    interrupts: AbstractContextManager[Callable[[], bool]] | None = None,
+    decoder: Decoder, request: Request, options: Options, interruptible: bool = False
 ) -> Reply:
     """Stream the reply to a request, print a line about it on stderr, and return it.
 
     With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
-    whether the text is the same. The reply ends early once what `interrupts` gives returns True.
+    whether the text is the same. Ctrl-C ends the reply alone where it is `interruptible`.
     """
-    with interrupts or nullcontext(lambda: False) as ended:
+    with one_interrupt() if interruptible else nullcontext(lambda: False) as ended:
         reply = stream(decoder, request, options, ended=ended)
     say(reply, options)
     if options.compare:
@@ -157,3 +160,63 @@ def one_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def check_template(config: TargetConfig) -> None:
+    """Raise `UserError` unless the target has a chat template. Its weights are not loaded."""
+    if not tokenizer_of(config).chat_template:
+        raise UserError(
+            f"target {config.path} has no chat template, so it cannot chat; give --prompt, or a "
+            "target with a template"
+        )
+
+
+def chat(decoder: Decoder, options: Options) -> None:
+    """Answer one message of the user after the other, until the input ends.
+
+    Every reply follows on the whole conversation. On a terminal Ctrl-C ends a reply, and between
+    two replies the chat. Raises `UserError` where the conversation has outgrown the target.
+    """
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
+            import readline  # noqa: F401
+        print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
+    print_legend(options)
+    messages: list[JsonObject] = []
+    words: str | None = options.prompt or ""
+    while (words := words or next_message()) is not None:
+        messages.append({"role": "user", "content": words})
+        ids = decoder.encode(messages, template_kwargs=options.chat_template_kwargs)
+        request = Request(ids, 0, len(messages) // 2)
+        reply = answer(decoder, request, options, interruptible=terminal)
+        messages.append({"role": "assistant", "content": reply.text})
+        words = ""
+
+
+def next_message() -> str | None:
+    """Return the user's next message, a line that is not empty; None at the end of the input.
+
+    Ctrl-C on a terminal is such an end. Raises `UserError` for a line that is not UTF-8 text.
+    """
+    terminal, words = sys.stdin.isatty(), ""
+    while not words:
+        try:
+            if terminal and sys.stdout.isatty():
+                words = input("> ").strip()
+            elif line := sys.stdin.buffer.readline():
+                words = line.decode().strip()
+            else:
+                return None
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt as interrupt:
+            if not terminal or isinstance(interrupt, Ended):
+                raise
+            forget_interrupts()
+            print("\nthe chat has ended", file=sys.stderr)
+            return None
+        except UnicodeDecodeError as error:
+            raise UserError("standard input is not UTF-8 text; convert it") from error
+    return words

@@ -165,9 +165,7 @@ def _watch(options: Any) -> None:
             break
     if os.environ.get("OMP_NUM_THREADS") != "1" and _continues(options):
         line += "; interrupt the command and start it again to continue with threads that sleep"
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stderr)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _continues(options: Any) -> bool:

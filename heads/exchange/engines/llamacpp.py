@@ -203,8 +203,6 @@ ENGINE = ServingEngine(
             prefix="llamacpp:",
             generated="tokens_predicted",
             running=("requests_processing", "requests_deferred"),
-            cached="prompt_tokens_cached",
-            queried=("prompt_tokens_cached", "prompt_tokens"),
         ),
         definition="1 + accepted / drafts of its counters: without steps that had no draft",
         # It closes a connection after a stream without saying so; the next request would fail.

@@ -40,10 +40,6 @@ class CounterNames:
     """Tokens written for all clients."""
     running: tuple[str, ...]
     """Requests in the engine, waiting ones included."""
-    cached: str
-    """Prompt tokens found in the prefix cache."""
-    queried: tuple[str, ...]
-    """Prompt tokens that were looked up there."""
     chunk_of_step: bool = False
     """True if each step sends a chunk, false if each token has its own."""
 
@@ -80,9 +76,6 @@ class ServerProtocol:
     counts: CounterNames | ReplyCounts
     definition: str
     """Definition of the server's tau."""
-    counts_of_replies: ReplyCounts | None = None
-    """Counts that come with the replies where the server was asked for them on its start; they are
-    taken in place of shared counters."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of all requests."""
     no_metrics: str = "give --server the engine itself, not a gateway before it"

@@ -10,7 +10,6 @@ from shlex import quote
 from typing import Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from ...errors import UserError
 from . import limits, rotary
@@ -27,7 +26,7 @@ from .engine import (
     families,
 )
 from .like import block, chain, lookup
-from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtocol, Token
+from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
@@ -130,30 +129,11 @@ class VllmChoice(Struct):
     finish_reason: str | None = None
 
 
-class VllmSpeculation(Struct):
-    """Counts of a request's speculation, of a vLLM started with --per-request-spec-decode-metrics.
-
-    0.29 and newer have that option.
-    """
-
-    num_spec_steps: Count
-    num_draft_tokens: Count
-    num_accepted_draft_tokens: Count
-    acceptance_histogram: list[Count]
-
-
-class VllmMetrics(Struct):
-    """Figures of a request."""
-
-    speculative_decoding: VllmSpeculation | None = None
-
-
 class VllmChunk(Struct):
     """Event of `/v1/completions`; the last one of a stream has `usage` and no piece."""
 
     choices: list[VllmChoice] | None = None
     usage: VllmUsage | None = None
-    metrics: VllmMetrics | None = None
 
 
 def _recognise(answers: Sequence[Any]) -> ServerFacts:
@@ -186,8 +166,6 @@ def _read(reply: Any, chunk: VllmChunk, now: float) -> None:
     # A vLLM that sends no ids counts its tokens in the event after the last chunk.
     if chunk.usage is not None and reply.ids is None:
         reply.tokens = chunk.usage.completion_tokens
-    if chunk.metrics is not None and chunk.metrics.speculative_decoding is not None:
-        reply.meta |= asdict(chunk.metrics.speculative_decoding)
     for choice in chunk.choices or []:
         if choice.token_ids:
             reply.ids = [*(reply.ids or []), *choice.token_ids]
@@ -202,8 +180,6 @@ COUNTERS = CounterNames(
     prefix="vllm:",
     generated="generation_tokens",
     running=("num_requests_running", "num_requests_waiting"),
-    cached="prefix_cache_hits",
-    queried=("prefix_cache_queries",),
     chunk_of_step=True,
 )
 
@@ -260,14 +236,6 @@ ENGINE = ServingEngine(
         counts=COUNTERS,
         definition="1 + accepted / drafts of its counters: without steps that had no draft, with "
         "drafts accepted after a reply's end",
-        counts_of_replies=ReplyCounts(
-            rounds="num_spec_steps",
-            accepted=("num_accepted_draft_tokens",),
-            drafted=("num_draft_tokens",),
-            histograms=("acceptance_histogram",),
-            definition="1 + accepted / drafts of its replies' own counts: without steps that had "
-            "no draft, with drafts accepted after a reply's end",
-        ),
         no_tokens="counts no tokens in /metrics as a vLLM does; start the vLLM without "
         "--disable-log-stats, and name the engine itself, not a gateway before it",
     ),

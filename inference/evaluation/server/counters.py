@@ -1,7 +1,6 @@
 """Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM and llama.cpp have Prometheus counters that all requests share; a vLLM can be asked to send
-those of a request with its reply, and then these are taken. A step without a draft (n-grams
+vLLM and llama.cpp have Prometheus counters that all requests share. A step without a draft (n-grams
 that find nothing) is in none of them, so 1 + accepted / drafts can be above the tokens emitted per
 step, and drafts accepted after an end token count as accepted. SGLang sends its counts with every
 reply. docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
@@ -18,15 +17,46 @@ from typing import Any
 
 from ....heads.exchange.engines.servers import CounterNames, ReplyCounts, ServerProtocol
 from ....heads.files import JsonObject
+from ...conversations.prompts import Prompt
+from ..server_figures import Speculation
 
 # A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
 # model's name, say), so they reach to the last closing one.
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
 # A server may say anything: a position of at most three digits bounds the list of positions.
 POSITION = re.compile(r'(?:^|,)position="(\d{1,3})"')
-NO_SPECULATION = "1: the server does not speculate"
 SPECULATION = "spec_decode_num_"
-UNKNOWN = "not known: the server's replies say nothing of its speculation"
+
+
+@dataclass
+class ServerReply:
+    """The server's reply to one prompt, and its times: `time.perf_counter` in seconds."""
+
+    prompt: Prompt
+    turn: int
+    """Number of the turn in its conversation, from 0."""
+    sent: float
+    ids: list[int] | None = None
+    """Token ids, the end token included; `None` where the server does not give them."""
+    tokens: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    """The time at which each chunk with tokens arrived."""
+    finish: str = ""
+    """The engine's reason for the end of the reply; empty until it has ended."""
+    meta: JsonObject = field(default_factory=dict)
+    """Counts that came with the reply; of several chunks the last value of each key."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from sending the request to its first chunk, the server's queue included."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; `None` for a reply of one token."""
+        if self.tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
 
 
 @dataclass
@@ -44,9 +74,6 @@ class Counters:
     """Tokens written for all clients; `None` where the server does not count them."""
     running: int = 0
     """Requests in the engine at the moment of the reading, waiting ones included."""
-    prefix_hits: int = 0
-    """Prompt tokens found in the prefix cache, of `prefix_queries` that were looked up."""
-    prefix_queries: int = 0
 
     def since(self, before: Counters) -> Counters:
         """Return what was counted since the reading `before`; `running` stays that of this one."""
@@ -60,29 +87,7 @@ class Counters:
             by_position=list(map(sub, self.by_position, earlier)),
             generated=None if self.generated is None else self.generated - (before.generated or 0),
             running=self.running,
-            prefix_hits=self.prefix_hits - before.prefix_hits,
-            prefix_queries=self.prefix_queries - before.prefix_queries,
         )
-
-
-def counted_in_replies(names: ReplyCounts | None, metas: Sequence[JsonObject]) -> Counters | None:
-    """Return what came with the measured replies themselves; None where nothing did.
-
-    A reply without a draft has no counts.
-    """
-    counted = [meta for meta in metas if names is not None and names.rounds in meta]
-    if names is None or not counted:
-        return None
-    drafted = _firsts(counted, names.drafted) or []
-    accepted = _firsts(counted, names.accepted) or []
-    histograms = _firsts(counted, names.histograms) or []
-    deepest = max(map(len, histograms), default=1)
-    return Counters(
-        drafts=sum(meta[names.rounds] for meta in counted),
-        drafted=sum(drafted),
-        accepted=sum(accepted),
-        by_position=[sum(sum(each[depth:]) for each in histograms) for depth in range(1, deepest)],
-    )
 
 
 def read_counters(text: str, names: CounterNames) -> Counters:
@@ -112,151 +117,110 @@ def read_counters(text: str, names: CounterNames) -> Counters:
         [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)],
         sums.get(names.generated),
         sum(sums.get(name, 0) for name in names.running),
-        sums.get(names.cached, 0),
-        sum(sums.get(name, 0) for name in names.queried),
     )
-
-
-@dataclass
-class Speculation:
-    """Figures of an engine's drafts during the measured requests; `None` for what is not known.
-
-    The fields are those of `ServerFigures`.
-    """
-
-    speculates: bool | None
-    tau_definition: str
-    tau_incl_bonus: float | None
-    """The engine's tau."""
-    drafts: int | None = None
-    drafted: int | None = None
-    """Drafted tokens, roots excluded."""
-    accepted: int | None = None
-    survival: list[float] = field(default_factory=list)
-    """Share of the drafts of which at least d tokens were accepted, d = 1, 2, .."""
-    rounds: int | None = None
-    """Decoding steps of the measured requests, those without a draft included; of vLLM and
-    llama.cpp a lower bound, see `of_counters`."""
-    tau_emitted: float | None = None
-    """Tokens emitted per decoding step, the prefill's excluded: what `draftsmith evaluate` calls
-    tau of a local drafter."""
-    warnings: list[str] = field(default_factory=list)
 
 
 def of_counters(
     protocol: ServerProtocol,
-    delta: Counters,
-    tokens: int,
-    replies: int,
-    chunks: int,
-    ran_before: int,
+    before: Counters,
+    after: Counters,
+    replies: Sequence[ServerReply],
+    speculates: bool | None = None,
 ) -> Speculation:
-    """Return the figures that an engine's counters give for the measured requests.
+    """Return the figures that an engine's counters `before` and `after` the replies give.
 
-    `delta` is what was counted while `replies` came, which have `tokens` in all and arrived in
-    `chunks`; `ran_before` are the requests under way before the first of them.
-
-    None counts steps. There were at least as many as drafts; where a step sends a chunk, as chunks
-    after the first of each reply (a slow reader gets two steps in one chunk); and as tokens that
-    neither a prefill nor an accepted draft gave. The largest of these is taken.
+    `speculates` is the server's own answer, `None` if it gave none. None counts steps. There were
+    at least as many as drafts; where a step sends a chunk, as chunks after the first of each reply
+    (a slow reader gets two steps in one chunk); and as tokens that neither a prefill nor an
+    accepted draft gave. The largest of these is taken.
     """
     assert isinstance(protocol.counts, CounterNames)
-    if delta.drafts is None:
-        speculation = no_speculation(tokens - replies)
+    delta, later = after.since(before), sum(reply.tokens - 1 for reply in replies)
+    # llama.cpp counts its drafts, none, without speculation too.
+    if delta.drafts is None or speculates is False:
+        speculation = no_speculation(later)
     else:
-        tau = 1 + delta.accepted / delta.drafts if delta.drafts else 1.0
-        survival = [count / delta.drafts for count in delta.by_position] if delta.drafts else []
-        rounds = max(delta.drafts, tokens - replies - delta.accepted)
+        rounds = max(delta.drafts, later - delta.accepted)
         if protocol.counts.chunk_of_step:
-            rounds = max(rounds, chunks - replies)
+            rounds = max(rounds, sum(len(reply.arrivals) - 1 for reply in replies))
+        drafts = delta.drafts or 1  # without drafts nothing was accepted
         speculation = Speculation(
-            True,
-            protocol.definition,
-            tau,
-            delta.drafts,
-            delta.drafted,
-            delta.accepted,
-            survival,
-            rounds,
-            tau_emitted=(tokens - replies) / rounds if rounds else None,
+            speculates=True,
+            tau_definition=protocol.definition,
+            tau_incl_bonus=1 + delta.accepted / drafts,
+            tau_emitted=later / rounds if rounds else None,
+            survival=[count / drafts for count in delta.by_position] if delta.drafts else [],
+            drafts=delta.drafts,
+            drafted=delta.drafted,
+            accepted=delta.accepted,
+            rounds=rounds,
         )
-    speculation.warnings = _shared(delta, tokens, replies, ran_before)
-    # The counters hold steps of other clients, while `tokens` are those of the measured requests.
-    if speculation.warnings and speculation.speculates:
-        speculation.rounds = speculation.tau_emitted = None
-    if delta.prefix_hits > 0.1 * delta.prefix_queries > 0:
-        share = delta.prefix_hits / delta.prefix_queries
-        speculation.warnings.append(
-            f"{share:.0%} of the prompts' tokens came from the server's prefix cache, which "
-            "flatters TTFT"
-        )
+    if (shared := _shared(delta, replies, before.running)) is not None:
+        speculation.warnings = [f"{shared}: tau is of other requests too"]
+        # The counters hold steps of other clients, and `later` tokens of the measured requests.
+        if speculation.speculates:
+            speculation.rounds = speculation.tau_emitted = None
     return speculation
 
 
-def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list[str]:
-    """Return a warning if other clients' requests are in the counters, else nothing."""
+def _shared(delta: Counters, replies: Sequence[ServerReply], ran_before: int) -> str | None:
+    """Return what shows that other clients' requests are in the counters; `None` without."""
+    tokens = sum(reply.tokens for reply in replies)
     if ran_before:
-        return [
-            f"{ran_before} requests of others were under way before the measurement: its counters, "
-            "and tau, are of theirs too"
-        ]
+        return f"{ran_before} requests of others were under way before the measurement"
     if delta.generated is not None and delta.generated != tokens:
-        return [
-            f"its counters hold {delta.generated} tokens, draftsmith's requests got {tokens}: tau "
-            "is of other requests too"
-        ]
-    emitted = (delta.drafts or 0) + delta.accepted
-    # A reply may end within its last draft, whose tokens after the end count as accepted.
-    most = tokens - replies + replies * len(delta.by_position)
-    if emitted > most:
-        return [
-            f"its drafts stand for {emitted} tokens, draftsmith's requests got {tokens}: tau is of "
-            "other requests too"
-        ]
-    return []
+        return f"its counters hold {delta.generated} tokens, draftsmith's requests got {tokens}"
+    return None
 
 
 def no_speculation(steps: int) -> Speculation:
     """Return the figures of a server that writes a token in each of its `steps`."""
-    return Speculation(False, NO_SPECULATION, 1.0, rounds=steps, tau_emitted=1.0)
+    return Speculation(
+        speculates=False,
+        tau_definition="1: the server does not speculate",
+        tau_incl_bonus=1.0,
+        tau_emitted=1.0,
+        rounds=steps,
+    )
 
 
 def of_replies(
-    protocol: ServerProtocol, metas: Sequence[JsonObject], tokens: int, speculates: bool | None
+    protocol: ServerProtocol, replies: Sequence[ServerReply], speculates: bool | None
 ) -> Speculation:
-    """Return the figures that the counts `metas`, which came with the replies, give.
+    """Return the figures that the counts that came with the replies give.
 
-    `tokens` are those of all replies; `speculates` is the server's own answer, `None` if it gave
-    none. A reply of one token has no verification, and then no count of speculation.
+    `speculates` is the server's own answer, `None` if it gave none. A reply of one token has no
+    verification, and then no count of speculation.
     """
     names = protocol.counts
     assert isinstance(names, ReplyCounts)
-    verified = [meta for meta in metas if meta.get(names.rounds)]
+    verified = [reply.meta for reply in replies if reply.meta.get(names.rounds)]
     rounds = sum(meta[names.rounds] for meta in verified)
-    if not rounds:
-        if speculates:
-            why = (
-                f"the server speculates, but its replies have no {names.rounds}; use a newer "
-                "version"
-            )
-            return Speculation(None, UNKNOWN, None, warnings=[why])
-        return no_speculation(tokens - len(metas))
     # One token of each reply is the prefill's and belongs to no round.
-    tau_emitted = (tokens - len(metas)) / rounds
+    later = sum(reply.tokens - 1 for reply in replies)
+    if not rounds and speculates:
+        why = f"the server speculates, but its replies have no {names.rounds}; use a newer version"
+        return Speculation(tau_incl_bonus=None, tau_definition="not known", warnings=[why])
+    if not rounds:
+        return no_speculation(later)
     drafted, accepted = (_firsts(verified, wanted) for wanted in (names.drafted, names.accepted))
     found = Speculation(
-        True, names.definition, tau_emitted, rounds, rounds=rounds, tau_emitted=tau_emitted
+        speculates=True,
+        tau_definition=names.definition,
+        tau_incl_bonus=later / rounds,
+        tau_emitted=later / rounds,
+        drafts=rounds,
+        drafted=None if drafted is None else sum(drafted),
+        rounds=rounds,
     )
-    if drafted is not None:
-        found.drafted = sum(drafted)
     if accepted is not None:
         found.accepted = sum(accepted)
         found.tau_definition = protocol.definition
         found.tau_incl_bonus = 1 + found.accepted / rounds
         histograms = _firsts(verified, names.histograms) or [[]]
-        for depth in range(1, max(map(len, histograms))):
-            survived = sum(sum(histogram[depth:]) for histogram in histograms)
-            found.survival.append(survived / rounds)
+        depths = range(1, max(map(len, histograms)))
+        reached = [sum(sum(each[depth:]) for each in histograms) for depth in depths]
+        found.survival = [count / rounds for count in reached]
     return found
 
 

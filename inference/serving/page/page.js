@@ -54,15 +54,11 @@ async function loadModels() {
   $("about").textContent = base.about;
   document.title = `${base.title} - draftsmith`;
   const drafters = models.filter((model) => model.parent !== null);
-  const titles = drafters.map((model) => model.title);
   const select = $("model");
   const wanted = select.value || select.dataset.wanted;
   select.replaceChildren();
   for (const model of drafters) {
     if (model.drafter === "plain") model.title = "none (plain decoding)";
-    else if (titles.filter((title) => title === model.title).length > 1) {
-      model.title += ` (${model.drafter})`;
-    }
     const option = element("option", "", model.title);
     option.value = model.id;
     select.append(option);

@@ -57,7 +57,7 @@ def started(*options: str, said: list[str] | None = None) -> tuple[subprocess.Po
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    process, address = started("--drafter", str(EAGLE3), "--drafter", "ngram", "--queue", "64")
+    process, address = started("--drafter", str(EAGLE3), "--drafter", "ngram")
     yield Running(address, psutil.Process(process.pid))
     process.terminate()
     process.wait(timeout=60)

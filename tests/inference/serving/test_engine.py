@@ -11,13 +11,8 @@ import pytest
 
 from draftsmith.inference.decode import Request, decode, generate
 from draftsmith.inference.drafters import load_proposer, proposer_like
-from draftsmith.inference.serving.engine import (
-    BatchSettings,
-    Engine,
-    EngineClosed,
-    Job,
-    QueueFull,
-)
+from draftsmith.inference.serving.engine import BatchSettings, Engine, Job
+from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, by_default
@@ -163,7 +158,7 @@ def test_what_is_given_up_leaves_the_queue_and_the_batch(
     endless = BatchSettings("none", ignore_eos=True)
     listeners = [Listener(prompt, 800, endless) for prompt in prompts]
     engine.submit([listener.job for listener in listeners])
-    with pytest.raises(QueueFull):
+    with pytest.raises(RequestError, match="8 requests wait already"):
         engine.submit([Listener(prompt, 8, endless).job for prompt in [*prompts, prompts[0]]])
     assert listeners[0].events.get(timeout=60)
     engine.give_up([listener.job for listener in listeners])
@@ -338,7 +333,7 @@ def test_a_closed_engine_takes_nothing(engine: Engine, quickstart: Target) -> No
     with pytest.raises(RuntimeError, match="the server is stopping"):
         first.result()
     assert not engine.alive and engine.running == engine.waiting == 0
-    with pytest.raises(EngineClosed):
+    with pytest.raises(RequestError, match="the server is stopping"):
         engine.submit([Listener(prompt, 4, BatchSettings("none")).job])
 
 

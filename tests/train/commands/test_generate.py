@@ -27,12 +27,12 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.commands.chat import chat
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.options import GenerateOptions
 from draftsmith.train.commands.streaming import (
     GREEN,
     RESET,
+    chat,
     compare,
     in_color,
     one_interrupt,

@@ -18,8 +18,7 @@ from ..console import Console, plain_table
 from . import gains
 from .checks import numbers
 from .options import SimulateOptions as Options
-from .report.tables import factor, number
-from .results import AGAIN, DrafterFigures, read_measured
+from .results import AGAIN, DrafterFigures, factor, read_measured, written
 from .tuning.costs import between
 from .tuning.profile import ProfileFile
 
@@ -349,7 +348,7 @@ def show_measured(found: dict[str, JsonObject], console: Console) -> None:
     for name, row in found.items():
         best = row["best_chain"]
         table.add_row(
-            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", number(row["round_cost"]),
+            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", written(row["round_cost"]),
             factor(row["speedup_predicted"]), factor(row["speedup_measured"]),
             f"{best['length']}: {best['speedup']:.2f}x" if best is not None else "-",
         )  # fmt: skip

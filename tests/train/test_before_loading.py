@@ -42,7 +42,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         ((*EVALUATE, "--drafter", f"{DSPARK}:bad=1"), SETTING),
         ((*EVALUATE, "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
         ((*EVALUATE, "--profile", "missing.json"), "cannot read missing.json"),
-        ((*EVALUATE, "--batch-sizes", "4"), "a batch of 4 needs as many prompts, and there are 1"),
+        ((*EVALUATE, "--batch-size", "4"), "a batch of 4 needs as many prompts, and there are 1"),
         (
             ("evaluate", "--drafter", "ngram"),
             "--prompts is missing: name held-out prompts with --p",

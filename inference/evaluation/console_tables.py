@@ -19,7 +19,6 @@ from .tables import ACCEPTED, LONGEST_NAME, MOST, categories, cells_of, remarks_
 
 IN_A_FILE = 120  # columns of a terminal's table that goes to a file
 FASTEST = "*"
-NOTICEABLE = 0.02  # share by which tau changes where replies are cut inside a round
 IN_TERMINAL = {
     "tau": "tau",
     "tau, 95% interval": "95%",
@@ -81,7 +80,7 @@ def show_settings(report: Report, console: Console) -> None:
     ]
     if missing := [short for title, short in IN_TERMINAL.items() if title not in titles]:
         notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
-    lines = [" ".join(filter(None, notes)), *uncut_lines(report.settings), *remarks_of(report)]
+    lines = [" ".join(filter(None, notes)), *remarks_of(report)]
     for line in lines:
         console.print(line, highlight=False, markup=False)
 
@@ -129,23 +128,3 @@ def by_speed(setting: SettingFigures) -> list[str]:
         return -speedup if known(speedup) else math.inf
 
     return sorted(setting.drafters, key=slowness)
-
-
-def uncut_lines(settings: Sequence[SettingFigures]) -> list[str]:
-    """Return a line for the settings whose tau is noticeably below `tau_untruncated`.
-
-    The tokens that a round emits after the end of a reply do not count in tau, which matters where
-    replies are short. Settings with the same figures share a line.
-    """
-    found: dict[tuple[float, bool, str], list[SettingFigures]] = {}
-    for setting in settings:
-        parts = []
-        for name, figures in setting.drafting.items():
-            tau, uncut = figures.tau_incl_bonus, figures.tau_untruncated
-            if known(tau) and known(uncut) and uncut - tau > NOTICEABLE * tau:
-                parts.append(f"{name} {uncut:.2f}")
-        if parts:
-            key = setting.temperature, setting.lossless, ", ".join(parts)
-            found.setdefault(key, []).append(setting)
-    what = "tau_untruncated, of rounds that the end of a reply does not cut"
-    return [f"{caption(*group)}: {what}: {parts}." for (_, _, parts), group in found.items()]

@@ -31,7 +31,7 @@ from ..results import (
     ends,
     known,
 )
-from ..tables import UNNAMED, Table, categories, remarks_of, served, summary
+from ..tables import UNNAMED, Table, categories, remarks_of, summary
 from ..training_log import Training, trainings
 
 FOLDER = Path(__file__).parent
@@ -393,11 +393,6 @@ def _prompt_set(prompts: PromptSet) -> str:
     if len(named) > 1:
         words += f", {len(named)} categories: {', '.join(named)}"
     return words
-
-
-def server(report: Report) -> list[Block]:
-    """Return the table of a live server, if one was measured."""
-    return [] if (of := served(report)) is None else [table(of)]
 
 
 # What a log may hold of acceptance by position, the best first: whether it is of evaluations, the

@@ -173,6 +173,7 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
 
     `report` is the one of the part, or all of its lineage in one.
     """
+    server = served(report)
     conditions = []
     for label, (path, own) in zip(part.labels, part.reports, strict=True):
         conditions += [heading(label, 4)] if len(part.reports) > 1 else []
@@ -180,7 +181,7 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
     return [
         ("Before and after", before_after(part)),
         ("Summary", page.summaries(report)),
-        ("Server", page.server(report)),
+        ("Server", [] if server is None else [page.table(server)]),
         ("Acceptance by position", page.acceptance(report)),
         ("Categories", page.by_category(report)),
         ("Speed-up by batch size", page.speed(report)),

@@ -93,22 +93,6 @@ def test_a_group_is_sorted_by_speed_and_its_fastest_is_marked() -> None:
     assert sum(line.lstrip().startswith("* ") for line in lines) == 4
 
 
-def test_tau_without_the_cut_at_the_end_of_replies_is_said_where_it_differs() -> None:
-    """Batches with the same figures share a line. 1.5% is not noticeable, nor is a missing one."""
-    report = report_of()
-    assert not [line for line in shown(report, 80) if "untruncated" in line]
-    for setting in report.settings:
-        setting.drafters["ngram"].tau_untruncated = 1.2 * 1.015
-        setting.drafters["eagle3"].tau_untruncated = 3.55 + 0.1 * (setting.temperature > 0)
-    lines = shown(report, 80)
-    assert max(map(len, lines)) <= 80
-    said = [line for line in " ".join(lines).split("T = ") if "untruncated" in line]
-    assert [line.partition(":")[0] for line in said] == ["0, batch 1, 2", "1, batch 1, 2"]
-    assert "eagle3 3.55." in said[0] and "eagle3 3.65." in said[1] and "ngram" not in said[0]
-    report.settings[1].drafters["eagle3"].tau_untruncated = NAN
-    assert "T = 0, batch 1: tau_untruncated" in " ".join(shown(report, 80))
-
-
 def test_what_has_no_speed_up_comes_last_and_wins_nothing() -> None:
     drafters = {"plain": figures(1, NAN, 0, 1), "a": figures(2, NAN, 0, 1)}
     setting = SettingFigures(temperature=0, batch=1, lossless=True, drafters=drafters)

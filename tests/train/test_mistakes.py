@@ -97,7 +97,6 @@ WRONG = [
         for verb in (
             "doctor",
             "evaluate --target T",
-            "compare a b",
             "simulate",
             "data plan --config x",
         )

@@ -84,7 +84,7 @@ class EvaluateOptions(SourceOptions):
     """Number of prompts to use, drawn evenly over their categories; all if not given."""
     max_new_tokens: int = 128
     """Longest reply, in tokens."""
-    batch_size: str = field(default="1", metadata={"form": "N,N,..."})
+    batch_size: str = "1"
     """Prompts decoded together; several numbers, such as 1,4,16, are each measured at every
     temperature."""
     repeats: int = 3

@@ -46,12 +46,6 @@ OTHERS = """
 drafter `tau_incl_bonus`, `tau_ci95`, `survival` and `emitted` (tokens emitted in every round of
 every text).
 
-**`draftsmith compare --json`** writes `reports`, `drafters`, `fail_on_regression` and `settings`,
-whose `rows` have `category`, `report`, `requests`, `tau_before`, `tau_before_ci95`, `tau_after`,
-`tau_after_ci95`, `change`, `change_ci95` (of pairs) and `regressed`. Next to the rows of a setting
-are `tests`, the rows of all settings that have an interval, and `level`, that of the intervals by
-which rows are flagged ([intervals](../metrics.md#intervals)).
-
 **A row of a profile of `draftsmith tune`** has the chosen tree (`kind`, `label`, `setting`,
 `measured`), `plain`, `default` and the `finalists` in the same form, and:
 

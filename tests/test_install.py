@@ -78,6 +78,8 @@ def test_the_wheel_holds_the_files_of_the_tree(wheel: Path) -> None:
     files = {name for name in files if (tree / name).is_file()}
     files = {name.removeprefix("draftsmith/") for name in files}
     assert inside == {f"draftsmith/{name}" for name in files}
+    report = "draftsmith/inference/evaluation/report"
+    assert {f"{report}/page.html", f"{report}/plot.umd.min.js", f"{report}/d3.LICENSE"} <= inside
     assert {"draftsmith/py.typed", "draftsmith/inference/serving/page/page.js"} <= inside
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ...heads.errors import UserError
@@ -32,7 +31,7 @@ def check(options: Options) -> list[Setting]:
 
     Raises `UserError` for all that can be known to be wrong before a large target is loaded.
     """
-    for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
+    for name in ("limit", "max_new_tokens", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -44,9 +43,7 @@ def check(options: Options) -> list[Setting]:
         raise UserError(
             f"{missing} missing: name held-out prompts with --prompts FILE.jsonl{replay}"
         )
-    only_decoding = (
-        "temperatures", "batch_sizes", "spec_bench", "profile", "like", "chat_template_kwargs"
-    )  # fmt: skip
+    only_decoding = ("temperatures", "profile", "like", "chat_template_kwargs")
     given = [name for name in only_decoding if getattr(options, name)]
     if options.features is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -63,9 +60,7 @@ def check(options: Options) -> list[Setting]:
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)
-    if options.spec_bench is not None and Path(options.spec_bench).exists():
-        raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
-    sizes = numbers(options.batch_sizes, "--batch-sizes", int, 1) or [options.batch_size]
+    sizes = numbers(options.batch_size, "--batch-size", int, 1)
     temperatures = numbers(options.temperatures, "--temperatures", float) or [
         options.sampling.temperature
     ]
@@ -123,15 +118,10 @@ def check_server(options: Options) -> None:
         raise UserError(
             "--features replays without a server; leave out one of --features and --server"
         )
-    if options.batch_sizes is not None or options.batch_size != 1:
+    if options.batch_size != "1":
         raise UserError(
             "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
             "measured one by one"
-        )
-    if options.spec_bench is not None and not options.drafter:
-        raise UserError(
-            "--spec-bench writes the replies of drafters here; name one with --drafter, or leave "
-            "it out"
         )
     if min(numbers(options.concurrency, "--concurrency", int), default=1) < 1:
         raise UserError("--concurrency must be at least 1")

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, check_json, output_json
-from ..console import Console, plain_table
+from ...heads.files import JsonObject
+from ..console import Console
 from ..metrics import tau
 from .engines import AS_IN
-from .evaluate import BASELINES
 from .intervals import LEVEL, interval, pooled, tau_interval
+from .names import BASELINES
 from .options import CompareOptions as Options
 from .results import (
     FEWEST,
+    NOTHING,
     Report,
     RequestRecord,
     SettingFigures,
     interval_text,
     read_measured,
+    with_interval,
 )
+from .tables import UNNAMED, table_of
 
 REGRESSED = 3  # exit code
 ALL = "all"
@@ -35,12 +38,11 @@ Pairs = list[tuple[RequestRecord, RequestRecord]]
 
 
 def run(options: Options) -> None:
-    """Compare the reports, print a table and write the JSON file that was asked for.
+    """Compare the reports and print a table.
 
     Ends with exit code 3 if a row regressed and `fail_on_regression` is given. Raises `UserError`.
     """
     limit = _share(options.fail_on_regression)
-    check_json(options.json)
     if len(options.reports) == 1 and len(options.drafter) == 2:
         options.reports *= 2  # two drafters of one report
     if len(options.reports) < 2:
@@ -53,14 +55,7 @@ def run(options: Options) -> None:
     reports = [read_measured(path) for path in options.reports]
     names = options.drafter or chosen_drafters(reports, options.reports)
     settings = compared(reports, names, options.reports, limit or 0.0)
-    comparison = {
-        "reports": options.reports,
-        "drafters": names,
-        "fail_on_regression": limit,
-        "settings": [asdict(setting) for setting in settings],
-    }
-    if not output_json(options.json, comparison):
-        show(settings, options.reports, names, Console())
+    show(settings, options.reports, names, Console())
     if limit is None:
         return
     for setting in settings:
@@ -244,8 +239,7 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
 def own_drafters(report: Report) -> list[str]:
     """Return the drafters of a report's first setting that are no baselines."""
     names = report.settings[0].drafters if report.settings else ()
-    others = ("plain", *BASELINES)
-    return [name for name in names if name not in others and not name.startswith("assisted (")]
+    return [name for name in names if name not in ("plain", *BASELINES)]
 
 
 def chosen_drafters(reports: Sequence[Report], paths: Sequence[str]) -> list[str]:
@@ -289,37 +283,44 @@ def _share(text: str | None) -> float | None:
     return value
 
 
+def outcome(change: Change) -> str:
+    """Return what the interval of a change allows to say."""
+    if change.regressed:
+        return "regressed"
+    low, high = change.change_ci95
+    return "gained" if low > 0 else "lost" if high < 0 else "no clear change"
+
+
+def cells_of(change: Change) -> dict[str, str]:
+    """Return the row of a change."""
+    return {
+        "category": change.category or UNNAMED,
+        "n": str(change.requests),
+        "before": with_interval(change.tau_before, change.tau_before_ci95),
+        "after": with_interval(change.tau_after, change.tau_after_ci95),
+        "change": f"{change.change:+.1%}",
+        "95%": interval_text(change.change_ci95, "{:+.1%} to {:+.1%}") or NOTHING,
+    }
+
+
 def show(
     comparisons: Sequence[Comparison], paths: Sequence[str], names: Sequence[str], console: Console
 ) -> None:
     """Print a table for each of `comparisons`; `paths` and drafters' `names` are of the reports."""
-    form = " ({:.2f}-{:.2f})"
     what = names[0] if len({*names}) == 1 else ", then ".join(names)
     # Two drafters of one report are not one drafter before and after a change.
     worse = "REGRESSED" if len({*paths}) > 1 or len({*names}) == 1 else "LOWER"
     console.print(f"compared: {what}", highlight=False, markup=False)
     for setting in comparisons:
-        title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
-        table = plain_table(title, title_justify="left")
-        table.add_column("category", overflow="fold")
-        for column in ("n", "before", "after", "change", "95%"):
-            table.add_column(column, justify="right", no_wrap=True)
-        regressed = []
-        for row in setting.rows:
-            label = row.category or "-"
+        rows = []
+        for change in setting.rows:
+            rows.append(cells_of(change))
             if len(paths) > 2:
-                label += f" ({paths[row.report]})"
-            table.add_row(
-                label,
-                str(row.requests),
-                f"{row.tau_before:.2f}{interval_text(row.tau_before_ci95, form)}",
-                f"{row.tau_after:.2f}{interval_text(row.tau_after_ci95, form)}",
-                f"{row.change:+.1%}",
-                interval_text(row.change_ci95, "{:+.1%} to {:+.1%}") or "-",
-            )
-            if row.regressed:
-                regressed.append(label)
-        console.print(table)
+                rows[-1]["category"] += f" ({paths[change.report]})"
+        title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
+        console.print(table_of(title, rows).terminal())
+        pairs = zip(rows, setting.rows, strict=True)
+        regressed = [cells["category"] for cells, change in pairs if change.regressed]
         if regressed:
             console.print(f"{worse}: {', '.join(regressed)}", style="bold")
     console.print(

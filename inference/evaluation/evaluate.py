@@ -40,11 +40,9 @@ from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import files_of, guarded
 from ..proposer import Proposer
-from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
-from .assisted import RECURRENT, Assisted
 from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .definitions import DEFINITIONS
@@ -53,7 +51,7 @@ from .figures import figures_of_setting, gain, model_batches
 from .four_tokens import four_tokens
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
-from .names import distinct_names, short_name
+from .names import BASELINES, distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .remarks import load
 from .results import (
@@ -67,7 +65,6 @@ from .results import (
     write_report,
 )
 from .server import report as live_report
-from .spec_bench import write_spec_bench
 from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
 
 log = logging.getLogger(__name__)
@@ -75,7 +72,6 @@ log = logging.getLogger(__name__)
 CONCURRENCY = (1, 8, 32, 64)
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
-BASELINES = ("ngram",)
 
 
 def if_interrupted(options: Options) -> str:
@@ -148,9 +144,6 @@ def evaluate_drafters(
     loaded, left_out = proposers_of(options, target), dict[str, str]()
     own = [guarded(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
-    by_transformers = assisted(options, target, proposers, left_out)
-    if by_transformers and any(setting.batch > 1 for setting in settings):
-        left_out["assisted generation of batches"] = "transformers assists one request at a time"
     further_ways = tuned_and_served(options, target, left_out)
     # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
     # to be written.
@@ -168,8 +161,7 @@ def evaluate_drafters(
     journal = Journal(kept_in, identity(report, options), "an evaluation")
 
     def ways_in(setting: Setting) -> list[Way]:
-        more = by_transformers if setting.batch == 1 else []
-        return [*proposers, *further_ways(setting), *more]
+        return [*proposers, *further_ways(setting)]
 
     results = decode_settings(target, ways_in, prompts, settings, report, options, journal)
     model_batches(report.settings)
@@ -177,8 +169,6 @@ def evaluate_drafters(
         for result, setting in zip(results, settings, strict=True):
             if setting.sampling.greedy:
                 live_report.compare_replies(served, target, result, setting.sampling)
-    if options.spec_bench is not None:
-        write_spec_bench(Path(options.spec_bench), results[0], target)
     report.peak_memory_bytes = peak_memory(target)
     if report.conditions is not None:
         report.conditions.load_after = load()
@@ -287,9 +277,9 @@ def identity(report: Report, options: Options) -> JsonObject:
     keys = ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
     facts: JsonObject = {key: to_builtins(getattr(report, key)) for key in keys}
     facts["prompts"] = report.prompt_set.sha256
-    # the figures do not depend on the names of the files that they are written to
+    # the figures do not depend on the name of the file that they are written to
     facts["options"] = asdict(options)
-    del facts["options"]["json"], facts["options"]["spec_bench"]
+    del facts["options"]["json"]
     leave_out_names(facts)
     facts["profile"] = checksum(Path(options.profile)) if options.profile is not None else None
     # there and back, so that only texts, numbers, lists and dictionaries are left
@@ -302,28 +292,6 @@ def leave_out_names(facts: JsonObject) -> None:
     if target is not None and (compared := without_name(target)) != target:
         facts["target"] = compared
         del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
-
-
-def assisted(
-    options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]
-) -> list[Assisted]:
-    """Return assisted generation with the first draft model, in a list; else an empty list.
-
-    The list is empty where baselines are not wanted, and where there is no draft model that
-    transformers takes; in the second case the reason is added to `left_out`.
-    """
-    if not options.baselines:
-        return []
-    models = [proposer for proposer in proposers if isinstance(proposer, DraftModelProposer)]
-    try:
-        if models:
-            return [Assisted(target, models[0])]
-        small = "it needs a small model among the drafters"
-        reason = RECURRENT if target.mixers else small
-    except UserError as error:
-        reason = str(error)
-    left_out["assisted generation"] = reason
-    return []
 
 
 def tuned_and_served(

@@ -21,6 +21,8 @@ from ..tree_settings import LOOKUP_SETTINGS
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""
+BASELINES = ("ngram",)
+"""Drafters without training that `evaluate` measures beside those that a user names."""
 CHECKPOINT = re.compile(r"best|last|step-\d+|checkpoints")
 """Folders within that of a training run, which say nothing of the drafter."""
 SAYS_NOTHING = re.compile(r"drafter|draft|model|out|output|runs?")

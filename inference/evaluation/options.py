@@ -7,7 +7,7 @@ a mistyped option needs only this module. The docstrings are the help texts of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ...heads.errors import UserError
 from ..costs import known_gpu
@@ -25,7 +25,7 @@ class EvaluateOptions(SourceOptions):
         "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts "
         "held_out.jsonl --json out.json",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --drafter ngram:length=8"
-        " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-sizes 1,8",
+        " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-size 1,8",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
         "held_out.jsonl",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --prompts gsm8k --limit 80",
@@ -74,27 +74,22 @@ class EvaluateOptions(SourceOptions):
     """Engine to decode like, with its shape, drafts and rule, such as vllm, sglang or llamacpp;
     settings follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
     baselines: bool = True
-    """Measure ngram too, and transformers' assisted generation where a
-    draft model is among the drafters."""
+    """Measure ngram too."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
     temperatures: str | None = None
     """Several temperatures, in place of sampling.temperature: 0,1."""
-    batch_sizes: str | None = None
-    """Several batch sizes, each at every temperature, in place of batch_size: 1,4,16."""
     limit: int | None = None
     """Number of prompts to use, drawn evenly over their categories; all if not given."""
     max_new_tokens: int = 128
     """Longest reply, in tokens."""
-    batch_size: int = 1
-    """Prompts decoded together."""
+    batch_size: str = "1"
+    """Prompts decoded together; several numbers, such as 1,4,16, are each measured at every
+    temperature."""
     repeats: int = 3
     """Timed runs of every request; the one of median time counts."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
-    spec_bench: str | None = None
-    """Folder to write the replies of the first setting to, a file for each drafter, in Spec-Bench's
-    form."""
 
 
 @dataclass
@@ -109,7 +104,6 @@ class CompareOptions:
         "reports",
         "fail_on_regression",
         "drafter",
-        "json",
     )
 
     reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
@@ -121,8 +115,6 @@ class CompareOptions:
     fail_on_regression: str | None = None
     """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
     interval lies below 0, and it has at least five prompts."""
-    json: str | None = None
-    """File to write the numbers to; `-` prints them in place of the tables."""
 
 
 @dataclass
@@ -162,3 +154,31 @@ class SimulateOptions:
         if self.params is not None and self.params <= 0:
             raise UserError(f"--params must be above 0; it cannot be {self.params:g}")
         self.gpu = None if self.gpu is None else known_gpu(self.gpu)
+
+
+@dataclass
+class ReportOptions:
+    """Evaluations and training runs as one HTML file that opens anywhere, or as tables.
+
+    The page shows acceptance, speed, replies token by token and training curves.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith report out.json runs/medusa --out report.html",
+        "draftsmith report before.json after.json --format md",
+        "draftsmith report before.json after.json --out report.md",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "runs",
+        "out",
+        "format",
+    )
+
+    runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})
+    """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files
+    or runs."""
+    out: str | None = field(default=None, metadata={"form": "FILE"})
+    """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
+    format: Literal["html", "md"] | None = None
+    """html: a page; md: its tables alone, as Markdown. If not given, the ending of --out decides,
+    and html is written without one."""

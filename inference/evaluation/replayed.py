@@ -15,7 +15,7 @@ import transformers
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
-from ..console import Console, Progress, plain_table, warn
+from ..console import Console, Progress, warn
 from ..drafters import load_proposer
 from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
@@ -24,7 +24,8 @@ from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts,
 from .intervals import tau_interval
 from .names import distinct_names
 from .options import EvaluateOptions
-from .results import SHOWN, by_depth, interval_text
+from .results import NOTHING, by_depth, interval_text, written
+from .tables import ACCEPTED, table_of
 
 
 def run(options: EvaluateOptions) -> None:
@@ -99,16 +100,16 @@ def show(report: JsonObject, texts: int) -> None:
         f"{report['target']['name']}\nreplay on {texts} held-out {replies} of "
         f"{report['replayed_from']}, {report['dtype']}"
     )
-    table = plain_table(title)
-    table.add_column("drafter", overflow="fold", min_width=18)
-    for column in ("tau", "95%", f"accepted 1-{SHOWN}"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for name, figures in report["drafters"].items():
-        interval = interval_text(figures["tau_ci95"]) or "-"
-        accepted = by_depth(figures["survival"])
-        table.add_row(name, f"{figures['tau_incl_bonus']:.2f}", interval, accepted)
+        rows.append({
+            "drafter": name,
+            "tau": written(figures["tau_incl_bonus"]),
+            "95%": interval_text(figures["tau_ci95"]) or NOTHING,
+            ACCEPTED: by_depth(figures["survival"]),
+        })  # fmt: skip
     console = Console()
-    console.print(table)
+    console.print(table_of(title, rows).terminal())
     console.print(
         f"tau: tokens a round. Loop share: {report['loop_share']:.0%}; loops flatter every drafter."
     )

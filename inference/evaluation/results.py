@@ -8,7 +8,8 @@ None stands for what does not apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeGuard
 
@@ -25,6 +26,7 @@ from .server_figures import ServerReport
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
 NAN = float("nan")
+NOTHING = "-"  # in place of a figure that was not measured
 FEWEST = 5  # prompts, or batches, for which an interval is given
 SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
 MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
@@ -412,31 +414,48 @@ def caption(*settings: SettingFigures) -> str:
     return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
 
 
-def known(value: float | None) -> TypeGuard[float]:
-    """Return whether a figure was measured; ratios of nothing are NaN."""
-    return value is not None and math.isfinite(value)
+def known(value: object) -> TypeGuard[float]:
+    """Return whether a figure was measured; ratios of nothing are NaN, JSON has huge numbers."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def written(value: float | None, form: str = ".2f") -> str:
-    """Return a figure in the format `form`; a dash for one that was not measured."""
-    return format(value, form) if known(value) else "-"
+def written(value: object, form: str = ".2f", scale: float = 1.0) -> str:
+    """Return `value * scale` in the format `form`; a dash for one that was not measured."""
+    return format(value * scale, form) if known(value) else NOTHING
 
 
-def interval_text(interval: Interval | None, form: str = "{:.2f}-{:.2f}") -> str:
+def factor(value: object) -> str:
+    """Return a ratio as `1.34x`; a dash where there is none."""
+    return f"{value:.2f}x" if known(value) else NOTHING
+
+
+def ends(pair: Sequence[Number] | None) -> tuple[float, float] | None:
+    """Return both ends of an interval; None unless both are known."""
+    low, high = pair or (None, None)
+    return (low, high) if known(low) and known(high) else None
+
+
+def interval_text(pair: Sequence[Number] | None, form: str = "{:.2f}-{:.2f}") -> str:
     """Return both ends of an interval in the format `form`; empty where it is not known."""
-    return form.format(*interval) if interval and all(map(known, interval)) else ""
+    found = ends(pair)
+    return form.format(*found) if found else ""
+
+
+def with_interval(value: object, pair: Sequence[Number] | None) -> str:
+    """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
+    return written(value) + interval_text(pair, " ({:.2f}-{:.2f})")
 
 
 def by_depth(survival: ByDepth) -> str:
     """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
     shares = [share for share in survival[:SHOWN] if share is not None]
-    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or "-"
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares) or NOTHING
 
 
 def identical(same: int | None, of: int | None) -> str:
     """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
     if same is None or not of:
-        return "-"
+        return NOTHING
     return "yes" if same == of else f"{same} of {of}"
 
 

@@ -1,14 +1,18 @@
-"""Log of a training run: `metrics.jsonl` in its output folder."""
+"""Log of a training run, `metrics.jsonl` in its output folder, and the table of several runs."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
+from .results import NAN, known, with_interval, written
+from .tables import Table, table_of
 
 log = logging.getLogger(__name__)
 
@@ -65,3 +69,56 @@ def repair_metrics(path: Path) -> None:
         except ValueError:
             log.warning("%s: its last line was not whole and is cut off", path)
             file.truncate(whole)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Name of a training run, and the rows of its log."""
+
+    name: str
+    rows: Sequence[JsonObject]
+
+    def curve(self, key: str, evaluated: bool | None = None) -> dict[float, float]:
+        """Return the finite values of `key` by their steps, in order.
+
+        `evaluated` chooses rows of evaluations, or those of training; both if None. A step that was
+        logged again after a restart counts once, with its last value.
+        """
+        values = {}
+        for row in self.rows:
+            wanted = evaluated is None or evaluated == ("tau_estimated" in row)
+            if wanted and known(row.get(key)):
+                values[row["step"]] = row[key]
+        return dict(sorted(values.items()))
+
+    def tau(self, step: float) -> tuple[float | None, tuple[float | None, float | None]]:
+        """Return tau as measured at a step, with its 95% interval; None where it is not known."""
+        measured, low, high = (
+            self.curve(f"tau_measured{edge}").get(step) for edge in ("", "_low", "_high")
+        )
+        return measured, (low, high)
+
+
+def trainings(runs: Sequence[Training]) -> Table | None:
+    """Return a row for each training run, with its end and its best evaluation; `None` for no runs.
+
+    The best evaluation is the one of the highest measured tau, or of the highest estimated tau
+    where nothing was measured. A drafter that was trained further has a tau before its first step.
+    """
+    rows = []
+    for run in runs:
+        measured, estimated = run.curve("tau_measured"), run.curve("tau_estimated")
+        taus = measured or estimated
+        best = max(taus, key=lambda step: taus[step], default=NAN)
+        rows.append({
+            "run": run.name,
+            "steps": f"{max(row['step'] for row in run.rows):.0f}",
+            "last loss": written([None, *run.curve("loss").values()][-1], ".3f"),
+            "tau before training": with_interval(*run.tau(0))
+            if 0 in measured
+            else written(estimated.get(0)),
+            "best tau, measured": with_interval(*run.tau(best)),
+            "tau, estimated there": written(estimated.get(best)),
+            "at step": written(best, ".0f"),
+        })  # fmt: skip
+    return table_of("Training runs", rows) if rows else None

@@ -158,7 +158,7 @@ class Runs:
             flags = [part for drafter in drafters for part in ("--drafter", drafter)]
             decode = ["--target", self.plan.target, "--prompts", self.plan.prompts]
             decode += ["--max-new-tokens", str(self.plan.new_tokens), "--repeats", "1"]
-            decode += ["--batch-sizes", str(self.plan.batch)]
+            decode += ["--batch-size", str(self.plan.batch)]
             decode += ["--sampling.temperature", str(self.plan.temperature)]
             command = ["-m", "draftsmith", "evaluate", *decode, "--no-baselines", *flags]
             self.runner.call([*command, "--json", str(report)], self.folder / "test.log")

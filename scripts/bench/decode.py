@@ -26,20 +26,21 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.decode import Generation, Request, generate_one
+from draftsmith.inference.decode import Generation, Round, generate_one
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.assisted import Assisted
 from draftsmith.inference.metrics import emitted_per_round, split, tau
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.settings import GREEDY, TargetConfig
+from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
@@ -98,14 +99,69 @@ def theirs(target: Target, limit: int, **options: Any) -> Callable[[list[int]], 
 
 
 def assisted(target: Target, drafter: DraftModelProposer, limit: int) -> Callable[[list[int]], Run]:
-    way = Assisted(target, drafter)
+    """transformers' greedy `model.generate(assistant_model=...)` with the same draft model.
+
+    The draft length is constant and no confidence threshold ends a draft early, so that it drafts
+    as many tokens a round as a chain of the same length does in our loop.
+    """
+    helper, length = drafter.model.model, drafter.plan.length
 
     def decode(prompt: list[int]) -> Run:
-        start = synchronised(target.device)
-        (found,) = way.generate([Request(prompt)], limit, GREEDY)
-        return Run(found.token_ids, synchronised(target.device) - start, found)
+        watch = Watch(target.device)
+        # transformers reads these three from the draft model's own generation config only
+        settings = helper.generation_config
+        settings.num_assistant_tokens = length
+        settings.num_assistant_tokens_schedule = "constant"
+        settings.assistant_confidence_threshold = 0.0
+        run = theirs(target, limit, assistant_model=helper, streamer=watch)(prompt)
+        return Run(run.tokens, run.seconds, watch.generation(prompt, length))
 
     return decode
+
+
+class Watch(BaseStreamer):
+    """Streamer that notes the tokens of every call and the moment at which they came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._puts: list[tuple[float, list[int]]] = []
+
+    def put(self, value: Tensor) -> None:
+        # work that is queued on the device belongs to the time of this round
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._puts.append((time.perf_counter(), value.flatten().tolist()))
+
+    def end(self) -> None: ...
+
+    def generation(self, prompt: list[int], drafted: int) -> Generation:
+        """Return the reply that was streamed, with a record for every round after the first.
+
+        `drafted` is the constant number of drafts a round. A round emits its accepted drafts and
+        the bonus token, so it accepted one token less than came; the draft after the accepted ones
+        was refused, unless all were accepted.
+        """
+        # the first call carries the prompt, the second the tokens of the round with the prefill
+        (started, _), (first_came, first_tokens), *rounds = self._puts
+        reply = Generation(prompt, list(first_tokens), ttft_s=first_came - started)
+        previous = first_came
+        for came, tokens in rounds:
+            accepted, offered = len(tokens) - 1, min(len(tokens), drafted)
+            seconds = came - previous
+            reply.rounds.append(
+                Round(
+                    tokens=tokens,
+                    drafted=drafted,
+                    accepted=accepted,
+                    offered=offered,
+                    rule="greedy",
+                    t_round_s=seconds,
+                )
+            )
+            reply.token_ids += tokens
+            previous = came
+        reply.decode_s = previous - first_came
+        return reply
 
 
 def make_arms(target: Target, arguments: argparse.Namespace) -> list[Arm]:

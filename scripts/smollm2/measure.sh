@@ -96,7 +96,7 @@ temperatures() { # trees are named: one tree for all settings, of as many nodes 
         ways+=(--drafter "$(drafter_of "$name"):dtype=bfloat16,$tree")
     done
     draftsmith evaluate --target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 32 --repeats 1 --no-baselines \
-        --limit 8 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
+        --limit 8 --temperatures 0,0.7,1 --batch-size 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
 }
 
 long() {
@@ -145,7 +145,7 @@ exact() { # float32 has to be equal; bfloat16 has to differ at near ties only
     done
     for dtype in float32 bfloat16; do
         check "$out/exact-$dtype.log" python scripts/check_target/exactness.py --target "$target" --dtype $dtype \
-            --prompts "$out/eight.prompts.jsonl" --batch-sizes 1,8 --max-new-tokens 24 "${ways[@]}"
+            --prompts "$out/eight.prompts.jsonl" --batch-size 1,8 --max-new-tokens 24 "${ways[@]}"
     done
 }
 

@@ -42,7 +42,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         ((*EVALUATE, "--drafter", f"{DSPARK}:bad=1"), SETTING),
         ((*EVALUATE, "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
         ((*EVALUATE, "--profile", "missing.json"), "cannot read missing.json"),
-        ((*EVALUATE, "--batch-sizes", "4"), "a batch of 4 needs as many prompts, and there are 1"),
+        ((*EVALUATE, "--batch-size", "4"), "a batch of 4 needs as many prompts, and there are 1"),
         (
             ("evaluate", "--drafter", "ngram"),
             "--prompts is missing: name held-out prompts with --p",
@@ -51,7 +51,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         (("evaluate", "--prompts", "EMPTY", "--bad-rows", "skip"), "holds no prompts"),
         ((*TUNE, f"{DSPARK}:bad=1"), SETTING),
         ((*TUNE, "ngram:length=x"), "length must be a whole number of at least 1, not 'x'"),
-        ((*TUNE, "ngram", "--batch-sizes", "0"), "--batch-sizes must be at least 1, not 0"),
+        ((*TUNE, "ngram", "--batch-size", "0"), "--batch-size must be at least 1, not 0"),
         ((*TUNE, "ngram", "--prompts", "EMPTY"), "the prompt is empty"),
         (("serve", "--port", "0", "--drafter", f"{DSPARK}:bad=1"), SETTING),
         (("serve", "--port", "0", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),

@@ -26,9 +26,10 @@ INDENT = 24  # column of the explanations
 TIE = "\0"  # a space at which no line ends
 NUMBERS = "N,N,..."
 FORMS = {
-    NUMBERS: "acceptance batch batch_sizes concurrency context contexts taps temperatures",
+    NUMBERS: "acceptance batch batch_size concurrency context contexts taps "
+    "temperatures",
     "FILE": "config data json profile prompts report reports vocab_data",
-    "FOLDER": "adapter features from init_from out path spec_bench store target",
+    "FOLDER": "adapter features from init_from out path store target",
     "ADDRESS": "host", "DEVICE": "device", "DRAFTER": "drafter", "ENGINE": "like",
     "FIELD": "time_field", "JSON": "chat_template_kwargs", "KEY": "api_key", "KEY=VALUE": "set",
     "N%": "fail_on_regression", "N/N": "share", "PATH": "runs", "TEXT": "prompt stop",

@@ -50,7 +50,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     ),
     "report": (
         "inference.evaluation.report.report",
-        "inference.evaluation.report.options.ReportOptions",
+        "inference.evaluation.options.ReportOptions",
         "evaluations and training runs as one HTML page, or as Markdown tables",
     ),
     "simulate": (

@@ -8,18 +8,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from html import escape
 
 import msgspec
 
 from ....heads.errors import UserError
-from ..compare import ALL, Change, Comparison, compared, own_drafters
-from ..results import Report, SettingFigures
-from .charts import Bar, bar_chart
-from .page import Figure, folded, side_by_side
-from .sections import BARS, command, numbered, with_all_columns
-from .tables import NOTHING, TO, UNNAMED, Colours, Table, by_column, finite_pair, with_interval
+from ....heads.files import JsonObject
+from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
+from ..results import Report, SettingFigures, interval_text
+from ..tables import UNNAMED, Table, table_of
+from .page import Block, bar, chart, charts, fold, table, text
 
 Named = tuple[str, Report]
 """A report after the path that it was read from."""
@@ -51,6 +48,10 @@ class Part:
         """The only report, or one of all: see `merged`."""
         return merged(self) if self.drafters else self.reports[0][1]
 
+    def named(self, drafter: str, change: Change) -> str:
+        """Return the name of a drafter, with that of the later report if there are several."""
+        return drafter if len(self.reports) == 2 else f"{drafter}, {self.labels[change.report]}"
+
 
 def parts_of_page(reports: Iterable[Named]) -> list[Part]:
     """Return the reports in parts: those that `draftsmith compare` takes are together.
@@ -74,10 +75,14 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
     """Return the drafters that all reports have, by name, or by method where names differ."""
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
     found: Drafters = {}
-    own = {*own_drafters(reports[0])}
-    for label, names in in_all(reports).items():
-        if names[0] not in own:
-            continue
+    for name in own_drafters(reports[0]):
+        label, names = name, [name] * len(reports)
+        if not all(name in own_drafters(report) for report in reports):
+            label = _kind(reports[0], name)
+            alike = [[n for n in own_drafters(r) if _kind(r, n) == label] for r in reports]
+            if any(len(names_of_one) != 1 for names_of_one in alike):
+                continue
+            names = [names_of_one[0] for names_of_one in alike]
         try:
             settings = compared(reports, names, paths, 0.0)
         except UserError:  # they cannot be compared, so each gets a part of its own
@@ -87,38 +92,9 @@ def _compared_by_drafter(entries: Sequence[Named]) -> Drafters:
     return found
 
 
-def in_all(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Return the names in each report of the ways to decode that all have, by a name for all.
-
-    They have the same name everywhere, or else each report has one drafter of that method and
-    settings, by which it is then called.
-    """
-    found = {}
-    for name in reports[0].settings[0].drafters if reports[0].settings else ():
-        kind = _kind(reports[0], name)
-        if all(report.settings and name in report.settings[0].drafters for report in reports):
-            found[name] = [name] * len(reports)
-        elif names := _of_kind(reports, kind):
-            found[kind] = names
-    return found
-
-
 def _kind(report: Report, name: str) -> str:
     """Return method and settings of a drafter, or its name where a report does not have them."""
     return report.settings[0].drafters[name].kind or name
-
-
-def _of_kind(reports: Sequence[Report], kind: str) -> list[str]:
-    """Return the drafter of one kind of each report; nothing unless each has one such drafter."""
-    found = []
-    for report in reports:
-        found += [name for name in own_drafters(report) if _kind(report, name) == kind]
-    return found if len(found) == len(reports) else []
-
-
-def versioned(name: str, label: str) -> str:
-    """Return the name of a drafter at one point of its lineage."""
-    return f"{name}, {label}"
 
 
 def merged(part: Part) -> Report:
@@ -129,61 +105,26 @@ def merged(part: Part) -> Report:
     settings: dict[tuple[float, int, bool], SettingFigures] = {}
     sizes: dict[str, int | None] = {}
     for number, (label, (_, report)) in enumerate(zip(part.labels, part.reports, strict=True)):
-        in_common = {names[number]: name for name, (names, _) in part.drafters.items()}
-
-        def named(name: str, common: dict[str, str] = in_common, label: str = label) -> str:
-            return versioned(common[name], label) if name in common else name
-
+        names = {own[number]: f"{name}, {label}" for name, (own, _) in part.drafters.items()}
         for setting in report.settings:
             key = setting.temperature, setting.batch, setting.lossless
             drafters = {**settings[key].drafters} if key in settings else {}
             for name, figures in setting.drafters.items():
-                drafters[named(name)] = figures
+                drafters[names.get(name, name)] = figures
             settings[key] = msgspec.structs.replace(setting, drafters=drafters)
-        for name, size in report.drafter_bytes.items():
-            sizes[named(name)] = size
+        sizes |= {names.get(name, name): size for name, size in report.drafter_bytes.items()}
     last = part.reports[-1][1]
     return msgspec.structs.replace(last, settings=list(settings.values()), drafter_bytes=sizes)
 
 
-@dataclass
-class _LineageRow:
-    """A change with where it was measured: the drafter, the setting and the later report."""
-
-    drafter: str
-    setting: Comparison
-    change: Change
-    label: str
-
-
-def _rows(part: Part) -> list[_LineageRow]:
-    """Return every change of a part, by drafter and setting."""
+def _changes(part: Part) -> list[tuple[str, Comparison, Change]]:
+    """Return every change of a part with its drafter and setting."""
     return [
-        _LineageRow(drafter, setting, change, part.labels[change.report])
+        (drafter, setting, change)
         for drafter, (_, settings) in part.drafters.items()
         for setting in settings
         for change in setting.rows
     ]
-
-
-def before_after(part: Part, colours: Colours) -> str:
-    """Return what changed: sentences, a chart of the changes, and a table of all figures.
-
-    "" is returned for a part of one report.
-    """
-    if (table := compare_table(part)) is None:
-        return ""
-    rows = _rows(part)
-    return (
-        "\n".join(_sentences(part, rows))
-        + _charts(part, rows, colours)
-        + with_all_columns(table)
-        + '<p class="note">tau with 95% intervals over prompts; those of the change are of pairs '
-        "of prompts, and narrower. Only tau is compared: the speeds of two runs are of two "
-        "moments. Plain decoding and baselines below are those of the last report; each speed-up "
-        "is over plain decoding of its own report.</p>"
-        f'<p class="note">The same in the terminal: {command(_command(part))}</p>\n'
-    )
 
 
 def compare_table(part: Part) -> Table | None:
@@ -191,88 +132,73 @@ def compare_table(part: Part) -> Table | None:
 
     Every change is a row; columns that would hold one value only are left out.
     """
-    if not part.drafters:
-        return None
-    left_out = []
-    if len(part.drafters) == 1:
-        left_out.append("drafter")
-    if len(part.reports) == 2:
-        left_out.append("report")
     rows = []
-    for row in _rows(part):
-        change = row.change
-        cells = {
-            "category": change.category or UNNAMED,
-            "change": f"{change.change:+.1%}",
-            "temperature": f"{row.setting.temperature:g}",
-            "batch size": str(row.setting.batch),
-            "drafter": row.drafter,
-            "report": row.label,
-            "requests": str(change.requests),
-            "tau before": with_interval(change.tau_before, change.tau_before_ci95),
-            "tau after": with_interval(change.tau_after, change.tau_after_ci95),
-            "change, 95% interval": _percent_interval(change),
-            "outcome": _outcome(change),
-        }
-        rows.append({name: text for name, text in cells.items() if name not in left_out})
-    columns, texts = by_column(rows)
-    narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
-    switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
+    for drafter, setting, change in _changes(part):
+        places = {"temperature": f"{setting.temperature:g}", "batch size": str(setting.batch)}
+        if len(part.drafters) > 1:
+            places["drafter"] = drafter
+        if len(part.reports) > 2:
+            places["report"] = part.labels[change.report]
+        cells = cells_of(change)
+        rows.append({
+            "category": cells.pop("category"), "change": cells.pop("change"),
+            "outcome": outcome(change), **places, **cells,
+        })  # fmt: skip
+    if not rows:
+        return None
+    switches = [
+        name for name in ("temperature", "batch size", "drafter", "report") if name in rows[0]
+    ]
     differing = [name for name in switches if len({row[name] for row in rows}) > 1]
-    important = [
-        "category", "change", *differing, "tau before", "tau after", "outcome",
-        "change, 95% interval", "requests",
-    ]  # fmt: skip
-    title = f"Tau by category, before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
-    return Table(title, columns, texts, switches=switches, narrow=narrow, important=important)
+    important = ["category", "change", *differing, "before", "after", "outcome", "95%"]
+    title = f"Tau by category, before: {part.reports[0][0]}, after: {part.reports[-1][0]}"
+    return table_of(title, rows, switches=switches, important=important)
 
 
-def _where(row: _LineageRow) -> str:
-    return f"T = {row.setting.temperature:g}, batch {row.setting.batch}"
+def before_after(part: Part) -> list[Block]:
+    """Return what changed: sentences, charts of the changes, and a table of all figures.
+
+    Nothing is returned for a part of one report.
+    """
+    if (of := compare_table(part)) is None:
+        return []
+    notes = (
+        "before, after: tau with 95% intervals over prompts; those of the change are of pairs of "
+        "prompts, and narrower. n: requests. Only tau is compared: the speeds of two runs are of "
+        "two moments. Plain decoding and baselines below are those of the last report; each "
+        "speed-up is over plain decoding of its own report."
+    )
+    same = {"kind": "facts", "rows": [], "command": _command(part)}
+    return [*_sentences(part), *_charts(part), table(of), text(notes), same]
 
 
-def _subject(part: Part, row: _LineageRow) -> str:
-    """Return the drafter of a row, and which of several later reports it is of."""
-    return row.drafter if len(part.reports) == 2 else versioned(row.drafter, row.label)
-
-
-def _outcome(change: Change) -> str:
-    """Return what the interval of a change allows to say."""
-    if change.regressed:
-        return "regressed"
-    low, high = change.change_ci95
-    return "gained" if low > 0 else "lost" if high < 0 else "no clear change"
-
-
-def _sentences(part: Part, rows: Sequence[_LineageRow]) -> list[str]:
+def _sentences(part: Part) -> list[Block]:
     """Return paragraphs: the change over all prompts, and what has regressed."""
-    said = []
+    said, worse = [], []
     seen = set()
-    for row in rows:
-        key = row.drafter, row.label, row.setting.temperature
-        if row.change.category != ALL or key in seen:
-            continue
-        seen.add(key)  # of each temperature only its first batch size
-        change = row.change
-        said.append(
-            f'<p class="verdict">{escape(_where(row))}: tau of <strong>'
-            f"{escape(_subject(part, row))}</strong> {change.tau_before:.2f} → "
-            f"{change.tau_after:.2f}, <strong>{change.change:+.1%}</strong> "
-            f"({_percent_interval(change)}), {_outcome(change)}.</p>"
-        )
-    worse = []
-    for row in rows:
-        if row.change.regressed:
-            category = row.change.category or UNNAMED
-            worse.append(f"{_subject(part, row)}, {category} ({_where(row)})")
+    for drafter, setting, change in _changes(part):
+        name = part.named(drafter, change)
+        where = f"T = {setting.temperature:g}, batch {setting.batch}"
+        if change.regressed:
+            worse.append(f"{name}, {change.category or UNNAMED} ({where})")
+        if change.category == ALL and (name, setting.temperature) not in seen:
+            seen.add((name, setting.temperature))  # of each temperature only its first batch size
+            between = interval_text(change.change_ci95, " ({:+.1%} to {:+.1%})")
+            said.append(
+                text(
+                    f"{where}: tau of {name} {change.tau_before:.2f} → {change.tau_after:.2f}, "
+                    f"{change.change:+.1%}{between}, {outcome(change)}.",
+                    "verdict",
+                )
+            )
     if worse:
-        said.append(f'<p class="alert" role="alert">Regressed: {escape("; ".join(worse))}.</p>')
-    same = [name for name, (names, _) in part.drafters.items() if _same_weights(part, names)]
-    if same:
-        names = escape(", ".join(same))
+        said.append(text(f"Regressed: {'; '.join(worse)}.", "alert"))
+    if same := [name for name, (names, _) in part.drafters.items() if _same_weights(part, names)]:
         said.append(
-            f'<p class="note">{names}: the weights are the same in all reports, so that a change '
-            "is one of the measurement.</p>"
+            text(
+                f"{', '.join(same)}: the weights are the same in all reports, so that a change is "
+                "one of the measurement."
+            )
         )
     return said
 
@@ -286,54 +212,23 @@ def _same_weights(part: Part, names: Sequence[str]) -> bool:
     return len(hashes) == 1 and hashes != {None}
 
 
-def _percent_interval(change: Change) -> str:
-    if (known := finite_pair(change.change_ci95)) is None:
-        return NOTHING
-    low, high = known
-    return f"{low:+.1%} to {high:+.1%}"
-
-
-def _charts(part: Part, rows: Sequence[_LineageRow], colours: Colours) -> str:
+def _charts(part: Part) -> list[Block]:
     """Return charts of the changes with their intervals, those of larger batches folded."""
-    by_setting: dict[str, list[_LineageRow]] = {}
-    for row in rows:
-        by_setting.setdefault(_where(row), []).append(row)
-    smallest: dict[float, str] = {}
-    for row in sorted(rows, key=lambda row: row.setting.batch):
-        smallest.setdefault(row.setting.temperature, _where(row))
+    smallest: dict[float, int] = {}
+    rows: dict[tuple[float, int], list[JsonObject | None]] = {}
+    for drafter, setting, change in _changes(part):
+        least = smallest.setdefault(setting.temperature, setting.batch)
+        smallest[setting.temperature] = min(least, setting.batch)
+        name, category = part.named(drafter, change), change.category or UNNAMED
+        row = bar(category, name, change.change, change.change_ci95, "{:+.1%}")
+        rows.setdefault((setting.temperature, setting.batch), []).append(row)
+    note = "lines: 95% intervals over pairs of prompts; dashed: no change"
     in_sight, others = [], []
-    for where, of_setting in by_setting.items():
-        figures = _figures_of(part, where, of_setting, colours)
-        (in_sight if where in smallest.values() else others).extend(figures)
-    return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
-
-
-def _figures_of(
-    part: Part, where: str, rows: Sequence[_LineageRow], colours: Colours
-) -> list[Figure]:
-    """Return the charts of one setting: a group of categories for each drafter."""
-    groups: dict[str, list[Bar]] = {}
-    for row in rows:
-        low, high = row.change.change_ci95
-        look = colours.get(versioned(row.drafter, row.label), 1)
-        bar = Bar(
-            row.change.category or UNNAMED,
-            100 * row.change.change,
-            look,
-            finite_pair((100 * low, 100 * high)),
-            f"{row.change.change:+.1%}",
-        )
-        groups.setdefault(_subject(part, row), []).append(bar)
-    pieces = []
-    for name, bars in groups.items():
-        for start in range(0, len(bars), BARS):
-            pieces.append((name if len(groups) > 1 else "", bars[start : start + BARS]))
-    figures = []
-    for (name, bars), suffix in zip(pieces, numbered(len(pieces)), strict=True):
-        draw = partial(bar_chart, [(name, bars)], "change of tau, %", 0.0, dots=True)
-        note = "whiskers: 95% intervals over pairs of prompts; dotted: no change"
-        figures.append(Figure(f"Change of tau, {where}{suffix}", draw, note))
-    return figures
+    for (temperature, batch), found in rows.items():
+        title = f"Change of tau, T = {temperature:g}, batch {batch}"
+        made = chart("dots", title, note, found, x="change of tau", rule=0, percent=True)
+        (in_sight if batch == smallest[temperature] else others).append(made)
+    return charts(in_sight) + fold("Other batch sizes", charts(others))
 
 
 def _command(part: Part) -> str:

@@ -1,103 +1,447 @@
-"""Frame of a report's page: one HTML file that holds its style and script and fetches nothing."""
+"""The page of `draftsmith report`: a static template, page.html, with its data as JSON in it.
+
+The data are blocks in their order on the page: dictionaries whose `kind` says which function of the
+template's script draws them. Charts are drawn by Observable Plot from their rows. The script shows
+every text as text, so that none can become HTML.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
-from ..results import Report, SettingFigures
-from .axes import FULL, HALF
-from .script import SCRIPT
-from .style import STYLE
-from .tables import firsts
+import msgspec
+
+from ....heads.files import JsonObject
+from ..definitions import ByDepth, Number
+from ..names import BASELINES
+from ..remarks import headline
+from ..results import (
+    FEWEST,
+    DrafterFigures,
+    PromptSet,
+    Report,
+    SettingFigures,
+    caption,
+    ends,
+    known,
+)
+from ..tables import UNNAMED, Table, categories, remarks_of, summary
+from ..training_log import Training, trainings
+
+FOLDER = Path(__file__).parent
+LIBRARIES = ("d3.min.js", "plot.umd.min.js")
+Block = JsonObject
+# Parts of a round (docs/metrics.md#speed), and the words that stand for them.
+PARTS = {"draft": "draft", "verify": "verify", "accept": "accept", "kv": "cache", "host": "rest"}
+TAU, SPEED_UP = "tau (tokens a round)", "speed-up over plain decoding"
 
 
-def page(title: str, body: str) -> bytes:
-    """Return a whole page in UTF-8; `title` is escaped, `body` is HTML already.
+def html(title: str, blocks: Sequence[Block], looks: Mapping[str, int]) -> bytes:
+    """Return a whole page in UTF-8, which fetches nothing.
 
-    Its content security policy forbids loading anything and running any script but `SCRIPT`,
-    whatever texts a report contains.
+    Its content security policy forbids loading anything and running any script but the template's
+    own and the chart library, which it allows by their hashes, whatever texts a report contains.
     """
-
-    # The policy allows style and script by the hash of their exact text between the tags.
-    def digest(text):
-        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{digest(STYLE)}'; "
-        f"script-src 'sha256-{digest(SCRIPT)}'; base-uri 'none'; form-action 'none'"
-    )
-    text = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body><main>\n{body}\n</main>\n<script>{SCRIPT}</script></body></html>\n"
-    )
-    # A broken tokenizer may have written lone surrogates, which UTF-8 cannot encode.
-    return text.encode("utf-8", "replace")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart with its title and an optional note."""
-
-    title: str
-    draw: Callable[..., str]
-    """Returns the chart for a keyword argument `width`; "" if there is nothing to draw."""
-    note: str = ""
-
-    def html(self, alone: bool = False) -> str:
-        """Return the chart under its title; "" if it is empty.
-
-        A chart that is `alone` in its row is there twice: in half of the page's width, for
-        phones and print, and in all of it. The style shows one of them.
-        """
-        chart = self.draw(width=HALF)
-        if not chart:
-            return ""
-        if alone:
-            whole = self.draw(width=FULL).replace("<svg ", '<svg class="full" ', 1)
-            chart = chart.replace("<svg ", '<svg class="half" ', 1) + whole
-        small = f"<small>{escape(self.note)}</small>" if self.note else ""
-        kind = ' class="alone"' if alone else ""
-        return f"<figure{kind}><figcaption>{escape(self.title)}{small}</figcaption>{chart}</figure>"
+    template = (FOLDER / "page.html").read_text("utf-8")
+    scripts = [(FOLDER / name).read_text("utf-8") for name in LIBRARIES]
+    own = template.rpartition("<script>")[2].partition("</script>")[0]
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in (*scripts, own))
+    page = {"title": title, "blocks": blocks, "looks": looks}
+    # numbers that are not finite become null, which is all that JSON has for them
+    finite = json.loads(json.dumps(msgspec.to_builtins(page)), parse_constant=lambda _: None)
+    # with "<" escaped no text can end the element that holds the data
+    data = json.dumps(finite).replace("<", "\\u003c")
+    parts = {
+        "TITLE": escape(title),
+        "HASHES": hashes,
+        "LIBRARIES": "".join(f"<script>{script}</script>\n" for script in scripts),
+        "DATA": data,
+    }
+    # in one pass, so that a mark within a text stays what it is
+    whole = re.sub(f"@({'|'.join(parts)})@", lambda mark: parts[mark[1]], template)
+    # a folder's name may hold bytes that UTF-8 cannot encode
+    return whole.encode("utf-8", "replace")
 
 
-def side_by_side(figures: Sequence[Figure]) -> str:
-    """Return figures in rows of two where the page is wide enough; "" if all of them are empty.
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
-    The last of an odd number of figures takes a whole row.
+
+def heading(text: str, level: int = 2) -> Block:
+    """Return a heading; those of level 2 are also in the contents at the top of the page."""
+    return {"kind": "heading", "text": text, "level": level}
+
+
+def text(words: str, look: str = "note") -> Block:
+    """Return a paragraph; `look` is its class in the template: note, verdict, alert, and so on."""
+    return {"kind": "text", "text": words, "look": look}
+
+
+def table(of: Table) -> Block:
+    """Return a table, which shows the columns `few` until its reader asks for all."""
+    return {"kind": "table", **msgspec.to_builtins(of), "few": of.few}
+
+
+def fold(title: str, blocks: Sequence[Block], opened: bool = False) -> list[Block]:
+    """Return blocks under a title that unfolds them; none for no blocks."""
+    made = {"kind": "fold", "title": title, "blocks": list(blocks), "open": opened}
+    return [made] if blocks else []
+
+
+def charts(made: Iterable[Block]) -> list[Block]:
+    """Return charts side by side, without those that have nothing to show."""
+    drawn = [chart for chart in made if chart["rows"]]
+    return [{"kind": "charts", "charts": drawn}] if drawn else []
+
+
+def chart(
+    kind: str, title: str, note: str, rows: Iterable[JsonObject | None], **more: object
+) -> Block:
+    """Return a chart: `bars` and `dots` with a row for each, `lines` with a row for each point.
+
+    Rows that are None are left out. `more`: labels `x` and `y`, a `rule` through all of it, limits
+    of the axes.
     """
-    drawn = [figure for figure in figures if figure.html()]
-    if not drawn:
+    found = [row for row in rows if row is not None]
+    return {"kind": kind, "title": title, "note": note, "rows": found, **more}
+
+
+def bar(
+    group: str, name: str, value: Number, pair: Sequence[Number] | None, form: str = "{:.2f}"
+) -> JsonObject | None:
+    """Return the row of a bar with its interval and its text; None for an unknown value."""
+    if not known(value):
+        return None
+    low, high = ends(pair) or (None, None)
+    written = form.format(value)
+    return {
+        "group": group, "name": name, "value": value, "low": low, "high": high, "text": written,
+    }  # fmt: skip
+
+
+def points(name: str, values: Mapping[float, Number], **more: object) -> list[JsonObject]:
+    """Return the rows of a line's points (x, y); `more` are its look and what else each has."""
+    return [{"name": name, "x": x, "y": y, **more} for x, y in values.items() if known(y)]
+
+
+def looks_of(reports: Sequence[Report]) -> dict[str, int]:
+    """Return the number of a look (colour and marker) for each drafter, the same on a whole page.
+
+    Plain decoding has the neutral one, 0. Baselines come last, so that their number does not change
+    the looks of the user's own drafters.
+    """
+    names: dict[str, None] = {}
+    for report in reports:
+        for setting in report.settings:
+            names |= dict.fromkeys(setting.drafting)
+    ordered = sorted(names, key=lambda name: name in BASELINES)
+    return {"plain": 0} | {name: place for place, name in enumerate(ordered, 1)}
+
+
+def smallest(report: Report) -> list[SettingFigures]:
+    """Return the setting of the smallest batch for each temperature, lossless and lossy apart."""
+    found: dict[tuple[float, bool], SettingFigures] = {}
+    for setting in sorted(report.settings, key=lambda setting: setting.batch):
+        found.setdefault((setting.temperature, setting.lossless), setting)
+    return [setting for setting in report.settings if any(setting is s for s in found.values())]
+
+
+def drafting(setting: SettingFigures) -> list[tuple[str, DrafterFigures]]:
+    """Return names and figures of the ways to decode that draft, baselines last."""
+    return sorted(setting.drafting.items(), key=lambda entry: entry[0] in BASELINES)
+
+
+def others_folded(report: Report, draw: Callable[[SettingFigures], list[Block]]) -> list[Block]:
+    """Return charts of the smallest batches in sight, and those of all others folded."""
+    in_sight, others = [], []
+    first = smallest(report)
+    for setting in report.settings:
+        # by identity, since two settings may be equal in all their numbers
+        (in_sight if any(setting is s for s in first) else others).extend(draw(setting))
+    return charts(in_sight) + fold("Other batch sizes", charts(others))
+
+
+def verdict(report: Report) -> list[Block]:
+    """Return what a reader has to know before any figure, the headline, and tau and speed-up."""
+    said = []
+    if report.partial:
+        said.append(text(f"Not whole: only {report.partial} so far.", "alert"))
+    if lossy := [caption(s) for s in report.settings if not s.lossless]:
+        said.append(
+            text(
+                "⚠ LOSSY: typical acceptance does not keep the target's distribution "
+                f"({'; '.join(lossy)}). Replies differ from the target's own in distribution, and "
+                "speed-ups are not those of lossless decoding.",
+                "lossy",
+            )
+        )
+    elif report.settings:
+        said.append(text("✓ lossless: every rule used keeps the target's distribution", "lossless"))
+    said += [text(f"{line}.", "verdict") for line in headline(report)]
+    taus, gains = [], []
+    for setting in smallest(report):
+        for name, s in drafting(setting):
+            taus.append(bar(caption(setting), name, s.tau_incl_bonus, s.tau_ci95))
+            gains.append(bar(caption(setting), name, s.speedup, s.speedup_ci95, "{:.2f}x"))
+    intervals = f"no intervals, of fewer than {FEWEST} prompts"
+    note = f"{intervals if few_prompts(report) else 'lines: 95% intervals'}; dashed: plain decoding"
+    return said + charts([
+        chart("bars", "Tau: tokens a round", note, taus, x=TAU, rule=1),
+        chart("bars", "Speed-up", note, gains, x=SPEED_UP, rule=1),
+    ])  # fmt: skip
+
+
+def summaries(report: Report) -> list[Block]:
+    """Return the table of all settings, and the remarks that a reader of it needs."""
+    if not report.settings:
+        return []
+    notes = [
+        "tau: tokens a round, the target's own included. Bold: the highest speed-up of a setting. "
+        "Intervals are over prompts. A draft tree offers several tokens for one place, at most one "
+        "of which is accepted: its share of accepted tokens is low even where its tau is high.",
+        few_prompts(report),
+        *remarks_of(report),
+    ]
+    return [table(summary(report)), *(text(note) for note in notes if note)]
+
+
+def few_prompts(report: Report) -> str:
+    """Return why there are no intervals, where too few prompts were measured; else ""."""
+    units = [len({record.unit for record in s.plain.per_request}) for s in report.settings]
+    counts = [count for count in units if 0 < count < FEWEST]
+    if not counts:
         return ""
-    last = len(drawn) - 1
-    blocks = [f.html(alone=i == last and i % 2 == 0) for i, f in enumerate(drawn)]
-    return f'<div class="figures">{"".join(blocks)}</div>\n'
+    return (
+        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}; "
+        "those of one id or text are one): it would be narrower than the figures differ between "
+        "prompts."
+    )
 
 
-def folded(summary: str, inside: str, opened: bool = False) -> str:
-    """Return HTML that a click on `summary` unfolds, or folds if `opened`; "" if it is empty."""
-    if not inside:
-        return ""
-    tag = "<details open>" if opened else "<details>"
-    return f"{tag}<summary>{escape(summary)}</summary>{inside}</details>\n"
+def acceptance(report: Report) -> list[Block]:
+    """Return charts of acceptance by position and of survival, with a line for each drafter.
 
-
-def others_folded(report: Report, draw: Callable[[SettingFigures], list[Figure]]) -> str:
-    """Return figures of the smallest batches in sight, and those of all others folded.
-
-    `draw` returns the figures of one setting.
+    Dashed lines are `cond_offered`, where it differs; see docs/metrics.md#acceptance.
     """
-    smallest = firsts(report)
-    # By identity, since two settings may be equal in all their numbers.
-    others = [s for s in report.settings if not any(s is first for first in smallest)]
 
-    def drawn(settings):
-        return side_by_side([figure for setting in settings for figure in draw(setting)])
+    def draw(setting: SettingFigures) -> list[Block]:
+        accepted, survived = [], []
+        for name, s in drafting(setting):
+            accepted += points(name, _depths(s.cond_accept))
+            if s.cond_offered and s.cond_offered != s.cond_accept:
+                accepted += points(name, _depths(s.cond_offered), dashed=True)
+            survived += points(name, _depths(s.survival))
+        note = "accepted, given that those before it were"
+        if any(row.get("dashed") for row in accepted):
+            note += "; dashed: among the rounds that had a draft there"
+        axes = {"x": "position in the draft", "low": 0, "high": 1, "whole": True}
+        where = caption(setting)
+        return [
+            chart(
+                "lines", f"Acceptance by position, {where}", note, accepted, y="acceptance", **axes
+            ),
+            chart(
+                "lines",
+                f"Survival, {where}",
+                "share of rounds that accept at least so many drafts",
+                survived,
+                y="share of rounds",
+                **axes,
+            ),
+        ]
 
-    return drawn(smallest) + folded("Other batch sizes", drawn(others))
+    return others_folded(report, draw)
+
+
+def _depths(values: ByDepth) -> dict[float, Number]:
+    return dict(enumerate(values, 1))
+
+
+def by_category(report: Report) -> list[Block]:
+    """Return charts of tau by category of prompts, and their tables folded, if there are two."""
+
+    def draw(setting: SettingFigures) -> list[Block]:
+        rows = []
+        names = {category for s in setting.drafting.values() for category in s.by_category}
+        for category in sorted(names) if len(names) > 1 else ():
+            for name, s in drafting(setting):
+                if c := s.by_category.get(category):
+                    rows.append(bar(category or UNNAMED, name, c.tau_incl_bonus, c.tau_ci95))
+        note = f"dashed: plain decoding; lines: 95% over prompts, where there are {FEWEST}"
+        return [chart("bars", f"Tau by category, {caption(setting)}", note, rows, x=TAU, rule=1)]
+
+    tables = [table(of) for of in categories(report.settings) if len(of.rows) > 1]
+    return others_folded(report, draw) + fold("Tau by category as tables", tables)
+
+
+def speed(report: Report) -> list[Block]:
+    """Return a chart of the speed-up over batch sizes for each temperature that has several.
+
+    Dashed lines are `modelled_speedup`, the cost model's; see docs/metrics.md#speed.
+    """
+    made = []
+    for first in smallest(report):
+        kind = first.temperature, first.lossless
+        same = [s for s in report.settings if (s.temperature, s.lossless) == kind]
+        rows = []
+        for setting in sorted(same, key=lambda setting: setting.batch):
+            for name, s in drafting(setting):
+                low, high = ends(s.speedup_ci95) or (None, None)
+                rows += points(name, {setting.batch: s.speedup}, low=low, high=high, point=True)
+                rows += points(name, {setting.batch: s.modelled_speedup}, dashed=True)
+        note = (
+            "points: measured, with 95% intervals; dashed: predicted by the cost model from the "
+            "smallest batch"
+        )
+        title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
+        axes = {"x": "batch size (requests)", "y": SPEED_UP, "low": 0, "rule": 1, "log": True}
+        if len(same) > 1:
+            made.append(chart("lines", title, note, rows, **axes))
+    return charts(made)
+
+
+def times(report: Report) -> list[Block]:
+    """Return charts of the parts of a round's time, for each way of decoding."""
+
+    def draw(setting: SettingFigures) -> list[Block]:
+        rows = []
+        for name, s in setting.drafters.items():
+            # the difference of two clocks may be slightly negative
+            parts = {words: max(s.split.get(part, 0.0), 0.0) for part, words in PARTS.items()}
+            whole = sum(parts.values())
+            if s.rounds and whole > parts["rest"]:
+                length = f"{whole / s.rounds * 1000:.2f} ms"
+                for part, seconds in parts.items():
+                    rows.append(
+                        {"name": name, "part": part, "value": seconds / whole, "text": length}
+                    )
+        note = "shares of a round; after them its length"
+        if setting.batch != 1:
+            note += ", shared among the batch's requests"
+        return [chart("shares", f"Time of a round, {caption(setting)}", note, rows)]
+
+    made = others_folded(report, draw)
+    meaning = (
+        "draft: the drafter's own passes. verify: the target's pass over the draft tree. accept: "
+        "the acceptance rule. cache: moving accepted tokens in the caches. rest: what the loop "
+        "takes besides these."
+    )
+    return [*made, text(meaning)] if made else []
+
+
+def replies(report: Report) -> list[Block]:
+    """Return the sampled replies of each drafter, token by token and folded.
+
+    The first reply on the page is unfolded, to show what there is.
+    """
+    blocks: list[Block] = []
+    for setting in smallest(report):
+        views: list[Block] = []
+        for name, s in drafting(setting):
+            opened = not blocks and not views
+            inside = []
+            for sample in s.samples:
+                accepted = sum(depth > 0 for depth in sample.came)
+                turn = f", turn {sample.turn + 1}" if sample.turn else ""
+                count = f"{len(sample.tokens)} tokens, {accepted} of them accepted drafts"
+                reply = {"kind": "reply", **msgspec.to_builtins(sample)}
+                if sample.tokens:
+                    title = f"{sample.id}{turn} ({count})"
+                    inside += fold(title, [reply], opened and not inside)
+            count = f"{len(inside)} {'reply' if len(inside) == 1 else 'replies'}"
+            views += fold(f"{name}: {count}", inside, opened)
+        if views:
+            blocks += [heading(caption(setting), 4), *views]
+    return [{"kind": "legend"}, *blocks] if blocks else []
+
+
+def facts(report: Report, path: str) -> Block:
+    """Return a list of what the report was measured on; `path` is where it was read from."""
+    memory, limits = report.peak_memory_bytes, report.options or {}
+    rows = {
+        "report": path,
+        "target": report.target.name if report.target is not None else None,
+        "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
+        "machine": report.measured_on,
+        "measured so far": report.partial,
+        "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
+        "prompts": _prompt_set(report.prompt_set),
+        "replies": f"at most {limits['max_new_tokens']} tokens, timed runs of each: "
+        f"{limits.get('repeats', 1)}"
+        if "max_new_tokens" in limits
+        else None,
+        **{f"without {name}": why for name, why in report.left_out.items()},
+    }
+    found = [[term, words] for term, words in rows.items() if words]
+    return {"kind": "facts", "rows": found, "command": report.command}
+
+
+def _prompt_set(prompts: PromptSet) -> str:
+    """Return how many prompts there are, of which file, and their categories if several."""
+    path = prompts.path or "an unnamed set"
+    words = f"{prompts.prompts} of {path}, SHA-256 {prompts.sha256[:12]}"
+    if (benchmark := prompts.benchmark) is not None:
+        words += f", from {benchmark.path} (licence {benchmark.license})"
+    named = [name for name in prompts.categories if name]
+    if len(named) > 1:
+        words += f", {len(named)} categories: {', '.join(named)}"
+    return words
+
+
+# What a log may hold of acceptance by position, the best first: whether it is of evaluations, the
+# key, and what it is. docs/metrics.md#training-metrics
+BY_POSITION = (
+    (True, "surv", "share of held-out rounds that accept at least so many drafts"),
+    (False, "surv", "share of training positions that accept at least so many drafts"),
+    (False, "alpha", "overlap of target and drafter at that position, on training texts"),
+)
+
+
+def training(runs: Sequence[Training]) -> list[Block]:
+    """Return the table of training runs, and charts over their steps: loss, tau, acceptance."""
+    if (of := trainings(runs)) is None:
+        return []
+    blocks = [table(of)]
+    for run in runs:
+        axes: JsonObject = {"x": "step"}
+        loss = points("loss", run.curve("loss"))
+        made = [chart("lines", f"{run.name}: training loss", "", loss, y="loss", **axes)]
+        estimated = run.curve("tau_estimated")
+        rows = points("estimated", estimated, dashed=True)
+        for step in run.curve("tau_measured"):
+            value, (low, high) = run.tau(step)
+            rows += points("measured", {step: value}, low=low, high=high, point=True)
+        note = (
+            "dashed: estimated by replay on known texts; points: measured by decoding, with 95% "
+            "intervals"
+        )
+        level = (run.curve("tau_measured") or estimated).get(0)
+        if level is not None:
+            axes = axes | {"rule": level}
+            note += "; dashed across: before training"
+        made.append(chart("lines", f"{run.name}: held-out tau", note, rows, y=TAU, **axes))
+        blocks += charts([*made, _positions(run)])
+    return blocks
+
+
+def _positions(run: Training) -> Block:
+    """Return the chart of acceptance by position over the steps of a training run."""
+    rows: list[JsonObject] = []
+    note = ""
+    for evaluated, key, meaning in BY_POSITION:
+        depth = 1
+        while curve := run.curve(f"{key}@{depth}", evaluated):
+            rows += points(f"position {depth}", curve)
+            depth += 1
+        if rows:
+            note = meaning
+            break
+    title = f"{run.name}: acceptance by position"
+    return chart("lines", title, note, rows, x="step", y="share", low=0, high=1)

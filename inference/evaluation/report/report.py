@@ -6,7 +6,6 @@ Its inputs are JSON reports of `draftsmith evaluate` and the logs of training ru
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,36 +13,29 @@ from pathlib import Path
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, read_json, whole_file
-from ..evaluate import BASELINES
+from ..options import ReportOptions as Options
 from ..remarks import headline
 from ..results import Report, read_report
-from ..training_log import METRICS_FILE, read_metrics
-from . import sections, speed
-from .figures_table import csv_of, over_seeds, rows_of, table_of
-from .lineage import Part, before_after, compare_table, parts_of_page
-from .options import ReportOptions as Options
-from .page import folded, page
-from .replies import replies
-from .tables import Colours, categories, served, summary
-from .training import Training, curves, trainings
+from ..tables import categories, served, summary
+from ..training_log import METRICS_FILE, Training, read_metrics, trainings
+from . import page
+from .lineage import Named, Part, before_after, compare_table, parts_of_page
+from .page import Block, fold, heading
 
 HTML_FILE = "report.html"
-ENDINGS = {
-    ".html": "html", ".htm": "html", ".md": "md", ".markdown": "md", ".csv": "csv", ".tex": "tex",
-}  # fmt: skip
+ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
 
 
 @dataclass
 class Found:
     """Reports and training runs that the named files and folders hold."""
 
-    reports: list[tuple[str, Report]]
-    """Each after the path that it was read from."""
+    reports: list[Named]
     trainings: list[Training]
 
 
 def run(options: Options) -> None:
-    """Write the page, or tables in another format, to `options.out` or its default.
+    """Write the page, or its tables as Markdown, to `options.out` or its default.
 
     Raises `UserError` for inputs that cannot be read and for a file that cannot be written.
     """
@@ -52,12 +44,8 @@ def run(options: Options) -> None:
             "name at least one run: a JSON of draftsmith evaluate, or a training run's folder"
         )
     check_output(options.out, "--out")
-    given = Counter(str(Path(path).resolve()) for path in options.runs)
-    if options.over_seeds and (twice := [path for path, count in given.items() if count > 1]):
-        raise UserError(f"{twice[0]} is given twice; --over-seeds takes one report of each seed")
     found = gather(options.runs)
-    by_default = None if options.over_seeds or options.format not in (None, "html") else HTML_FILE
-    out = options.out or by_default
+    out = options.out or (HTML_FILE if options.format != "md" else None)
     if out is not None:
         # Writing would replace an input with the page made of it.
         place = Path(out).resolve()
@@ -66,7 +54,7 @@ def run(options: Options) -> None:
             why = "it is what the report is made of" if overwritten else "it is a folder"
             raise UserError(f"cannot write {out}: {why}; name another file with --out")
     form = format_of(options)
-    text = html(found) if form == "html" else as_text(found, form, options).encode(errors="replace")
+    text = html(found) if form == "html" else markdown(found).encode(errors="replace")
     if out is None:
         sys.stdout.write(text.decode())
         return
@@ -75,34 +63,18 @@ def run(options: Options) -> None:
     print(f"report: {out}")
 
 
-def as_text(found: Found, form: str, options: Options) -> str:
-    """Return what was found in the format `form`: md, csv or tex. Raises `UserError`."""
-    if form == "md" and not options.over_seeds:
-        return markdown(found, cut=options.columns == "few")
-    rows = over_seeds(found.reports) if options.over_seeds else rows_of(found.reports)
-    if form == "csv":
-        return csv_of(rows)
-    table = table_of(rows)
-    return table.markdown() if form == "md" else table.latex()
-
-
 def format_of(options: Options) -> str:
     """Return the format to write. Raises `UserError` if --out has another's ending."""
     ending = Path(options.out or "").suffix.lower()
     named = ENDINGS.get(ending)
     if ending and named is None and options.format is None:
-        raise UserError(
-            f"--out {options.out} ends in none of .html, .md, .csv and .tex; give --format too"
-        )
+        raise UserError(f"--out {options.out} ends in neither .html nor .md; give --format too")
     if options.format is not None and named not in (None, options.format):
         raise UserError(
             f"--out {options.out} has the ending of another format than --format {options.format}; "
             "change one of them"
         )
-    form = options.format or named or ("md" if options.over_seeds else "html")
-    if options.over_seeds and form == "html":
-        raise UserError("--over-seeds makes one table, not a page; give --format md, csv or tex")
-    return form
+    return options.format or named or "html"
 
 
 def gather(paths: Sequence[str]) -> Found:
@@ -176,80 +148,53 @@ def html(found: Found) -> bytes:
     parts = parts_of_page(found.reports)
     reports = [part.report for part in parts]
     several = len(parts) > 1
-    colours = sections.colours_of(reports, BASELINES)
     targets = dict.fromkeys(report.target_name for report in reports)
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
-    body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
-    links: list[tuple[str, str]] = []
-    for index, (part, report) in enumerate(zip(parts, reports, strict=True)):
+    blocks: list[Block] = []
+    for part, report in zip(parts, reports, strict=True):
         if several:
-            links.append((f"report-{index}", part.title))
-            body.append(f'<h2 id="report-{index}">{escape(part.title)}</h2>')
-        body += [sections.alerts(report), sections.verdict(report)]
-        body.append(sections.tau_and_speed(report, colours))
-        level = "h3" if several else "h2"
-        for name, text in parts_of(part, report, colours):
-            # Several reports repeat the same sections, so the number keeps the ids apart.
-            anchor = f"{name.split()[0].lower()}-{index}"
-            if not several:
-                links.append((anchor, name))
-            body.append(f'<{level} id="{anchor}">{name}</{level}>\n{text}')
-    table = trainings(found.trainings)
-    trained = "" if table is None else table.html() + curves(found.trainings)
-    for name, text in (("Training", trained), ("Definitions", _definitions(reports))):
-        if text:
-            links.append((name.lower(), name))
-            body.append(f'<h2 id="{name.lower()}">{name}</h2>\n{text}')
-    # The contents are under the title, but are known only now.
-    anchors = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for anchor, name in links)
-    body.insert(1, f"<nav aria-label=contents>{anchors}</nav>")
-    return page(f"{title} - draftsmith report", "\n".join(body))
-
-
-def _definitions(reports: Sequence[Report]) -> str:
-    """Return the definitions that the reports give of their numbers, folded; "" without any."""
+            blocks.append(heading(part.title))
+        blocks += page.verdict(report)
+        for name, section in sections(part, report):
+            blocks += [heading(name, 3 if several else 2), *section] if section else []
+    if training := page.training(found.trainings):
+        blocks += [heading("Training"), *training]
     definitions: dict[str, str] = {}
     for report in reports:
         definitions |= report.definitions
-    if not definitions:
-        return ""
-    rows = sections.terms(definitions)
-    return folded("What each key of the JSON means", f"<dl class=words>{rows}</dl>")
+    if definitions:
+        words = {"kind": "facts", "rows": [*definitions.items()]}
+        blocks += [heading("Definitions"), *fold("What each key of the JSON means", [words])]
+    return page.html(title, blocks, page.looks_of(reports))
 
 
-def parts_of(part: Part, report: Report, colours: Colours) -> list[tuple[str, str]]:
-    """Return headings and HTML of the sections that have something to show, in their order.
+def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
+    """Return headings and blocks of all sections in their order, also those without a block.
 
     `report` is the one of the part, or all of its lineage in one.
     """
-    table = served(report)
-    every = [
-        ("Before and after", before_after(part, colours)),
-        ("Summary", sections.summaries(report, colours)),
-        ("Server", "" if table is None else sections.with_all_columns(table)),
-        ("Acceptance by position", sections.acceptance(report, colours)),
-        ("Categories", sections.by_category(report, colours)),
-        ("Speed-up", speed.speed(report, colours)),
-        ("Time of a round", speed.times(report)),
-        ("Replies token by token", replies(report, colours)),
-        ("Measured on", _conditions(part)),
+    server = served(report)
+    conditions = []
+    for label, (path, own) in zip(part.labels, part.reports, strict=True):
+        conditions += [heading(label, 4)] if len(part.reports) > 1 else []
+        conditions.append(page.facts(own, path))
+    return [
+        ("Before and after", before_after(part)),
+        ("Summary", page.summaries(report)),
+        ("Server", [] if server is None else [page.table(server)]),
+        ("Acceptance by position", page.acceptance(report)),
+        ("Categories", page.by_category(report)),
+        ("Speed-up by batch size", page.speed(report)),
+        ("Time of a round", page.times(report)),
+        ("Replies token by token", page.replies(report)),
+        ("Measured on", conditions),
     ]
-    return [(name, text) for name, text in every if text]
 
 
-def _conditions(part: Part) -> str:
-    """Return what each report of a part was measured on; a lineage says which is which."""
-    blocks = []
-    for label, (path, report) in zip(part.labels, part.reports, strict=True):
-        heading = f"<h4>{escape(label)}</h4>" if len(part.reports) > 1 else ""
-        blocks.append(heading + sections.facts(report, path))
-    return "".join(blocks)
-
-
-def markdown(found: Found, cut: bool = True) -> str:
+def markdown(found: Found) -> str:
     """Return the tables of all reports, lineages and training runs as Markdown.
 
-    With `cut` they have their most important columns only, and many drafters share several tables.
+    They have their most important columns only, and many drafters share several tables.
     """
     blocks = []
     for part in parts_of_page(found.reports):
@@ -263,10 +208,9 @@ def markdown(found: Found, cut: bool = True) -> str:
             summary(report) if report.settings else None,
             served(report),
         ]
-        tables = [table.cut() if cut else table for table in whole if table is not None]
-        for table in map(categories, report.settings):
-            if table is not None:
-                tables += table.split() if cut else [table]
+        tables = [table.of(table.few, table.title) for table in whole if table is not None]
+        for table in categories(report.settings):
+            tables += table.split() if len(table.rows) > 1 else []
         blocks += [table.markdown() for table in tables]
     if (table := trainings(found.trainings)) is not None:
         blocks.append(table.markdown())

@@ -30,7 +30,7 @@ class TuneOptions(SourceOptions):
         "out",
         "budget",
         "temperatures",
-        "batch_sizes",
+        "batch_size",
     )
 
     target: TargetConfig
@@ -43,7 +43,7 @@ class TuneOptions(SourceOptions):
     """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
     temperatures: str | None = None
     """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
-    batch_sizes: str = "1"
+    batch_size: str = "1"
     """Batch sizes to tune for: 1,4,16."""
     budget: float = 5.0
     """Minutes that tuning may take, roughly: prompts, reply lengths and repeats are cut to fit. 0

@@ -145,7 +145,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
         )
     check_prompts(options.source(options.prompts))
     check_output(options.out, "--out")
-    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int, 1)))
+    batches = sorted(set(numbers(options.batch_size, "--batch-size", int, 1)))
     temperatures = numbers(options.temperatures, "--temperatures", float)
     temperatures = temperatures or [options.sampling.temperature]
     return [replace(options.sampling, temperature=t) for t in temperatures], batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,33 +124,39 @@ def page_of(report: dict[str, Any], tmp_path: Path) -> str:
     return html(gather([str(path)])).decode()
 
 
-class Seen(HTMLParser):
-    """Elements with their attributes, the headings, and the cells of every table."""
+class Seen:
+    """What a page shows, by its data: headings, tables, charts, and all of its texts."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self.headings: list[str] = []
-        self._inside = ""
-        self.feed(text)
+        begin = text.index('<script id="data" type="application/json">')
+        self.data = json.loads(text[text.index(">", begin) + 1 : text.index("</script>", begin)])
+        self.blocks = [*_unfolded(self.data["blocks"])]
+        self.headings = [b["text"] for b in self.of("heading") if b["level"] < 4]
+        self.tables = self.of("table")
+        self.rows = [row for t in self.tables for row in (t["columns"], *t["rows"])]
+        self.charts = [chart for block in self.of("charts") for chart in block["charts"]]
+        self.words = "\n".join(_texts(self.data))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag if tag in ("th", "td", "h2", "h3") else self._inside
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("th", "td"):
-            self.rows[-1].append("")
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [block for block in self.blocks if block["kind"] == kind]
 
-    def handle_data(self, data: str) -> None:
-        if self._inside in ("th", "td"):
-            self.rows[-1][-1] += data
-        elif self._inside in ("h2", "h3"):
-            self.headings.append(data)
+    def chart(self, title: str) -> dict[str, Any]:
+        (found,) = [chart for chart in self.charts if chart["title"] == title]
+        return found
 
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = "" if tag == self._inside else self._inside
+
+def _unfolded(blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for block in blocks:
+        yield block
+        yield from _unfolded(block.get("blocks", []))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inside)
 
 
 def answered(report: dict[str, Any], emitted: list[int], name: str = "head") -> dict[str, Any]:

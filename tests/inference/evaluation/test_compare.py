@@ -11,7 +11,7 @@ import pytest
 from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.compare import Options, compared, run
-from draftsmith.inference.evaluation.results import Report
+from draftsmith.inference.evaluation.results import Report, read_report
 
 CODE, CHAT = [3, 4, 2], [2, 1, 2]
 
@@ -161,14 +161,14 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = " ".join(capsys.readouterr().out.split())
     assert "REGRESSED: all, chat n: requests." in said, "flagged, but nobody asked to fail"
     assert "judged by intervals of 98.333%: 3 rows share an error of 5%" in said
+    (setting,) = compared([read_report(a), read_report(b)], ["head", "tuned"], [a, b], 0.0)
+    assert (setting.tests, setting.level) == (3, 1 - 0.05 / 3)
     run(Options(reports=[b], drafter=["tuned", "tuned"]))
     assert "compared: tuned" in capsys.readouterr().out, "two drafters of one report"
     with pytest.raises(SystemExit) as ended:
-        run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
+        run(Options(reports=[a, b], fail_on_regression="2%"))
     assert ended.value.code == 3
-    written_down = json.loads((tmp_path / "o.json").read_text())
-    assert written_down["drafters"] == ["head", "tuned"]
-    assert [(s["tests"], s["level"]) for s in written_down["settings"]] == [(3, 1 - 0.05 / 3)]
+    assert "compared: head, then tuned" in capsys.readouterr().out
     run(Options(reports=[a, b], fail_on_regression="25%"))
 
 
@@ -201,11 +201,8 @@ def test_a_drafter_and_its_row_as_in_an_engine_are_compared_by_that_row(
     like = " as in vllm:drafts=3"
     a = write(tmp_path / "a.json", with_rows(CODE, "public", f"public{like}"))
     b = write(tmp_path / "b.json", with_rows(CODE, f"tuned{like}", "tuned"))
-    run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
+    run(Options(reports=[a, b], fail_on_regression="2%"))
     assert f"compared: public{like}, then tuned{like}" in capsys.readouterr().out
-    assert json.loads((tmp_path / "o.json").read_text())["drafters"] == [
-        f"public{like}", f"tuned{like}",
-    ]  # fmt: skip
     for others in (["tuned", "tuned as in vllm:drafts=5"], ["tuned", "second"], ["tuned"]):
         c = write(tmp_path / "c.json", with_rows(CODE, *others))
         with pytest.raises(UserError, match="such as --drafter public --drafter tuned$"):

@@ -1,5 +1,5 @@
 """The report of `draftsmith evaluate`: sums recounted from its own records, settings, turns,
-baselines, Spec-Bench's form."""
+baselines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.console import Progress
@@ -20,12 +19,9 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.figures import model_batches
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
-from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
-from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import architecture
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
 
@@ -56,21 +52,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         "--max-new-tokens",
         10,
     ]
-    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--repeats", "2"]
+    sweep = ["--temperatures", "0,1", "--batch-size", "1,2", "--repeats", "2"]
     done = run_cli(
         "evaluate",
         *map(str, shared),
         *sweep,
         "--json",
         str(folder / "o.json"),
-        "--spec-bench",
-        str(folder / "rows"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("speed-up") == 1, "one table"
     labels = re.findall(r"^ (T = .+?) *$", done.stdout, flags=re.MULTILINE)
-    assert labels[:4] == [f"T = {t}, batch {size}" for t in (0, 1) for size in (1, 2)]
-    assert labels[4:] == ["T = 0, batch 1, 2", "T = 1, batch 1, 2"], "tau by category"
+    assert labels == [f"T = {t}, batch {size}" for t in (0, 1) for size in (1, 2)]
+    titles = re.findall(r"Tau by category, (T = .+?) *$", done.stdout, flags=re.MULTILINE)
+    assert titles == ["T = 0, batch 1, 2", "T = 1, batch 1, 2"]
     return json.loads((folder / "o.json").read_text()), folder
 
 
@@ -94,7 +89,7 @@ def test_one_bar_counts_the_prompts_of_all_settings(
     evaluate.run(
         Options(
             target=TargetConfig(str(QUICKSTART), device="cpu"), prompts=str(tmp_path / "p.jsonl"),
-            temperatures="0,1", batch_sizes="1,2", max_new_tokens=4, repeats=1, baselines=False,
+            temperatures="0,1", batch_size="1,2", max_new_tokens=4, repeats=1, baselines=False,
         )
     )  # fmt: skip
     assert [bar._done for bar in bars] == [8], "two prompts in four settings"
@@ -166,33 +161,6 @@ def test_the_time_split_sums_to_the_wall_time(report: tuple[dict[str, Any], Path
         ), batch
 
 
-def test_rows_in_spec_benchs_form(report: tuple[dict[str, Any], Path]) -> None:
-    found, folder = report
-    assert {path.stem for path in (folder / "rows").iterdir()} == set(
-        found["settings"][0]["drafters"]
-    )
-    rows = [
-        json.loads(line) for line in (folder / "rows" / "eagle3.jsonl").read_text().splitlines()
-    ]
-    assert [row["question_id"] for row in rows] == ["0", "1", "2"]
-    for row in rows:
-        (choice,) = row["choices"]
-        assert (
-            len(
-                {
-                    len(choice[name])
-                    for name in ("turns", "decoding_steps", "new_tokens", "wall_time")
-                }
-            )
-            == 1
-        )
-        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
-    lengths = [n for row in rows for n in row["choices"][0]["accept_lengths"]]
-    assert sum(lengths) / len(lengths) == pytest.approx(
-        found["settings"][0]["drafters"]["eagle3"]["tau_incl_bonus"]
-    )
-
-
 def test_a_later_turn_follows_the_reply(tmp_path: Path) -> None:
     target = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
     path = tmp_path / "p.jsonl"
@@ -217,8 +185,7 @@ def test_quantiles_by_the_nearest_rank() -> None:
 
 @pytest.fixture(scope="session")
 def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A draft model, so transformers' own loop too; as in an engine; under a rule that keeps the
-    distribution only; six prompts."""
+    """A draft model, as in an engine, under a rule that keeps the distribution; six prompts."""
     folder = tmp_path_factory.mktemp("second")
     rows = [{"prompt": f"def add{i}(a, b):\n    # Add two numbers."} for i in range(6)]
     (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -242,33 +209,12 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--drafter",
         "ngram:longest=5,name=longer",
     ]
-    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,3", "--rule", "rejection"]
+    sweep = ["--temperatures", "0,1", "--batch-size", "1,3", "--rule", "rejection"]
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "one request at a time" in said and "longer as in vllm:drafts=2 is left out" in said
+    assert "longer as in vllm:drafts=2 is left out" in said
     return json.loads((folder / "o.json").read_text())
-
-
-@pytest.mark.full
-def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any]) -> None:
-    one, three, sampled, _ = second["settings"]
-    theirs, ours = one["drafters"]["assisted (draft_model)"], one["drafters"]["draft_model"]
-    assert theirs["equal_to_ar"] == theirs["requests"] == 6 and theirs["tau_incl_bonus"] > 1.5
-    assert theirs["mean_n_draft"] == ours["mean_n_draft"] == 4 and theirs["verify_cost"] is None
-    assert all(r["finish_reason"] in ("eos", "length") for r in theirs["per_request"])
-    assert sampled["drafters"]["assisted (draft_model)"]["equal_to_ar"] is None
-    assert "assisted (draft_model)" not in three["drafters"]
-
-
-def test_what_transformers_does_not_assist_is_left_out_with_the_reason() -> None:
-    hybrid, plain = (architecture(kind, dtype=torch.float32) for kind in ("bamba", "llama"))
-    for target, model in ((hybrid, hybrid), (plain, hybrid), (hybrid, plain)):
-        left_out: dict[str, str] = {}
-        proposer = DraftModelProposer(model, 100, TreeSettings(length=3))
-        options = Options(target=TargetConfig(str(QUICKSTART)), prompts="-")
-        assert evaluate.assisted(options, target, [proposer], left_out) == []
-        assert "does not assist models with recurrent" in left_out["assisted generation"]
 
 
 @pytest.mark.full
@@ -369,10 +315,9 @@ def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"batch_sizes": "1,x"}, "--batch-sizes takes numbers"),
-        ({"batch_sizes": "0"}, "at least 1"),
+        ({"batch_size": "1,x"}, "--batch-size takes numbers"),
+        ({"batch_size": "0"}, "at least 1"),
         ({"temperatures": "hot"}, "--temperatures takes numbers"),
-        ({"spec_bench": "."}, "is there already"),
     ],
 )
 def test_wrong_settings_are_said_before_anything_loads(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -37,42 +36,50 @@ def pair(tmp_path: Path) -> list[str]:
 
 
 def test_two_reports_of_a_lineage_become_one_section(pair: list[str]) -> None:
-    text = html(gather(pair)).decode()
-    seen = Seen(text)
+    seen = Seen(html(gather(pair)).decode())
     assert seen.headings[0] == "Before and after" and seen.headings.count("Summary") == 1
     assert len(seen.headings) == len(set(seen.headings)), "no section stands twice"
     (setting, *_) = compared([read_report(path) for path in pair], ["head"] * 2, pair, 0.0)
     assert [row.category for row in setting.rows] == ["all", "chat", "code"]
+    table = seen.tables[0]
     for row in setting.rows:
         low, high = row.change_ci95
-        cells = [row.category, f"{row.change:+.1%}", "0", "1", str(row.requests)]
-        (found,) = [r for r in seen.rows if r[:5] == cells]
-        assert found[5].startswith(f"{row.tau_before:.2f} (") and found[7:] == [
-            f"{low:+.1%} to {high:+.1%}",
-            "regressed" if row.regressed else "gained" if low > 0 else "no clear change",
-        ]
+        (cells,) = [r for r in table["rows"] if r[0] == row.category and r[3:5] == ["0", "1"]]
+        found = dict(zip(table["columns"], cells, strict=True))
+        assert found["change"] == f"{row.change:+.1%}" and found["n"] == str(row.requests)
+        assert found["before"].startswith(f"{row.tau_before:.2f} (")
+        assert found["95%"] == f"{low:+.1%} to {high:+.1%}"
+        assert found["outcome"] == (
+            "regressed" if row.regressed else "gained" if low > 0 else "no clear change"
+        )
     assert ["chat", "-25.0%"] in [row[:2] for row in seen.rows]
-    assert "tau of <strong>head</strong> 3.00 → 3.00, <strong>+0.0%</strong>" in text
-    assert text.count("Regressed: head, chat (T = 0, batch 1); head, chat (T = 0, batch 4)") == 1
-    assert "Change of tau, T = 0, batch 1" in text and "Change of tau, T = 1, batch 4" in text
-    assert "draftsmith</span> <span>compare</span>" in text
+    assert "tau of head 3.00 → 3.00, +0.0%" in seen.words
+    regressed = "Regressed: head, chat (T = 0, batch 1); head, chat (T = 0, batch 4)"
+    assert seen.words.count(regressed) == 1
+    change = seen.chart("Change of tau, T = 0, batch 1")
+    assert [row["text"] for row in change["rows"] if row["group"] == "chat"] == ["-25.0%"]
+    assert seen.chart("Change of tau, T = 1, batch 4")["rows"]
+    assert f"draftsmith compare {pair[0]} {pair[1]}" in seen.words
 
 
 def test_the_parts_of_a_lineage_share_charts_and_the_table(pair: list[str]) -> None:
-    text = html(gather(pair)).decode()
-    names = [row[0] for row in Seen(text).rows if len(row) == 16]
-    assert names[1:5] == ["plain", "ngram", "head, before", "head, after"] and len(names) == 17
-    headline = "".join(re.findall("<svg.*?</svg>", text, re.DOTALL)[:2])
-    assert headline.count(">head, before</text>") == headline.count(">head, after</text>") == 4
-    rows = {row[0]: row for row in Seen(text).rows if row[2:4] == ["0", "1"]}
+    seen = Seen(html(gather(pair)).decode())
+    table = seen.tables[1]
+    names = [row[0] for row in table["rows"]]
+    assert names[:4] == ["plain", "ngram", "head, before", "head, after"] and len(names) == 16
+    first = [c for c in seen.charts if c["title"] in ("Tau: tokens a round", "Speed-up")]
+    drawn = [row["name"] for chart in first for row in chart["rows"]]
+    assert drawn.count("head, before") == drawn.count("head, after") == 4
+    rows = {row[0]: row for row in table["rows"] if row[2:4] == ["0", "1"]}
     assert rows["head, before"][4] == "3.14" and rows["head, after"][4] == "2.50"
-    assert rows["head, before"][12:14] == ["3.94 MB", "5 of 6"] or "3.94 MB" in rows["head, before"]
-    assert "5 MB" in rows["head, after"]
-    facts = text[text.index('id="measured-0"') :]
-    assert facts.count('<dl class="facts">') == 2
-    assert facts.index("<h4>before</h4>") < facts.index("<h4>after</h4>")
+    assert "3.94 MB" in rows["head, before"] and "5 MB" in rows["head, after"]
+    conditions = [b["text"] for b in seen.of("heading") if b["text"] in ("before", "after")]
+    assert conditions == ["before", "after"]
+    assert [fact["rows"][0][1] for fact in seen.of("facts")[1:3]] == pair
     shown = markdown(gather(pair))
-    assert shown.count("**Every setting**") == 1 and "| chat | -25.0% | 0 | 1 |" in shown
+    assert (
+        shown.count("**Every setting**") == 1 and "| chat | -25.0% | regressed | 0 | 1 |" in shown
+    )
 
 
 def test_three_reports_are_compared_with_the_first(tmp_path: Path) -> None:
@@ -86,7 +93,7 @@ def test_three_reports_are_compared_with_the_first(tmp_path: Path) -> None:
     assert part.labels == ["before", "after 1", "after 2"]
     assert list(part.report.settings[0].drafters)[2:] == [f"head, {name}" for name in part.labels]
     rows = Seen(html(gather(paths)).decode()).rows
-    assert ["all", "+66.7%", "0", "1", "after 2", "12"] in [row[:6] for row in rows]
+    assert ["all", "+66.7%", "gained", "0", "1", "after 2", "12"] in [row[:7] for row in rows]
 
 
 def test_reports_that_cannot_be_compared_stand_apart(tmp_path: Path) -> None:
@@ -109,8 +116,8 @@ def test_reports_that_cannot_be_compared_stand_apart(tmp_path: Path) -> None:
         paths = written(tmp_path, **{"first": first, name: report})
         parts = parts_of_page(gather(paths).reports)
         assert [len(part.reports) for part in parts] == [1, 1], name
-        text = html(gather(paths)).decode()
-        assert Seen(text).headings.count("Summary") == 2 and "Before and after" not in text
+        headings = Seen(html(gather(paths)).decode()).headings
+        assert headings.count("Summary") == 2 and "Before and after" not in headings
 
 
 def test_the_reports_of_a_folder_are_in_the_order_of_their_times(tmp_path: Path) -> None:

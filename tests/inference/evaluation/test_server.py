@@ -598,7 +598,7 @@ def test_later_turns_follow_on_the_servers_reply(
         ({"probe": [1, 2]}, {}, "with another tokenizer than --target's"),
         ({}, {"concurrency": "0"}, "--concurrency must be at least 1"),
         ({}, {"concurrency": "many"}, "--concurrency takes numbers"),
-        ({}, {"batch_sizes": "1,2"}, "takes --concurrency 1,8,32 in place of batch sizes"),
+        ({}, {"batch_size": "1,2"}, "takes --concurrency 1,8,32 in place of batch sizes"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_writes_nothing(

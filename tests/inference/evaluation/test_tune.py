@@ -117,7 +117,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sweep = [
         "--temperatures",
         "1",
-        "--batch-sizes",
+        "--batch-size",
         "2",
         "--drafter",
         MEDUSA,
@@ -164,7 +164,7 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     more = [
         "--temperatures",
         "1",
-        "--batch-sizes",
+        "--batch-size",
         "2",
         "--no-baselines",
         "--repeats",
@@ -432,7 +432,7 @@ def test_a_profile_of_another_target_or_machine_is_refused(
         ),
         ({"drafter": ["ngram", "ngram:length=3"]}, "a drafter is named twice"),
         ({"out": "."}, "it is a folder"),
-        ({"batch_sizes": "0"}, "must be at least 1"),
+        ({"batch_size": "0"}, "must be at least 1"),
         ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     write_prompts(prompts, 4)
     done = run_cli(
         "tune", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", "ngram",
-        "--prompts", str(prompts), "--temperatures", "0", "--batch-sizes", "1",
+        "--prompts", str(prompts), "--temperatures", "0", "--batch-size", "1",
         "--budget", "0.1", "--out", str(profile),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

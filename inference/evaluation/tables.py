@@ -1,0 +1,257 @@
+"""Tables of figures: the same rows and texts in the terminal, in Markdown and on the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Group
+from rich.text import Text
+
+from ..console import plain_table
+from .remarks import fastest
+from .results import (
+    NOTHING,
+    SHOWN,
+    DrafterFigures,
+    Report,
+    SettingFigures,
+    by_depth,
+    caption,
+    factor,
+    identical,
+    interval_text,
+    with_interval,
+    written,
+)
+
+UNNAMED = "(none)"  # the category of prompts that have none
+MOST = 8  # columns of a table, unless a reader asks for all
+LONGEST_NAME = 30  # longer names are folded in the terminal
+ACCEPTED = f"accepted 1-{SHOWN}"
+IMPORTANT = (
+    "drafter", "speed-up", "tau", "replies equal to plain decoding's", "tau, 95% interval",
+    "speed-up, 95% interval", "tokens a second", "drafted tokens a round",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows and columns; the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: Collection[int] = ()
+    """Numbers of the rows that are set in bold, from 0."""
+    switches: Sequence[str] = ()
+    """Columns of few values, by which a reader of the page can choose rows."""
+    important: Sequence[str] = ()
+    """Columns that stay in a table of `MOST`, those of most weight first; further ones follow in
+    their order."""
+
+    @property
+    def few(self) -> list[int]:
+        """Places of the `MOST` most important columns, in their order."""
+        others = (column for column in self.columns if column not in self.important)
+        ranked = [*self.important, *others][:MOST]
+        return [place for place, column in enumerate(self.columns) if column in ranked]
+
+    def of(self, places: Sequence[int], title: str) -> Table:
+        """Return the table with the columns at `places`."""
+        rows = [[row[place] for place in places] for row in self.rows]
+        return replace(self, title=title, columns=[self.columns[i] for i in places], rows=rows)
+
+    def split(self, most: int = MOST) -> list[Table]:
+        """Return tables of at most `most` columns that together have all; each has the first."""
+        tables = []
+        for start in range(1, len(self.columns), most - 1):
+            places = [0, *range(start, min(start + most - 1, len(self.columns)))]
+            tables.append(self.of(places, self.title + ", further columns" * (start > 1)))
+        return tables
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, its title in bold above it."""
+
+        def line(cells: Sequence[str]) -> str:
+            return "| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+        separator = "| --- |" + " ---: |" * (len(self.columns) - 1)
+        lines = [f"**{_one_line(self.title)}**", "", line(self.columns), separator]
+        return "\n".join([*lines, *map(line, self.rows)]) + "\n"
+
+    def terminal(self) -> Group:
+        """Return the table as rich prints it, its title above it."""
+        table = plain_table(None)
+        table.add_column(self.columns[0], overflow="fold", max_width=LONGEST_NAME)
+        for column in self.columns[1:]:
+            table.add_column(
+                column, justify="right", overflow="fold", min_width=min(len(column), 10)
+            )
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        # a title of rich's own would be folded to the width of the table
+        return Group(Text(self.title, "italic"), table)
+
+
+def table_of(
+    title: str,
+    rows: Sequence[Mapping[str, str]],
+    best: Collection[int] = (),
+    switches: Sequence[str] = (),
+    important: Sequence[str] = (),
+) -> Table:
+    """Return the table of `rows`, at least one, each with its texts by the same columns."""
+    cells = [list(row.values()) for row in rows]
+    return Table(title, list(rows[0]), cells, best, switches, important)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def summary(report: Report) -> Table:
+    """Return the table of all settings, with a row for each setting and each way of decoding.
+
+    The fastest drafter of each setting is in bold. A setting that is lossy says so.
+    """
+    rows, best = [], []
+    for setting in report.settings:
+        winner = fastest(setting)
+        for name, figures in setting.drafters.items():
+            if name == winner:
+                best.append(len(rows))
+            rows.append(cells_of(setting, name, figures, report.drafter_bytes.get(name)))
+    title = caption(*report.settings) if len(report.settings) == 1 else "Every setting"
+    if len(report.settings) > 1 and any(not setting.lossless for setting in report.settings):
+        title += ", LOSSY typical acceptance"
+    switches = ("temperature", "batch size")
+    # what is the same in all rows is above the charts already
+    differing = [column for column in switches if len({row[column] for row in rows}) > 1]
+    important = (*IMPORTANT[:2], *differing, *IMPORTANT[2:])
+    return table_of(title, rows, best=best, switches=switches, important=important)
+
+
+def cells_of(
+    setting: SettingFigures, name: str, s: DrafterFigures, weights: int | None = None
+) -> dict[str, str]:
+    """Return the row of one way of decoding; `weights` are the drafter's own, in bytes."""
+    # without drafts tau is 1 by definition, and there is nothing to accept
+    drafts = bool(s.mean_n_draft)
+    ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
+    own_speedup = None if name == "plain" else s.speedup_ci95
+    return {
+        "drafter": name,
+        "speed-up": factor(s.speedup),
+        "temperature": f"{setting.temperature:g}",
+        "batch size": str(setting.batch),
+        "tau": written(s.tau_incl_bonus),
+        "replies equal to plain decoding's": identical(s.equal_to_ar, s.requests),
+        "tau, 95% interval": (interval_text(s.tau_ci95) if drafts else "") or NOTHING,
+        "speed-up, 95% interval": interval_text(own_speedup) or NOTHING,
+        "tokens a second": written(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
+        "drafted tokens a round": written(s.mean_n_draft if drafts else None, ".1f"),
+        "share of them accepted": written(s.accept_rate if drafts else None),
+        ACCEPTED: by_depth(s.survival),
+        "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
+        "time per later token, median, ms": written(tpot.get("p50"), ".2f", 1000),
+        "95th percentile of that, ms": written(tpot.get("p95"), ".2f", 1000),
+        "size of the drafter": size(weights),
+        "tau if no reply stopped inside a round": written(s.tau_untruncated),
+        "loops": written(s.loop_share, ".0%"),
+    }
+
+
+def size(count: int | None) -> str:
+    """Return a number of bytes in B, kB, MB or GB (powers of 1000); a dash for none."""
+    if not count:
+        return NOTHING
+    unit = min(int(math.log10(count)) // 3, 3)
+    return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
+
+
+def served(report: Report) -> Table | None:
+    """Return the table of a live server, with a row for each temperature and concurrency.
+
+    `None` is returned if no server was measured. Its figures are defined in
+    docs/metrics.md#servers-counters.
+    """
+    if (server := report.server) is None or not server.settings:
+        return None
+    rows = []
+    for s in server.settings:
+        ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
+        rows.append({
+            "setting": f"T = {s.temperature:g}, {s.concurrency} at once",
+            "tau": written(s.tau_incl_bonus),
+            "tau, steps without a draft counted": written(s.tau_emitted),
+            ACCEPTED: by_depth(s.survival),
+            "share of drafted tokens accepted": written(s.accept_rate),
+            "tokens a second": written(s.tokens_s, ".0f"),
+            "time to first token, median, ms": written(ttft.get("p50"), ".1f", 1000),
+            "95th percentile of that, ms": written(ttft.get("p95"), ".1f", 1000),
+            "time per later token, median, ms": written(tpot.get("p50"), ".1f", 1000),
+            "95th percentile of that one, ms": written(tpot.get("p95"), ".1f", 1000),
+            "replies equal to plain decoding's": identical(s.equal_to_plain, s.compared),
+        })  # fmt: skip
+    important = (
+        "setting", "tau", "tokens a second", "replies equal to plain decoding's", ACCEPTED,
+        "time to first token, median, ms", "time per later token, median, ms",
+        "share of drafted tokens accepted",
+    )  # fmt: skip
+    return table_of(server.title, rows, important=important)
+
+
+def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> list[Table]:
+    """Return tables of tau by category (rows) and drafter (columns); none for one category.
+
+    Settings that differ in their batch size only and have the same figures share a table.
+    """
+    groups: dict[tuple[float, bool, str], tuple[list[SettingFigures], Table]] = {}
+    for setting in settings:
+        by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
+        names = sorted({category for by in by_drafter.values() for category in by})
+        rows = []
+        for category in names:
+            cells = {"category": category or UNNAMED}
+            for name, by in by_drafter.items():
+                # a drafter whose replies had no round has no tau in that category
+                of_one = by.get(category)
+                tau, pair = (of_one.tau_incl_bonus, of_one.tau_ci95) if of_one else (None, None)
+                cells[name] = with_interval(tau, pair if intervals else None)
+            rows.append(cells)
+        if rows:
+            key = setting.temperature, setting.lossless, repr(rows)
+            groups.setdefault(key, ([], table_of("", rows)))[0].append(setting)
+    return [
+        replace(table, title=f"Tau by category, {caption(*group)}")
+        for group, table in groups.values()
+    ]
+
+
+def remarks_of(report: Report) -> list[str]:
+    """Return what a reader of the table of settings needs besides: warnings, gains, near-ties."""
+    lines = []
+    for setting in report.settings:
+        for name, figures in setting.drafters.items():
+            where = f"{caption(setting)}, {name}"
+            lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
+            if figures.untuned is not None:
+                lines.append(f"{where}: {over_untuned(figures)}.")
+            if (gap := figures.largest_gap) is not None:
+                lines.append(
+                    f"{where}: where a reply first differs, the target's two best logits are at "
+                    f"most {gap:.2g} apart."
+                )
+    return lines
+
+
+def over_untuned(figures: DrafterFigures) -> str:
+    """Return what a tuned drafter gains over the same one without the profile, in words."""
+    if figures.gain_over_default == 1:
+        return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
+    interval = interval_text(figures.gain_ci95, " (95%: {:.2f} to {:.2f})")
+    return (
+        f"{factor(figures.gain_over_default)}{interval} the tokens per second of {figures.untuned}"
+    )

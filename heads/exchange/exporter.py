@@ -1,6 +1,6 @@
 """Export of an artifact: an engine's files are written aside, checked, then renamed into place.
 
-The export also needs to load an artifact without its target, and to cut its draft vocabulary.
+The export also needs to load an artifact without its target.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
-from ..embedding_and_head import usual_scale
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
-from ..fingerprint import Fingerprint, tokenizer_hash
+from ..fingerprint import tokenizer_hash
 from ..layout import dtype_name, place
 from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
 from .engines import ENGINES
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
-from .exports import facts_of, recipe_for, titles
+from .exports import facts_of, recipe_for
 from .selfcheck import check_export, check_name, stand_in_for
 
 CARD = "README.md"
@@ -65,7 +63,7 @@ def export(
         artifact = with_vocabulary_of_target(artifact)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout_for(facts)
-    if facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head:
+    if facts.kind == "eagle3" and needs_target_head(request.engine, artifact):
         artifact = with_own_head(artifact, head, request.engine)
     drafter = artifact.drafter
     written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
@@ -95,6 +93,14 @@ def export(
             card(artifact, request, written.serve, written.notes, licence, measured)
         )
     return written
+
+
+def needs_target_head(engine: str, artifact: Artifact) -> bool:
+    """Return true if the files for `engine` hold rows of the target's output matrix."""
+    facts = facts_of(artifact)
+    layout = recipe_for(engine, artifact).layout_for(facts)
+    shared = facts.kind == "eagle3" and facts.shape.shared_head
+    return layout.stores_target_head or (shared and not layout.has_target_head)
 
 
 def files_for(
@@ -183,31 +189,22 @@ def load_alone(directory: str | Path) -> Artifact:
         )
     document = read_own_file(directory)
     trained_for = document.target
-    # An export says which engines scale embeddings as the target does; older files do not say it.
-    scale = document.embedding_scale
-    if scale is None:
-        scale = usual_scale(trained_for.model_type, trained_for.hidden_size)
-    embedding_and_head = replace(stand_in_for(trained_for).embedding_and_head, scale=scale)
+    stand_in = stand_in_for(trained_for).embedding_and_head
+    embedding_and_head = replace(stand_in, scale=document.embedding_scale or 1.0)
     if drafter_class(document.method) is DraftModel:
         # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.
-        tokenizer = _own_tokenizer(directory, trained_for)
+        with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
+            tokenizer = read_tokenizer(directory)
+        if tokenizer_hash(tokenizer) != trained_for.tokenizer_hash:
+            raise UserError(
+                f"the tokenizer in {directory} is not the target's that it was trained for; save "
+                "the drafter again"
+            )
         embedding_and_head = replace(embedding_and_head, tokenizer=tokenizer)
     artifact = Artifact.load(directory, trained_for, embedding_and_head)
     place(artifact.drafter, torch.device("cpu"), getattr(torch, document.dtype))
     return artifact
-
-
-def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
-    """Return the tokenizer in a draft model's folder. Raises `UserError` if not the target's."""
-    with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
-        tokenizer = read_tokenizer(directory)
-    if tokenizer_hash(tokenizer) != target.tokenizer_hash:
-        raise UserError(
-            f"the tokenizer in {directory} is not the target's that it was trained for; save the "
-            "drafter again"
-        )
-    return tokenizer
 
 
 @torch.no_grad()
@@ -230,56 +227,3 @@ def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artif
     place(owner, weight.device, weight.dtype)
     owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
     return replace(artifact, drafter=owner.eval().requires_grad_(False))
-
-
-HEADS_BY_TOKEN = {"eagle3": "lm_head.weight", "dflash": None, "dspark": "transition_out.weight"}
-"""Kinds that can have a draft vocabulary, and which of their tensors has a row for each token,
-unless they share the target's head."""
-
-
-@torch.no_grad()
-def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact:
-    """Return an artifact whose draft vocabulary is `ids` `[Vd]`, ascending.
-
-    `counts` `[V]` says how often the target wrote each token; the share that `ids` cover is noted.
-    Raises `UserError` if its kind has none, or it cannot draft some of these tokens already.
-    """
-    drafter, kind = artifact.drafter, artifact.drafter.kind
-    if kind not in HEADS_BY_TOKEN:
-        raise UserError(
-            f"only {titles(HEADS_BY_TOKEN, 'and')} have a vocabulary to make smaller, not {kind}"
-        )
-    current_ids = drafter.draft_vocab_ids
-    # A full vocabulary: every token's row is at its own id.
-    if current_ids is None:
-        current_ids = torch.arange(drafter.shape.vocab_size)
-    # Rows of the present head by target id. An id above the largest would get an index past the
-    # end: it is clamped to the last row, and the comparison below refuses it.
-    rows = torch.searchsorted(current_ids, ids.clamp(max=int(current_ids[-1])))
-    if not torch.equal(current_ids[rows], ids):
-        raise UserError(
-            "the drafter's vocabulary is smaller already, and lacks some of these tokens; ask for "
-            "fewer"
-        )
-    if len(ids) == len(current_ids):
-        return artifact
-    smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
-    smaller = type(drafter)(smaller_shape, drafter.embedding_and_head)
-    state = dict(drafter.state_dict())
-    if (by_token := HEADS_BY_TOKEN[kind]) in state:
-        state[by_token] = state[by_token][rows]
-    # The maps depend on the vocabulary and are made again; a drafter of the whole one has none.
-    smaller.set_maps(ids)
-    state |= smaller.maps()
-    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
-    place(smaller, drafter.fc.weight.device, drafter.fc.weight.dtype)
-    smaller.load_state_dict(state)
-    coverage = float(counts[ids].sum() / counts.sum())
-    smaller.check()
-    pruned = {"draft_vocab_size": len(ids), "coverage": coverage}
-    return Artifact(
-        smaller.eval().requires_grad_(False),
-        artifact.fingerprint,
-        artifact.calibration,
-        artifact.provenance | {"pruned": pruned},
-    )

@@ -5,7 +5,6 @@ docs/checkpoint-formats.md#what-each-engine-reads
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ..artifact import Artifact
@@ -88,43 +87,6 @@ def sentences(facts: DrafterFacts) -> list[str]:
     ]
 
 
-def limits_table() -> str:
-    """Return what engines refuse, as the Markdown table of docs/reference/engines.md.
-
-    What a sentence takes from a drafter is left open.
-    """
-    engines_of: dict[tuple[str, str], list[str]] = {}
-    for name, engine in ENGINES.items():
-        kinds_of: dict[str, list[str]] = {}
-        for kind, recipe in engine.recipes.items():
-            for limit in recipe.limits:
-                text = re.sub(r"\{[^}]*\}", "..", getattr(limit, "text", ""))
-                kinds_of.setdefault(text, []).append(TITLES[kind])
-        for text, kinds in kinds_of.items():
-            engines_of.setdefault((text, ", ".join(sorted(kinds))), []).append(name)
-    rows = [
-        f"| {text} | {kinds} | {', '.join(names)} |"
-        for (text, kinds), names in sorted(engines_of.items())
-    ]
-    return "\n".join(["| refused, because | drafters | by |", "|---|---|---|", *rows])
-
-
-def targets_table() -> str:
-    """Return for which families engines take no drafter: a table of docs/reference/engines.md."""
-    kinds_of: dict[tuple[str, str], list[str]] = {}
-    for engine in ENGINES.values():
-        for kind, recipe in engine.recipes.items():
-            if (listed := recipe.targets) is not None:
-                names = sorted(n for n in listed.missing if not n.endswith("_text"))
-                key = listed.version, ", ".join(names)
-                kinds_of.setdefault(key, []).append(TITLES[kind])
-    rows = [
-        f"| {version} | {', '.join(dict.fromkeys(kinds))} | {names} |"
-        for (version, names), kinds in kinds_of.items()
-    ]
-    return "\n".join(["| engine | drafters | not for targets of |", "|---|---|---|", *rows])
-
-
 def takers(facts: DrafterFacts) -> list[str]:
     """Return the names of the engines that can serve this drafter."""
     # Each is asked for an obstacle, because a kind that it takes may have a shape that it cannot
@@ -134,10 +96,3 @@ def takers(facts: DrafterFacts) -> list[str]:
         for name, engine in ENGINES.items()
         if facts.kind in engine.recipes and engine.obstacle(facts) is None
     ]
-
-
-def also_read_by(engine: str, artifact: Artifact) -> list[str]:
-    """Return the names of the other engines that read the very same files."""
-    facts = facts_of(artifact)
-    layouts = {name: ENGINES[name].recipes[facts.kind].layout_for(facts) for name in takers(facts)}
-    return [name for name in layouts if name != engine and layouts[name] is layouts[engine]]

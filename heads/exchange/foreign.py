@@ -189,7 +189,7 @@ class Checkpoint:
         if not fit or sorted(set(taps)) != taps:
             raise UserError(
                 f"taps {taps} must be ascending, distinct and between {least} and {most}; say "
-                "--taps"
+                "--set taps=.."
             )
         fc = self.tensors.get("fc.weight")
         if fc is not None and fc.shape[1] != len(taps) * width:
@@ -316,7 +316,7 @@ def drop_embedding(found: Checkpoint) -> None:
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
-    remedy = ", or say --target-embedding to use the target's all the same"
+    remedy = ", or say --set embedding=target to use the target's all the same"
     same_matrix(found, name, embedding, found.target.embedding, remedy)
 
 

@@ -284,8 +284,8 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if declared:
         raise UserError(
             f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
-            "before lm_head that all heads have; say --norm-output if drafts recycle the normed "
-            "state (EAGLE-3.1), --no-norm-output if not; else evaluate both ways"
+            "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
+            "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
     # Where that older key was false, SpecForge trained the head without the final norm, whose
     # weights stayed at one.
@@ -315,7 +315,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
-            "false and vLLM's true; say --norm-before-residual or --no-norm-before-residual"
+            "false and vLLM's true; say --set norm_before_residual=true or =false"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
@@ -400,8 +400,7 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
         return list(usual or [])
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
-        f"SpecForge and SGLang, {nested} for vLLM; say which with --taps '{shifted}' or --taps "
-        f"'{nested}'"
+        f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
     )
 
 
@@ -416,7 +415,8 @@ def _counted_from_0(
     if top not in (None, taps) or nested not in (None, taps, layers):
         raise UserError(
             f"{found.path} says {LAYER_IDS} {layers}, which are hidden states {taps}, and "
-            f"{EAGLE_TAPS} {top if top not in (None, taps) else nested}; say which with --taps"
+            f"{EAGLE_TAPS} {top if top not in (None, taps) else nested}; say which with --set "
+            "taps=.."
         )
     return taps
 

@@ -224,7 +224,8 @@ def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:
     taps = None if layers is None else [layer + 1 for layer in layers]
     if taps is None and states is None:
         raise UserError(
-            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --taps"
+            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --set "
+            "taps=.."
         )
     if taps is not None and states is not None and taps != states:
         raise UserError(

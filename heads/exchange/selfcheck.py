@@ -10,32 +10,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce, singledispatch
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..artifact import Artifact
-from ..dflash import DFlashDrafter
 from ..draft_model import DraftModel
-from ..dspark import DSparkDrafter
-from ..eagle import EagleDrafter
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject, read_json
 from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
-from ..medusa import MedusaHeads
 from .engines import ENGINES
 from .engines.engine import FileLayout
 from .foreign import Answers, TargetParts
 from .public import read_public
 
-# Attributes in which drafters keep functions of their target.
-BORROWED = ("embedding_and_head",)
 LENGTH = 12  # positions of the forward pass that is compared
 
 
@@ -136,124 +129,32 @@ def stand_in_for(target: Fingerprint) -> TargetParts:
 def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
     """Raise `UserError` unless both have equal tensors, bit for bit, and compute equal logits.
 
-    `loaded` was read back; `live` is the drafter before it was cast to `dtype`. The logits are
-    those of one forward pass in float32.
+    `loaded` was read back; `live` is the drafter before it was cast to `dtype`. Two drafters of one
+    class with equal facts and tensors compute the same; a draft model's facts are transformers'
+    config, so the logits of one forward pass in float32 are compared.
     """
-    # The memo of `deepcopy` makes it keep the target's parts as they are: they may be large, and
-    # are replaced below.
-    borrowed = [vars(live).get(name) for name in BORROWED]
-    as_stored = copy.deepcopy(live, {id(value): value for value in borrowed})
-    place(as_stored, torch.device("cpu"), dtype)
-    live_state, loaded_state = dict(as_stored.state_dict()), dict(loaded.state_dict())
+    live_state, loaded_state = live.state_dict(), loaded.state_dict()
     if live_state.keys() != loaded_state.keys():
         _fail(f"{sorted(live_state.keys() ^ loaded_state.keys())[0]} is missing or surplus")
     for name, tensor in live_state.items():
-        if tensor.to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
+        if tensor.cpu().to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
             _fail(f"{name} reads back as other numbers")
-    # Both get the same stand-ins for the target's parts, so any difference is the drafter's own.
-    for name in BORROWED:
-        if name in vars(loaded):
-            vars(as_stored)[name] = vars(loaded)[name]
-    for module in (as_stored, loaded):
-        place(module, torch.device("cpu"), torch.float32)
-    if not torch.equal(outputs(as_stored), outputs(loaded)):
-        _fail("the drafter and what reads back compute different logits")
+    if isinstance(live, DraftModel):
+        as_stored = copy.deepcopy(live)
+        place(as_stored, torch.device("cpu"), dtype)
+        for module in (as_stored, loaded):
+            place(module, torch.device("cpu"), torch.float32)
+        if not torch.equal(outputs(as_stored), outputs(loaded)):
+            _fail("the drafter and what reads back compute different logits")
 
 
-@singledispatch
-def outputs(drafter: Any) -> Tensor:
-    """Return the drafter's logits of `LENGTH` random inputs, the same in every call."""
-    raise NotImplementedError(f"no forward pass of {type(drafter).__name__} is compared")
-
-
-def _seeded() -> torch.Generator:
-    """Return a generator of its own, so that the caller's random state is not changed."""
-    return torch.Generator().manual_seed(0)
-
-
-def _attended(queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool) -> Tensor:
-    """Return what attention functions of `layers.Attend` return, for all keys that they see."""
-    queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-    attended = functional.scaled_dot_product_attention(
-        queries, keys, values, is_causal=is_causal, enable_gqa=True
-    )
-    return attended.transpose(1, 2).flatten(2)
-
-
-@outputs.register
-def _(drafter: MedusaHeads) -> Tensor:
-    return drafter(torch.randn(1, LENGTH, drafter.hidden_size, generator=_seeded()))
-
-
-@outputs.register
-def _(drafter: DraftModel) -> Tensor:
-    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=_seeded())
+def outputs(drafter: DraftModel) -> Tensor:
+    """Return a draft model's logits of `LENGTH` random inputs, the same in every call."""
+    # A generator of its own leaves the caller's random state as it is.
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=generator)
     # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
     return drafter.model(ids, use_cache=False).logits
-
-
-@outputs.register
-def _(drafter: EagleDrafter) -> Tensor:
-    """The logits are those of a second step on its own states, so the recycled state is compared
-    too."""
-    generator, shape = _seeded(), drafter.shape
-    ids = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=generator)
-    *taps, last = (
-        torch.randn(1, LENGTH, shape.target_hidden_size, generator=generator)
-        for _ in range(len(drafter.taps) + 1)
-    )
-    state, positions = drafter.fuse(tuple(taps), last), torch.arange(LENGTH)[None]
-
-    def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _attended(queries, keys, values, is_causal=True)
-
-    # The first step reads fused features, the second the drafter's own state one position on.
-    for step in range(2):
-        output = drafter.advance(
-            drafter.token_part(ids), state, drafter.rotary(positions + step), attend
-        )
-        state = drafter.recycled(output)
-    return drafter.logits(output)
-
-
-def _block_state(drafter: DFlashDrafter) -> Tensor:
-    """Return the layers' output `[1, slots, H]` for a block after `LENGTH - 1` positions."""
-    generator, shape, context_size = _seeded(), drafter.shape, LENGTH - 1
-    ids = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=generator)
-    # The context ends before the anchor, on which the target was not run yet.
-    taps = tuple(
-        torch.randn(1, context_size, shape.hidden_size, generator=generator) for _ in drafter.taps
-    )
-    context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(context_size)[None]))
-    rotary = drafter.rotary(torch.arange(context_size, context_size + shape.block_size)[None])
-
-    def attend(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        context_keys, context_values = context[layer]
-        keys = torch.cat([context_keys, keys], dim=1)
-        values = torch.cat([context_values, values], dim=1)
-        # No mask: a slot sees all of the context and all slots of its block.
-        return _attended(queries, keys, values, is_causal=False)
-
-    state = drafter.embed(ids[:, -1:])
-    for layer in range(shape.num_layers):
-        state = drafter.layer(layer, state, rotary, attend)
-    return state
-
-
-@outputs.register
-def _(drafter: DFlashDrafter) -> Tensor:
-    return drafter.base_logits(_block_state(drafter))
-
-
-@outputs.register
-def _(drafter: DSparkDrafter) -> Tensor:
-    """The logits are joined, on the last axis, with what the transition adds for arbitrary tokens
-    and with the logit of the confidence."""
-    state = _block_state(drafter)
-    # The token before each draft: any will do.
-    tokens = torch.arange(drafter.shape.block_size)[None] % drafter.shape.vocab_size
-    confidence = drafter.confidence(drafter.state(state, tokens))[..., None]
-    return torch.cat([drafter.base_logits(state), drafter.transition(tokens), confidence], dim=-1)
 
 
 def _check_taps(config: JsonObject, drafter: Any, layout: FileLayout) -> None:

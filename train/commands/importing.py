@@ -35,17 +35,11 @@ def run(options: Options) -> None:
 
     Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
     """
+    answers = answers_of(options)
     check_output_folder(options.out, "--out", replaced=True)
     folder = fetched(options.from_, READ, "checkpoint")
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")
-    answers = Answers(
-        options.taps,
-        options.norm_output,
-        options.norm_before_residual,
-        options.target_embedding,
-        options.allow_added_tokens,
-    )
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():
@@ -60,7 +54,11 @@ def run(options: Options) -> None:
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
-        public, artifact = exported(folder, target, answers, own_file)
+        if options.set:
+            raise UserError(
+                f"{folder} is an export of draftsmith and leaves nothing open; leave out --set"
+            )
+        public, artifact = exported(folder, target, own_file)
     artifact.save(options.out, public.dtype)
     for note in public.notes:
         print(f"taken for granted: {note}")
@@ -69,6 +67,29 @@ def run(options: Options) -> None:
         f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts "
         "HELD_OUT.jsonl"
     )
+
+
+def answers_of(options: Options) -> Answers:
+    """Return the answers of `--set` as the reader takes them. Raises `UserError`."""
+    answers = Answers(allow_added_tokens=options.allow_added_tokens)
+    flags = {"true": True, "false": False}
+    for word in options.set:
+        key, _, value = word.partition("=")
+        numbers = value.strip("[]").replace(" ", "").split(",")
+        if key == "taps" and all(number.isdecimal() for number in numbers):
+            answers.taps = [int(number) for number in numbers]
+        elif key == "norm_output" and value in flags:
+            answers.norm_output = flags[value]
+        elif key == "norm_before_residual" and value in flags:
+            answers.norm_before_residual = flags[value]
+        elif (key, value) == ("embedding", "target"):
+            answers.target_embedding = True
+        else:
+            raise UserError(
+                f"--set {word} is not understood; it takes taps=2,16,29 (numbers with commas "
+                "between them), norm_output=true, norm_before_residual=true, or embedding=target"
+            )
+    return answers
 
 
 def foreign(
@@ -91,9 +112,7 @@ def foreign(
     return public, Artifact(public.drafter, target.fingerprint(), {}, facts)
 
 
-def exported(
-    folder: Path, target: StoredTarget, answers: Answers, own: OwnFile
-) -> tuple[ImportedDrafter, Artifact]:
+def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[ImportedDrafter, Artifact]:
     """Return the contents of an export that draftsmith wrote, and the drafter that was exported.
 
     Everything in it has to be as it was written: its files' checksums, and the method, shape and
@@ -101,11 +120,6 @@ def exported(
     target other than the drafter's.
     """
     assert own.export is not None
-    if answers != Answers(allow_added_tokens=answers.allow_added_tokens):
-        raise UserError(
-            f"{folder} is an export of draftsmith and leaves nothing open; leave out --taps and "
-            "its like"
-        )
     drafter_type = drafter_class(own.method)
     added = check_target(
         own.target,

@@ -32,9 +32,6 @@ class ExportRequest:
     """Drafts of a round in the serve command."""
     dtype: torch.dtype
     """Type in which floating tensors are stored."""
-    by_load: tuple[tuple[int, int, int], ...] = ()
-    """Drafts of a round by the number of requests at once: the first number, the last, and the
-    drafts. Empty: always `drafts`."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,8 @@ class FileLayout:
     there: 0 for indices of hidden states, -1 for layers from 0."""
     has_target_head: bool = False
     """True if its readers know the target's head, as draftsmith does: files need no copy of it."""
+    stores_target_head: bool = False
+    """True if the target's output matrix is among the tensors."""
 
 
 def _with_output_biases(files: NativeFiles) -> Files:
@@ -142,18 +141,16 @@ def described(text: str) -> Callable[[Remark], Remark]:
 
 @dataclass(frozen=True)
 class TargetList:
-    """Families of targets for which an engine has a kind of drafters, by transformers' model type.
+    """Families of targets, by transformers' model type, for which an engine has no such drafters.
 
-    An engine that lacks one says so when it starts, and a later version may have it: an export is
-    not refused.
+    The engine says so when it starts, and a later version may have them: an export is not refused.
     """
 
     version: str
     """Version of the engine whose source was read."""
-    taken: frozenset[str]
     missing: frozenset[str]
 
-    def refused(self, facts: DrafterFacts) -> str | None:
+    def __call__(self, facts: DrafterFacts) -> str | None:
         """Return a sentence if that version has no such drafters for this target."""
         if facts.family not in self.missing:
             return None
@@ -161,16 +158,6 @@ class TargetList:
             f"{self.version} takes no such drafter for a {facts.family} target, which it says when "
             "it starts; see if your version does."
         )
-
-    def __call__(self, facts: DrafterFacts) -> str | None:
-        """Return the remark on the target's family; None where the engine takes it."""
-        if facts.family in self.taken:
-            return None
-        unknown = (
-            f"It was not checked whether {self.version} takes such a drafter for a {facts.family} "
-            "target."
-        )
-        return self.refused(facts) or unknown
 
 
 def families(*names: str) -> frozenset[str]:
@@ -188,7 +175,7 @@ class Recipe:
     notes: tuple[str | Remark, ...] = ()
     """Remarks for the user."""
     targets: TargetList | None = None
-    """Families that it takes; None: any, or an engine that has no list."""
+    """Families that it does not take; None: it has no list of families."""
     limits: tuple[Remark, ...] = ()
     """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
     otherwise, counts as one that it cannot serve."""
@@ -258,8 +245,6 @@ class ServingEngine:
     """True if it decodes in the user's own process, and nothing is served."""
     card_tags: tuple[str, ...] = ()
     """Tags of an export's card, by which the hub finds it."""
-    takes_by_load: bool = False
-    """True if its number of drafts can follow the number of requests."""
     like: Like | None = None
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None

@@ -74,16 +74,12 @@ BLOCK = (
 TARGETS = TargetList(
     "llama.cpp of 2026-11",
     families(
-        "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe gemma4 gpt_oss",
-        "nemotron_h lfm2 lfm2_moe hunyuan_v1_dense minimax minimax_m2",
-    ),
-    families(
         "gemma gemma2 gemma3 gemma3n qwen2 qwen2_moe phi3 granite granitemoe olmo olmo2 olmo3",
         "olmoe cohere cohere2 glm glm4 glm4_moe smollm3 starcoder2 mistral3 ministral3 exaone4",
     ),
 )
-"""Architectures whose graph keeps the inputs of layers, which all these drafters need; it ends at
-the first draft of another."""
+"""Architectures whose graph does not keep the inputs of layers, which all these drafters need; it
+ends at the first draft."""
 
 
 class LlamacppDefaults(Struct, frozen=True):

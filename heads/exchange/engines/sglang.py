@@ -122,34 +122,20 @@ NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES, PARTIAL)
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY, PARTIAL)
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, *READS)
 VERSION = "SGLang 0.5.23"
-QWEN3 = "qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_5 qwen3_5_moe"
 OTHERS = "granite cohere cohere2 olmo olmo2 olmo3 gemma gemma2 mixtral minicpm"
 EAGLE3_TARGETS = TargetList(
     VERSION,
-    families(
-        "apertus deepseek_v2 deepseek_v3 deepseek_v32 gemma3 gemma4 glm4_moe glm4_moe_lite",
-        "glm_moe_dsa gpt_oss llama llama4 minimax_m2 ministral3 mistral phi3 qwen2 qwen2_moe",
-        "qwen2_5_vl qwen3_vl_moe",
-        QWEN3,
-    ),
     families(OTHERS, "glm4 stablelm"),
 )
 EAGLE1_TARGETS = TargetList(
     VERSION,
-    families("llama mistral phi3 qwen2 qwen3 gemma3 gemma4 gpt_oss glm4 glm4_moe exaone4 opt"),
     families("granite cohere olmo2 mixtral gemma2 stablelm minicpm"),
 )
 BLOCK_TARGETS = TargetList(
     VERSION,
-    families(
-        "deepseek_v2 deepseek_v3 deepseek_v32 gemma4 glm4_moe_lite glm_moe_dsa gpt_oss lfm2",
-        "lfm2_moe llama llama4 ministral3 mistral nemotron_h phi3",
-        QWEN3,
-    ),
     families(OTHERS, "gemma3 qwen2 qwen2_moe glm4 glm4_moe"),
 )
-"""Classes with the method by which layers are captured, or the head is shared; it raises an error
-for others."""
+"""Classes without the method by which layers are captured, or the head is shared."""
 
 
 def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Settings:

@@ -33,10 +33,6 @@ def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
 
 TARGETS = TargetList(
     "TGI of 2026-01",
-    families(
-        "bloom cohere dbrx deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gpt2 gptj llama mistral",
-        "mixtral gpt_neox phi qwen2 falcon gpt_bigcode starcoder2 mamba mpt opt",
-    ),
     families("qwen3 qwen3_moe olmo olmo2 glm glm4 gpt_oss"),
 )
 ENGINE = ServingEngine(

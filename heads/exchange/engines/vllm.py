@@ -42,18 +42,11 @@ BLOCK = (
 TARGETS = TargetList(
     "vLLM 0.33",
     families(
-        "afmoe apertus deepseek deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 gemma4 glm_moe_dsa",
-        "gpt_oss granite granitemoe granitemoeshared llama llama4 mimo minicpm minicpm3 minimax_m2",
-        "ministral3 mistral mistral3 nemotron_h phi3 qwen2 qwen2_5_vl qwen3 qwen3_moe qwen3_next",
-        "qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe olmo olmo2 olmo3 glm smollm3 starcoder2",
-    ),
-    families(
         "gemma gemma2 gemma3 gemma3n cohere cohere2 mixtral glm4 glm4_moe glm4_moe_lite exaone4",
         "lfm2 nemotron granitemoehybrid olmoe stablelm qwen2_moe phimoe falcon gpt2 opt bloom",
     ),
 )
-"""Classes with `SupportsEagle3`, which all these drafters need; the last line of those taken runs
-on transformers' models."""
+"""Classes without `SupportsEagle3`, which all these drafters need."""
 METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
 """vLLM's names of kinds that it calls otherwise."""
 
@@ -66,8 +59,6 @@ def _serve(method: str, request: ExportRequest, _: Any) -> str:
         "model": request.out,
         "num_speculative_tokens": request.drafts,
     }
-    if request.by_load:  # the last range holds for all larger batches too
-        config["num_speculative_tokens_per_batch_size"] = [list(part) for part in request.by_load]
     speculation = quote(json.dumps(config))
     return f"vllm serve {quote(request.target)} --speculative-config {speculation}"
 
@@ -83,7 +74,7 @@ def _with_head(files: NativeFiles) -> Files:
     return files.config, files.tensors | {"lm_heads.0.weight": matrix.contiguous().clone()}
 
 
-MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head)
+MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head, stores_target_head=True)
 
 
 def guess(path: str, kind: str) -> str | None:
@@ -211,7 +202,6 @@ ENGINE = ServingEngine(
     name="vllm",
     title="vLLM",
     place=0,
-    takes_by_load=True,
     guess=guess,
     recipes={
         "eagle3": Recipe(

@@ -12,9 +12,9 @@ from draftsmith.heads.exchange.engines import ENGINES, limits
 from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine
 from draftsmith.heads.exchange.engines.like import chain
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import TITLES, also_read_by, recipe_for
+from draftsmith.heads.exchange.exports import TITLES, recipe_for
 from draftsmith.inference.evaluation import engines
-from tests.heads.exchange.random_artifacts import eagle, heads, order
+from tests.heads.exchange.random_artifacts import also_read_by, eagle, heads, order
 
 TOY = ServingEngine(
     name="toy",

@@ -290,14 +290,17 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     ),
     (lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc"),
     (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
-    (lambda c, t: c.update(norm_output=True), "--norm-output if drafts recycle.*--no-norm-output"),
+    (
+        lambda c, t: c.update(norm_output=True),
+        "norm_output=true if drafts recycle.*norm_output=false",
+    ),
     (
         lambda c, t: c.update({TAPS_KEY: [2, 4, 6]}),
         r"taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 4\]",
     ),
     (
         lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
-        r"--taps '\[2, 4, 7\]' or",
+        r"hidden states \[2, 4, 7\] for .*say which with --set taps",
     ),
     (lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}), "fed by the last state"),
     (
@@ -309,7 +312,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
         lambda c, t: c.update({TAPS_KEY: [2, 4, 8]}, eagle_config={}),
         r"taps \[2, 4, 8\] include 8, the state after the last layer.* cannot be imported",
     ),
-    (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--target-embedding"),
+    (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--set embedding=target"),
     (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
     (
@@ -347,7 +350,9 @@ def test_answers_close_what_was_open(tmp_path: Path) -> None:
         if key != "norm_before_residual"
     }
     stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    with pytest.raises(UserError, match="default is false and vLLM's true.*--norm-before-residual"):
+    with pytest.raises(
+        UserError, match="default is false and vLLM's true.*norm_before_residual=true"
+    ):
         read(store(tmp_path / "s", config, stored))
     assert read(
         tmp_path / "s", Answers(norm_before_residual=True)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export, files_for
-from draftsmith.heads.exchange.exports import also_read_by, recipe_for
+from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
-from tests.heads.exchange.random_artifacts import TAPS, TARGET, block, order
+from tests.heads.exchange.random_artifacts import TAPS, TARGET, also_read_by, block, order
 from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 
 HEAD = TARGET.head_weight.detach().clone()
@@ -205,7 +205,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         without("target_layer_ids"),
-        "lacks target_layer_ids; say which .* with --taps",
+        "lacks target_layer_ids; say which .* with --set taps",
     ),
     (z_lab, "dflash", without("mask_token_id"), "lacks mask_token_id"),
     (
@@ -318,7 +318,7 @@ REFUSED: list[
         deepspec,
         "dspark",
         lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}),
-        "--target-embedding to use the target's",
+        "--set embedding=target to use the target's",
     ),
 ]
 

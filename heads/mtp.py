@@ -62,7 +62,7 @@ class MtpDrafter(RecyclingDrafter):
     borrows_head = reads_last = True
     document = MtpFile
     resizable = False
-    other_remedy = "put the layer into the new target with draftsmith mtp graft"
+    other_remedy = "put the layer into the new target with draftsmith mtp extract --base"
     read_in_parts = ("fc",)
     shape: MtpShape
 

@@ -15,7 +15,7 @@ from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
 from ...heads.files import check_output_folder, checksum
 from ...inference.drafters import parse_spec, trained_kind
-from ...inference.evaluation.results import NAN, read_measured
+from ...inference.evaluation.results import known, read_measured
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import ExportOptions as Options
 
@@ -116,17 +116,19 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
             # lookup with the drafter is not part of the export.
             if not (name in names or found.spec in specs) or "lookup=" in kind:
                 continue
+            if not known(found.tau_incl_bonus):
+                continue
             # Later settings win: the method's default, the spec's, and those of a profile.
             named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
             chosen = default | named | (found.setting or {})
-            low, high = found.tau_ci95 or (None, None)
+            interval = found.tau_ci95
             row = CardFigures(
                 drafts=kind,
                 chain=chosen["width"] == 1,
                 temperature=setting.temperature,
                 batch=setting.batch,
-                tau=NAN if found.tau_incl_bonus is None else found.tau_incl_bonus,
-                interval=None if low is None or high is None else (low, high),
+                tau=found.tau_incl_bonus,
+                interval=interval if interval is not None and known(interval[0]) else None,
                 survival=tuple(rate for rate in found.survival[:8] if rate is not None),
                 prompts=found.requests,
                 prompt_set=prompts.benchmark.name

@@ -424,7 +424,9 @@ def test_answers_are_given_as_the_help_says(tmp_path: Path, capsys: pytest.Captu
         given = parse(importing.Options, [*words, f"taps={taps}", "--out", "o"], "import")
         assert importing.answers_of(given).taps == [2, 16, 29]
     given = parse(
-        importing.Options, [*words, "norm_output=false", "--set", "embedding=target", "--out", "o"]
+        importing.Options,
+        [*words, "norm_output=false", "--set", "embedding=target", "--out", "o"],
+        "import",
     )
     answers = importing.answers_of(given)
     assert answers.norm_output is False and answers.target_embedding and answers.taps is None
@@ -574,7 +576,7 @@ def as_others_write_it(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("eagle3_plain", {"taps": [2, 4, 7]}),
+        ("eagle3_plain", {"set": ["taps=2,4,7"]}),
         *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
     ],
 )

@@ -8,14 +8,20 @@ from pathlib import Path
 from shlex import quote
 
 import torch
-from safetensors.torch import save_file
 
 from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
-from ....heads.exchange.mtp_checkpoints import is_served, layout_for, layout_in, parted
-from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, fitted, places_in, stitch
-from ....heads.files import JsonObject, check_output_folder, whole_directory
+from ....heads.exchange.mtp import (
+    TYPES,
+    is_served,
+    layout_for,
+    layout_in,
+    parted,
+    places_in,
+    stitch,
+)
+from ....heads.files import JsonObject, check_output_folder
 from ....heads.mtp import MtpDrafter, shape_for
 from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import TensorFacts
@@ -54,7 +60,7 @@ def run(options: Options) -> None:
     if not isinstance(drafter, MtpDrafter):
         raise UserError(
             f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer; name one that "
-            "mtp extract, mtp graft or train mtp wrote"
+            "mtp extract or train mtp wrote"
         )
     shape = drafter.shape
     check_fits(shape.layer, shape_for(MtpConfig(), target.config).layer, options)
@@ -75,12 +81,6 @@ def run(options: Options) -> None:
         dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
     tensors = parted(own, family, list(places))
-    if options.head_only:
-        stored = fitted(tensors, places, checkpoint)
-        with whole_directory(options.out) as aside:
-            save_file(stored, aside / LAYER_FILE, {"format": "pt"})
-        print(f"wrote {len(tensors)} tensors under {family.prefix} to {options.out}")
-        return
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
     print(
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "

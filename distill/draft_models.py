@@ -216,7 +216,7 @@ def _cut(
     small = smaller(config, target, kept)
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
-        _copy_weights(config, target, draft_model, kept)
+        _copy_weights(target, draft_model, kept)
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
@@ -225,14 +225,10 @@ def _cut(
             f"cannot cut a draft model from {target.config.model_type} ({first_line(error)}); give "
             "draft_model.path or draft_model.config"
         ) from error
-    embedding = target.model.get_input_embeddings().weight
-    untied = embedding is not target.model.get_output_embeddings().weight
     # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
     draft_model.to(target.device)
     runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
-    # A model with another embedding does not compute what the target's layers do.
-    if config.head != "tie" or not untied:
-        _check_cut(target, runner, kept)
+    _check_cut(target, runner, kept)
     begin_calibrated(runner, target, texts())
     return draft_model
 
@@ -303,8 +299,6 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     # Zamba2 shares blocks among its hybrid layers in turns; here each has a block of its own.
     if hasattr(small, "num_mem_blocks"):
         small.num_mem_blocks = max(len(small.hybrid_layer_ids), 1)
-    if config.head == "tie":
-        small.tie_word_embeddings = True
     if config.vocab_size is not None:
         if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
             raise UserError(
@@ -319,35 +313,23 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
 
 
 @torch.no_grad()
-def _copy_weights(
-    config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int]
-) -> None:
+def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
     """Copy the weights of the target's layers `kept` into `draft_model`."""
 
-    def copy_cut(tensor: Tensor, name: str, state: dict[str, Tensor]) -> None:
-        whole = state[name].to("cpu", torch.float32)
+    def copy_cut(tensor: Tensor, whole: Tensor) -> None:
         # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
         tensor.copy_(whole[: tensor.shape[0]] if whole.dim() else whole)
 
     prefix, _ = layers_of(target)
-    target_state = dict(target.decoder.state_dict())
-    head = target.model.get_output_embeddings()
-    # A tied model has one matrix for both, and a head matters more than an embedding: the target's
-    # head takes the embedding's place.
-    if config.head == "tie":
-        table = target.model.get_input_embeddings().weight
-        parameters = target.decoder.named_parameters()
-        target_state[next(name for name, value in parameters if value is table)] = head.weight
+    target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     hybrids = getattr(target.config, "hybrid_layer_ids", [])
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, _in_target(name, prefix, kept, hybrids), target_state)
+        copy_cut(tensor, target_state[_in_target(name, prefix, kept, hybrids)])
     draft_model.tie_weights()
-    # A tied head was filled with the embedding.
-    if draft_model.get_output_embeddings().weight is not draft_model.get_input_embeddings().weight:
-        head_state = {f"lm_head.{name}": value for name, value in head.state_dict().items()}
-        for name, tensor in draft_model.get_output_embeddings().state_dict().items():
-            copy_cut(tensor, f"lm_head.{name}", head_state)
+    head_state = target.model.get_output_embeddings().state_dict()
+    for name, tensor in draft_model.get_output_embeddings().state_dict().items():
+        copy_cut(tensor, head_state[name])
 
 
 @torch.no_grad()

@@ -30,8 +30,6 @@ class DraftModelConfig:
     choose: Choice = "even"
     """Cut: rule for choosing that number of layers: evenly spread, half from each end, or by
     importance (1 - cosine between a layer's input and output, on training text)."""
-    head: Literal["copy", "tie"] = "copy"
-    """Cut: copy embedding and head as the target has them, or tie both to the target's head."""
     vocab_size: int | None = None
     """Cut: number of tokens, the first ones, that are kept. The others are never drafted, and
     engines that want equal vocabularies refuse the draft model. Padding rows after the tokenizer's

@@ -295,8 +295,6 @@ class MtpFile(Struct):
 
     layer: JsonObject
     """transformers' configuration of a model of this layer alone."""
-    reads: Literal["normed", "residual"]
-    recycles: Literal["normed", "residual"]
 
 
 class MedusaFile(Struct):

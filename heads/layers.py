@@ -9,6 +9,7 @@ heads, E size of an attention head, V vocabulary.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -187,6 +188,27 @@ class LayeredDrafter(VocabularyMaps, EngineLayout):
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    @classmethod
+    @abstractmethod
+    def shape_from(cls, config: JsonObject) -> Any:
+        """Return the sizes in a `config.json`; `KeyError` if one of its keys is missing."""
+
+    @classmethod
+    def from_serving_config(
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
+    ) -> Any:
+        if embedding_and_head is None:
+            raise UserError(
+                f"a drafter of {cls.method} needs the target's embedding and head; load it "
+                "together with its target"
+            )
+        return cls.of_shape(cls.shape_from(config), embedding_and_head)
+
+    @classmethod
+    def of_shape(cls, shape: Any, lender: EmbeddingAndHead) -> Any:
+        """Return an untrained drafter of these sizes."""
+        return cls(shape, lender)
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}

@@ -30,6 +30,7 @@ from .foreign import (
     ImportedDrafter,
     TargetParts,
     drop_embedding,
+    named_taps,
     same_matrix,
     same_size,
 )
@@ -46,7 +47,6 @@ TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INNER = "eagle_config"  # in which SpecForge and SGLang keep some keys
-LAYER_IDS = "target_layer_ids"
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
 
 
@@ -368,31 +368,19 @@ def _eagle3(
 def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
 
-    `target_layer_ids` holds layers counted from 0. vLLM's key at the top holds indices of hidden
-    states; inside `eagle_config` it holds layers counted from 0 for SpecForge and SGLang, and such
-    indices for vLLM. Where it is alone there, it is read only if one of both readings gives the
-    default taps. Raises `UserError` where it does not, and where keys contradict each other.
+    Where vLLM's key is alone inside `eagle_config`, it holds layers counted from 0 for SpecForge
+    and SGLang, and indices of hidden states for vLLM: it is read only if one of both readings gives
+    the default taps. Raises `UserError` where it does not, and for keys that contradict each other.
     """
-    if found.answers.taps is not None:
-        return found.answers.taps
-    top, nested = found.config.get(EAGLE_TAPS) or None, inner.get(EAGLE_TAPS) or None
-    layers = inner.get(LAYER_IDS) or found.config.get(LAYER_IDS)
-    if layers:
-        return _counted_from_0(found, layers, top, nested)
+    if (taps := named_taps(found, found.config, inner)) is not None:
+        return taps
+    nested = inner.get(EAGLE_TAPS)
+    if nested is None:
+        usual = list(default_taps(found.target.num_layers))
+        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
+        return usual
     # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
-    if top is not None:
-        # Both units are in use inside `eagle_config`: layers from 0, or the same numbers as at the
-        # top.
-        if nested is not None and nested not in ([tap - 1 for tap in top], top):
-            raise UserError(
-                f"{found.path} names taps {top} and, inside eagle_config, {nested}, which is "
-                "neither these nor one less"
-            )
-        return list(top)
-    if nested is None:
-        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
-        return list(usual if usual is not None else default_taps(found.target.num_layers))
     # Example of 28 layers, whose default taps are 2, 14 and 25: 1, 13, 24 are taken for layers and
     # 2, 14, 25 for indices of hidden states. Any other numbers could be either.
     shifted = [layer + 1 for layer in nested]
@@ -402,23 +390,6 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
         f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
     )
-
-
-def _counted_from_0(
-    found: Checkpoint, layers: list[int], top: list[int] | None, nested: list[int] | None
-) -> list[int]:
-    """Return the taps for `target_layer_ids`, as DeepSpec names them: layers counted from 0.
-
-    Raises `UserError` where the other keys, see `_plain_taps`, contradict them.
-    """
-    taps = [layer + 1 for layer in layers]
-    if top not in (None, taps) or nested not in (None, taps, layers):
-        raise UserError(
-            f"{found.path} says {LAYER_IDS} {layers}, which are hidden states {taps}, and "
-            f"{EAGLE_TAPS} {top if top not in (None, taps) else nested}; say which with --set "
-            "taps=.."
-        )
-    return taps
 
 
 def _llama_layers(found: Checkpoint, version: int) -> JsonObject:

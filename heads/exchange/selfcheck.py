@@ -8,9 +8,7 @@ notices. An export is therefore checked before it is renamed to the place where 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from ..artifact import Artifact
 from ..draft_model import DraftModel
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
-from ..files import JsonObject, read_json
 from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
 from .engines import ENGINES
@@ -60,23 +57,8 @@ def check_export(
         target = replace(stand_in, tokenizer=artifact.drafter.tokenizer)
         loaded: Any = DraftModel.load(folder, dtype, target)
     else:
-        config = read_json(folder / "config.json")
-        if (null := next(nulls(config), None)) is not None:
-            _fail(f"config.json has no value for {null}")
-        _check_taps(config, artifact.drafter, layout)
         loaded = load_back(folder, artifact, layout, head)
     _check_equal(loaded, artifact.drafter, dtype)
-
-
-def nulls(config: object, path: str = "") -> Iterator[str]:
-    """Yield the names of keys without a value, at any depth, with `path` before them.
-
-    Some engines fail on `target_hidden_size: null`.
-    """
-    for key, value in config.items() if isinstance(config, dict) else ():
-        if value is None:
-            yield f"{path}{key}"
-        yield from nulls(value, f"{path}{key}.")
 
 
 def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
@@ -155,16 +137,6 @@ def outputs(drafter: DraftModel) -> Tensor:
     ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=generator)
     # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
     return drafter.model(ids, use_cache=False).logits
-
-
-def _check_taps(config: JsonObject, drafter: Any, layout: FileLayout) -> None:
-    """Raise `UserError` unless each key that names taps has them in its readers' unit."""
-    taps = list(drafter.taps)
-    for path, offset in layout.taps.get(drafter.kind, {}).items():
-        *outer, key = path.split(".")
-        table = reduce(lambda found, name: found.get(name, {}), outer, config)
-        if table.get(key) != [tap + offset for tap in taps]:
-            _fail(f"config.json has {path} {table.get(key)} for the drafter's taps {taps}")
 
 
 def _fail(reason: str) -> None:

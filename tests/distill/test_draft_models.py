@@ -165,11 +165,8 @@ def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
     torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
-def test_tied_and_trimmed_vocabularies() -> None:
+def test_trimmed_vocabularies() -> None:
     target = tiny_target()
-    tied = make_draft_model(DraftModelConfig(layers=2, head="tie"), target, texts).model
-    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
-    assert torch.equal(tied.get_output_embeddings().weight, target.head_weight)
     trimmed = target_of(make_draft_model(DraftModelConfig(layers=2, vocab_size=100), target, texts))
     torch.testing.assert_close(
         trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100]
@@ -187,11 +184,10 @@ def test_the_plan_counts_what_a_draft_reads() -> None:
     assert plan.parameters == 9280 + 32 + 2 * 32 * vocab
     assert plan.target_parameters == 4 * 9280 + 32 + 2 * 32 * vocab
     assert plan.cost == (9280 + 32 + 32 * vocab) / (4 * 9280 + 32 + 32 * vocab)
-    tied = plan_of(
-        make_draft_model(DraftModelConfig(layers=1, head="tie"), target, texts).model, target.model
-    )
-    assert tied.parameters == 9280 + 32 + 32 * vocab and tied.cost == plan.cost
-    assert "MB in bfloat16" in tied.lines(torch.bfloat16)[0]
+    tied = tiny_target(num_hidden_layers=4, tie_word_embeddings=True)
+    found = plan_of(make_draft_model(DraftModelConfig(layers=1), tied, texts).model, tied.model)
+    assert found.parameters == 9280 + 32 + 32 * vocab and found.cost == plan.cost
+    assert "MB in bfloat16" in found.lines(torch.bfloat16)[0]
 
 
 def test_draft_models_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
@@ -213,7 +209,6 @@ def test_draft_models_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
     )
     for wrong in (
         {"path": "x", "layers": 1},
-        {"path": "x", "head": "tie"},
         {"path": "x", "config": "y"},
     ):
         with pytest.raises(UserError, match="exclude each other"):
@@ -272,7 +267,6 @@ def test_a_saved_draft_model_is_a_plain_model_folder_that_transformers_decodes_w
     "options",
     [
         {"layers": [0, 3]},
-        {"layers": 1, "head": "tie"},
         {"layers": 2, "vocab_size": 600},
         {"config": "scratch"},
     ],
@@ -339,14 +333,13 @@ def test_hybrid_layers_of_zamba2_take_their_blocks_and_adapters_along(blocks: in
         num_hidden_layers=6,
         layers_block_type=["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
     )
-    for head in ("copy", "tie"):
-        config = DraftModelConfig(layers=[2, 5], head=head)
-        draft_model = target_of(make_draft_model(config, target, texts))
-        ours, theirs = (dict(model.decoder.state_dict()) for model in (draft_model, target))
-        name = "shared_transformer.feed_forward.gate_up_proj_adapter_list.{}.0.weight"
-        for own, layer, hybrid in ((0, 2, 1), (1, 5, 3)):
-            found = ours[f"layers.{own}.{name.format(own)}"]
-            assert torch.equal(found, theirs[f"layers.{layer}.{name.format(hybrid)}"])
+    config = DraftModelConfig(layers=[2, 5])
+    draft_model = target_of(make_draft_model(config, target, texts))
+    ours, theirs = (dict(model.decoder.state_dict()) for model in (draft_model, target))
+    name = "shared_transformer.feed_forward.gate_up_proj_adapter_list.{}.0.weight"
+    for own, layer, hybrid in ((0, 2, 1), (1, 5, 3)):
+        found = ours[f"layers.{own}.{name.format(own)}"]
+        assert torch.equal(found, theirs[f"layers.{layer}.{name.format(hybrid)}"])
 
 
 def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(

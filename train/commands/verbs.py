@@ -76,7 +76,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     "mtp doctor": (
         "train.commands.mtp.doctor",
         "train.commands.mtp.options.ExamineOptions",
-        "is a target's own layer for drafts there, alive, and read as it was trained?",
+        "is a target's own layer for drafts there, alive, and tuned with it?",
     ),
     "mtp extract": (
         "train.commands.mtp.extract",

@@ -79,12 +79,6 @@ class NativeFiles:
 
 
 EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
-NATIVE_TAPS: dict[str, dict[str, int]] = {
-    "eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": -1},
-    "dflash": {"dflash_config.target_layer_ids": -1},
-    # Readers of DSpark look at the top, those of DFlash inside.
-    "dspark": {"dflash_config.target_layer_ids": -1, "target_layer_ids": -1},
-}
 
 
 @dataclass(frozen=True)
@@ -97,9 +91,6 @@ class FileLayout:
     """Raises `UserError` for files that lack something."""
     read_as: str | None = None
     """Beginning of the importer's name of it; None: the drafter's kind."""
-    taps: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NATIVE_TAPS)
-    """Keys of `config.json` that name the taps, by kind of drafter, with what is added to a tap
-    there: 0 for indices of hidden states, -1 for layers from 0."""
     has_target_head: bool = False
     """True if its readers know the target's head, as draftsmith does: files need no copy of it."""
     stores_target_head: bool = False
@@ -125,18 +116,22 @@ NATIVE = FileLayout("native", _with_output_biases)
 """draftsmith's own layout, which most engines read."""
 
 
-Remark = Callable[[DrafterFacts], str | None]
-"""Function that returns a sentence about a drafter; None where it does not hold."""
+@dataclass(frozen=True)
+class Remark:
+    """Sentence about a drafter: a limit of an engine, or a note."""
 
+    found: Callable[[DrafterFacts], object]
+    """Function that returns something true where the sentence holds."""
+    text: str
+    """In braces it may name values of the drafter's `shape`, of the `facts`, and what was `found`.
+    """
 
-def described(text: str) -> Callable[[Remark], Remark]:
-    """Return a decorator that gives a function what documents say of it, whatever the drafter."""
-
-    def add(remark: Remark) -> Remark:
-        vars(remark)["text"] = text
-        return remark
-
-    return add
+    def __call__(self, facts: DrafterFacts) -> str | None:
+        """Return the sentence about a drafter; None where it does not hold."""
+        if not (found := self.found(facts)):
+            return None
+        shape = getattr(facts.drafter, "shape", None)  # Medusa heads and draft models have none
+        return self.text.format(facts=facts, shape=shape, found=found)
 
 
 @dataclass(frozen=True)
@@ -225,6 +220,26 @@ class Like:
     """Acceptance rule at T > 0, by kind of drafter. A greedy draft has a one-hot distribution, and
     every lossless rule accepts its token with the target's probability of it, as acceptance by
     match does."""
+
+
+def chain(_: Any, settings: Settings) -> Settings:
+    """Return the settings of a chain."""
+    return {"length": settings["drafts"], "width": 1}
+
+
+def block(proposer: Any, settings: Settings) -> Settings:
+    """Return the settings of a block drafter: a chain, and a block of just as many slots.
+
+    Slots of a block see each other. An engine that drafts less runs a shorter block, and the drafts
+    of a shorter block are other ones than the first of a longer.
+    """
+    drafts = min(settings["drafts"], proposer.longest)
+    return {"length": drafts, "width": 1, "slots": drafts + proposer.first_slot}
+
+
+def lookup(_: Any, settings: Settings) -> Settings:
+    """Return the settings of a lookup of n-grams."""
+    return {"length": settings["drafts"]}
 
 
 @dataclass(frozen=True)

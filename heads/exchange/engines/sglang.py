@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...errors import UserError
-from . import limits, rotary
+from . import limits
 from .engine import (
     EAGLE_TAPS,
     NATIVE,
@@ -22,12 +22,13 @@ from .engine import (
     Like,
     NativeFiles,
     Recipe,
+    Remark,
     ServingEngine,
     Settings,
     TargetList,
+    block,
     families,
 )
-from .like import block
 from .servers import Count, ReplyCounts, ServerFacts, ServerProtocol, Token
 
 SHIFTS = (  # families whose ids in `eagle_config` SGLang shifts only if the first is 1
@@ -83,9 +84,7 @@ def _taps_as_they_are(native: NativeFiles) -> Files:
 
 
 EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
-UNSHIFTED = FileLayout(
-    "native", _taps_as_they_are, taps={"eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": 0}}
-)
+UNSHIFTED = FileLayout("native", _taps_as_they_are)
 
 
 def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
@@ -100,12 +99,12 @@ def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
 
 READS = (
     limits.DYNAMIC_ROPE,
-    rotary.YarnReader(rotary.sglang_scale),
-    rotary.longrope,
-    rotary.proportional_factor,
+    limits.yarn(limits.sglang_scale),
+    limits.LONGROPE,
+    limits.PROPORTIONAL_FACTOR,
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
-PARTIAL = limits.remark(
+PARTIAL = Remark(
     limits.turns_a_part,
     "`partial_rotary_factor` is read at the top of the config, from which transformers 5.23 takes "
     "it: keep the version that SGLang asks for.",
@@ -116,7 +115,7 @@ EAGLE = (
     limits.ATTENTION_BIAS,
     limits.SECOND_LAYER,
     *READS,
-    rotary.sections,
+    limits.SECTIONS,
 )
 NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES, PARTIAL)
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY, PARTIAL)
@@ -260,7 +259,7 @@ ENGINE = ServingEngine(
                 *EAGLE,
                 limits.EAGLE3_NORMS,
                 # SGLang recognises a state that was fused already by its width.
-                limits.remark(
+                Remark(
                     lambda facts: (
                         len(facts.shape.taps) * facts.shape.target_hidden_size
                         == facts.shape.hidden_size
@@ -269,7 +268,7 @@ ENGINE = ServingEngine(
                     "left out",
                 ),
                 limits.NORM_BEFORE_RESIDUAL,
-                limits.remark(
+                Remark(
                     lambda facts: facts.family in SHIFTS and facts.shape.taps[0] == 1,
                     "for {facts.family} targets it reads a first tap of 1 as 2",
                 ),
@@ -288,10 +287,10 @@ ENGINE = ServingEngine(
             partial(_serve_block, "dspark"),
             BLOCK_NOTES,
             BLOCK_TARGETS,
-            (*BLOCK, limits.transition),
+            (*BLOCK, limits.TRANSITION),
         ),
         "draft_model": Recipe(
-            partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.other_vocabulary)
+            partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),
     },
     like=Like(

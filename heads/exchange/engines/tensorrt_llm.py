@@ -7,7 +7,7 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
-from . import limits, rotary
+from . import limits
 from .engine import ExportRequest, Recipe, ServingEngine, TargetList, families
 
 
@@ -34,9 +34,9 @@ BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
 READS = (
     limits.PARTIAL_ROTARY,
     limits.DYNAMIC_ROPE,
-    rotary.YarnReader(rotary.tensorrt_scale, rounds=True),
-    rotary.longrope,
-    rotary.of_types("which the engine was never seen to read", "proportional"),
+    limits.yarn(limits.tensorrt_scale, rounds=True),
+    limits.LONGROPE,
+    limits.of_type("proportional", "which the engine was never seen to read"),
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, limits.ATTENTION_BIAS, *READS)
@@ -67,10 +67,10 @@ ENGINE = ServingEngine(
         ),
         "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
         "dspark": Recipe(
-            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.transition)
+            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.TRANSITION)
         ),
         "draft_model": Recipe(
-            partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.other_vocabulary)
+            partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),
     },
 )

@@ -7,12 +7,11 @@ from typing import Any
 
 from . import limits
 from .engine import (
-    DrafterFacts,
     ExportRequest,
     Recipe,
+    Remark,
     ServingEngine,
     TargetList,
-    described,
     families,
 )
 
@@ -21,14 +20,6 @@ MAINTENANCE = "TGI is in maintenance mode; its own page recommends vLLM, SGLang 
 
 def _serve(request: ExportRequest, _: Any) -> str:
     return f"text-generation-launcher --model-id {quote(request.out)} --speculate {request.drafts}"
-
-
-@described("its heads share the target's output matrix and have more than one layer each")
-def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
-    config = facts.drafter.config
-    if not config.shared_head or config.num_layers == 1:
-        return None
-    return "it reads heads that share the target's output matrix with one layer each only"
 
 
 TARGETS = TargetList(
@@ -42,9 +33,17 @@ ENGINE = ServingEngine(
     recipes={
         "medusa": Recipe(
             _serve,
-            (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
+            (limits.CHAIN, limits.READ_ONLY, limits.SHARED_HEAD, MAINTENANCE),
             TARGETS,
-            (_shared_head_of_one_layer, limits.medusa_vocabulary),
+            (
+                Remark(
+                    lambda facts: (
+                        facts.drafter.config.shared_head and facts.drafter.config.num_layers > 1
+                    ),
+                    "it reads heads that share the target's output matrix with one layer each only",
+                ),
+                limits.MEDUSA_VOCABULARY,
+            ),
         )
     },
 )

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...errors import UserError
-from . import limits, rotary
+from . import limits
 from .engine import (
     ExportRequest,
     FileLayout,
@@ -24,20 +24,22 @@ from .engine import (
     ServingEngine,
     Settings,
     TargetList,
+    block,
+    chain,
     families,
+    lookup,
 )
-from .like import block, chain, lookup
 from .servers import Count, CounterNames, ReplyCounts, ServerFacts, ServerProtocol, Token
 
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
 NO_MEDUSA = "Medusa needs vLLM 0.32 or older and its V1 runner; 0.33 does not list it any more."
-READS = (rotary.proportional_factor,)
+READS = (limits.PROPORTIONAL_FACTOR,)
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (
     *limits.BLOCK,
     *READS,
-    rotary.of_types("of which the engine keeps no table for block drafters", "longrope"),
+    limits.of_type("longrope", "of which the engine keeps no table for block drafters"),
 )
 TARGETS = TargetList(
     "vLLM 0.33",
@@ -205,27 +207,27 @@ ENGINE = ServingEngine(
     guess=guess,
     recipes={
         "eagle3": Recipe(
-            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, rotary.longrope)
+            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, limits.LONGROPE)
         ),
         "eagle1": Recipe(
             partial(_serve, "eagle"),
             NOTES,
             None,
-            (*limits.EAGLE3, *limits.EAGLE1, *READS, rotary.longrope),
+            (*limits.EAGLE3, *limits.EAGLE1, *READS, limits.LONGROPE),
         ),
         "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), TARGETS, BLOCK),
         "dspark": Recipe(
             partial(_serve, "dspark"),
             (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
             TARGETS,
-            (*BLOCK, limits.transition),
+            (*BLOCK, limits.TRANSITION),
         ),
-        "draft_model": Recipe(partial(_serve, "draft_model"), (limits.other_vocabulary,)),
+        "draft_model": Recipe(partial(_serve, "draft_model"), (limits.OTHER_VOCABULARY,)),
         "medusa": Recipe(
             partial(_serve, "medusa"),
-            (limits.CHAIN, NO_MEDUSA, limits.shared_head),
+            (limits.CHAIN, NO_MEDUSA, limits.SHARED_HEAD),
             None,
-            (limits.medusa_vocabulary,),
+            (limits.MEDUSA_VOCABULARY,),
             other_layout=lambda facts: (
                 MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
             ),

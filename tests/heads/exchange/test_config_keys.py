@@ -121,7 +121,7 @@ def test_taps_counted_from_0_beside_other_keys(tmp_path: Path) -> None:
     ):
         found = five(tmp_path / str(len(str(keys))), **keys)
         assert list(found.drafter.taps) == states and found.notes == []
-    with pytest.raises(UserError, match="target_layer_ids .* hidden states .* --set taps"):
+    with pytest.raises(UserError, match="target_layer_ids .* other hidden states.* --set taps"):
         five(tmp_path, target_layer_ids=layers, eagle_aux_hidden_state_layer_ids=layers)
     with pytest.raises(UserError, match="fuses 5 taps"):
         five(tmp_path, target_layer_ids=[1, 2, 3])

@@ -276,10 +276,10 @@ def _spoilt(files: Any, spoil: Callable[[Any], Any]) -> Any:
         {"norm_before_residual": True}, {"norm_output": True}, {"norm_before_fc": True},
         {"fc_norm": True}, {"rope_theta": 5e5},
         {"rms_norm_eps": 1e-3}, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
-        {"eagle_config": {}}, {"head_dim": 16},
+        {"head_dim": 16},
         {"num_key_value_heads": 4}, {"vocab_size": 7}, {"draft_vocab_size": 50},
         {"hidden_act": "gelu"},
-        {"max_position_embeddings": 5}, {"attention_bias": None}, {"target_hidden_size": None},
+        {"max_position_embeddings": 5},
     ],
     ids=str,
 )  # fmt: skip

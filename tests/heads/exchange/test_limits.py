@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.heads.exchange.engines.rotary import YarnReader, factor_of, transformers_scale
+from draftsmith.heads.exchange.engines.limits import factor_of, transformers_scale, yarn
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import TITLES, facts_of, refusal, sentences
 from draftsmith.heads.rotary import Rotary
@@ -163,7 +163,7 @@ def test_the_scale_and_the_range_of_yarn_are_transformers() -> None:
         shape = replace(eagle().drafter.shape, head_dim=16, max_positions=8192)
         shape = replace(shape, rope=given | {"truncate": False})
         drafter = type("Drafter", (), {"shape": shape})
-        said = YarnReader(transformers_scale, rounds=True)(
+        said = yarn(transformers_scale, rounds=True)(
             DrafterFacts("eagle3", drafter, "llama", 10, {})
         )
         assert (said is not None) >= (not torch.equal(whole, other))
@@ -258,7 +258,7 @@ def test_training_says_what_an_export_says(
     config.save_pretrained(tmp_path / "target")
     kind = made().drafter.kind
     method, options = {
-        "eagle3": ("eagle", {"heads": {"taps": [2, 4, 5], "activation": "gelu"}}),
+        "eagle3": ("eagle", {"heads": {"taps": [2, 4, 5], "qk_norm": True}}),
         "dflash": ("dflash", {"heads": {"taps": [2, 4]}}),
         "medusa": ("medusa", {}),
     }[kind]

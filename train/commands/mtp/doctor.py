@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from ....heads.errors import UserError
 from ....heads.layout import place
 from ....heads.mtp import MtpDrafter
-from ....inference.console import Console, Progress
+from ....inference.console import Progress
 from ....inference.conversations.formats import Conversation
 from ....inference.conversations.plain import plain_ids
 from ....inference.conversations.prompts import read_prompts
@@ -50,56 +45,20 @@ PROMPTS = (
 
 
 @dataclass
-class Measured:
-    """One way to run the layer, and its tau."""
+class Examined:
+    """Result of an examination."""
 
-    variant: str
-    tau: float | None
-    """None if no reply had a round."""
-    low: float | None
-    high: float | None
-    """Ends of the 95% interval over prompts; None for too few of them."""
+    tau: float
+    """With the layer as engines serve it; NaN if no reply had a round."""
+    interval: tuple[float, float]
+    """95% interval over prompts; NaN for too few of them."""
+    remarks: list[str]
+    """What is wrong with the layer, or with the measurement."""
 
-
-AS_SERVED = "as engines serve it"
-
-
-def variants(scale: torch.Tensor | None) -> dict[str, Callable[[MtpDrafter], None]]:
-    """Return the ways to run a layer: functions that change a copy of it, by name.
-
-    `scale` is the weight of the target's final norm, without which that norm cannot be undone.
-    """
-    found: dict[str, Callable[[MtpDrafter], None]] = {
-        AS_SERVED: lambda drafter: None,
-        "own state before the layer's norm": recycle_residual,
-        "embedding and state exchanged": exchange_halves,
-        "their norms exchanged": exchange_norms,
-    }
-    if scale is not None:
-        found["target's state before its final norm"] = partial(read_residual, scale)
-    return found
-
-
-def read_residual(scale: torch.Tensor, drafter: MtpDrafter) -> None:
-    """Let the layer read the target's states from before the final norm, of the weight `scale`."""
-    drafter.shape = replace(drafter.shape, reads="residual")
-    drafter.final_scale = scale.to(drafter.fc.weight.device, torch.float32)
-
-
-def recycle_residual(drafter: MtpDrafter) -> None:
-    """Let the layer's output from before its norm be its next state."""
-    drafter.shape = replace(drafter.shape, recycles="residual")
-
-
-def exchange_halves(drafter: MtpDrafter) -> None:
-    """Exchange the columns for the embedding and for the state."""
-    first, second = drafter.fc.weight.chunk(2, dim=1)
-    drafter.fc.weight = torch.nn.Parameter(torch.cat([second, first], 1), requires_grad=False)
-
-
-def exchange_norms(drafter: MtpDrafter) -> None:
-    """Exchange the norms of the embedding and of the state."""
-    drafter.enorm, drafter.hnorm = drafter.hnorm, drafter.enorm
+    @property
+    def dead(self) -> bool:
+        """True if drafts of the layer are as good as never accepted."""
+        return self.tau <= DEAD
 
 
 def run(options: Options) -> None:
@@ -107,26 +66,18 @@ def run(options: Options) -> None:
 
     Raises `UserError` if there is no layer.
     """
-    findings, remarks = examined(options)
-    table = Table("how the layer is run", "tau", "95% interval")
-    for finding in findings:
-        ends = "" if finding.low is None else f"{finding.low:.2f}-{finding.high:.2f}"
-        table.add_row(escape(finding.variant), f"{finding.tau or math.nan:.2f}", ends)
-    console = Console()
-    console.print(table)
-    dead = never_accepted(findings[0])
-    status = "[red]error[/]" if dead else "[yellow]warning[/]" if remarks else "[green]ok[/]"
-    text = "; ".join(remarks) or "alive, and read as it was trained"
-    console.print(f"{status}: {escape(text)}")
-    if dead:
+    found = examined(options)
+    low, high = found.interval
+    ends = "" if math.isnan(low) else f" ({low:.2f}-{high:.2f})"
+    status = "error" if found.dead else "warning" if found.remarks else "ok"
+    print(f"tau with the layer as engines serve it: {found.tau:.2f}{ends}")
+    print(f"{status}: {'; '.join(found.remarks) or 'the layer is alive'}")
+    if found.dead:
         raise SystemExit(2)
 
 
-def examined(options: Options) -> tuple[list[Measured], list[str]]:
-    """Return tau of each way to run the layer, as served first, and what is wrong with the layer.
-
-    Raises `UserError` if there is no layer.
-    """
+def examined(options: Options) -> Examined:
+    """Return what is found of the layer. Raises `UserError` if there is none."""
     path, _ = base_and_adapter(options.target)
     # Found before the target is loaded, which takes longer.
     layer = find_layer(path, trust=options.target.trust_remote_code)
@@ -135,17 +86,33 @@ def examined(options: Options) -> tuple[list[Measured], list[str]]:
     if base is not None and base.folder.resolve() == layer.folder.resolve():
         raise UserError(f"--base {options.base} is the target; name the model it was tuned from")
     target = load_target(options.target)
-    drafter = drafter_of(layer, target)
-    findings = measured(target, drafter, prompts_of(options, target))
-    remarks = diagnosed(findings, drafter)
+    drafter, prompts = drafter_of(layer, target), prompts_of(options, target)
+    proposer = EagleProposer(drafter, TreeSettings(width=1, length=DRAFTS))
+    emitted = []
+    for start in Progress(range(0, len(prompts), BATCH), desc="decoding", unit=" batches"):
+        batch = prompts[start : start + BATCH]
+        for result in generate(target, proposer, batch, MAX_NEW_TOKENS):
+            emitted.append([len(each.tokens) for each in result.rounds])
+    found = Examined(tau(emitted), tau_interval(emitted, drafts=DRAFTS), [])
+    if found.dead:
+        found.remarks.append(
+            f"the layer is of no use as it is served (tau {found.tau:.2f}): it was lost or "
+            "written with other weights; take the base model's (draftsmith mtp extract --base) or "
+            "train it"
+        )
+    elif math.isnan(found.interval[0]):
+        found.remarks.append(f"too few replies to judge by; give {FEWEST} prompts or more")
+    ours = drafter.serving_state()
+    if not all(bool(tensor.isfinite().all()) for tensor in ours.values()):
+        found.remarks.append("it has numbers that are not finite; copy or download it again")
     if base is not None and rest_hash(base) != rest_hash(layer):
-        ours, theirs = drafter.serving_state(), drafter_of(base, target).serving_state()
+        theirs = drafter_of(base, target).serving_state()
         if all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()):
-            remarks.append(
+            found.remarks.append(
                 f"the layer is that of {options.base}: it was not tuned with the target; train it "
                 "on (draftsmith train mtp)"
             )
-    return findings, remarks
+    return found
 
 
 def drafter_of(layer: StoredLayer, target: Target) -> MtpDrafter:
@@ -165,51 +132,3 @@ def prompts_of(options: Options, target: Target) -> list[list[int]]:
         return [plain_ids(target.tokenizer, text) for text in PROMPTS]
     conversations = [Conversation(messages=[{"role": "user", "content": text}]) for text in PROMPTS]
     return [prompt_ids(each, target.tokenizer, target.name) for each in conversations]
-
-
-def measured(target: Target, drafter: MtpDrafter, prompts: Sequence[list[int]]) -> list[Measured]:
-    """Return tau of each variant of the layer with greedy chains; the first is as served."""
-    findings, settings = [], TreeSettings(width=1, length=DRAFTS)
-    ways = variants(target.final_norm_weight())
-    for name, change in Progress(ways.items(), desc="examining", unit=" variants"):
-        varied = copy.deepcopy(drafter)
-        change(varied)
-        proposer, results = EagleProposer(varied, settings), []
-        for start in range(0, len(prompts), BATCH):
-            batch = list(prompts[start : start + BATCH])
-            results += generate(target, proposer, batch, MAX_NEW_TOKENS)
-        emitted = [[len(each.tokens) for each in result.rounds] for result in results]
-        figures = (tau(emitted), *tau_interval(emitted, drafts=DRAFTS))
-        findings.append(Measured(name, *(None if math.isnan(one) else one for one in figures)))
-    return findings
-
-
-def never_accepted(served: Measured) -> bool:
-    """Return true if drafts of the layer are as good as never accepted."""
-    return served.tau is not None and served.tau <= DEAD
-
-
-def diagnosed(findings: Sequence[Measured], drafter: MtpDrafter) -> list[str]:
-    """Return what is wrong with the layer, or with the measurement, by tau of its variants."""
-    served, best = findings[0], max(findings, key=lambda finding: finding.tau or 0.0)
-    remarks = []
-    if never_accepted(served):
-        remarks.append(
-            f"the layer is of no use as it is served (tau {served.tau:.2f}): it was lost or "
-            "written with other weights; take the base model's (draftsmith mtp extract --base) or "
-            "train it"
-        )
-    elif served.low is None:
-        remarks.append(
-            f"too few replies to compare the readings by; give {FEWEST} prompts or more that have "
-            "longer ones (--prompts)"
-        )
-    if best.low is not None and served.tau is not None and best.low > served.tau:
-        remarks.append(
-            f"with another reading ({best.variant}) tau is {best.tau:.2f} instead of "
-            f"{served.tau:.2f}: the layer was trained on another graph than engines serve; train "
-            "it on (draftsmith train mtp)"
-        )
-    if not all(bool(tensor.isfinite().all()) for tensor in drafter.serving_state().values()):
-        remarks.append("it has numbers that are not finite; copy or download it again")
-    return remarks

@@ -34,7 +34,7 @@ class ExtractLayerOptions:
 class StitchOptions:
     """Write an MTP layer into a copy of its target's checkpoint, for engines.
 
-    All other tensors and files are copied as they are; the copy is read back and compared.
+    All other tensors and files are copied as they are.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -52,10 +52,10 @@ class StitchOptions:
 
 @dataclass
 class ExamineOptions:
-    """Examine the MTP layer of a target: is there one, is it alive, and is it read as trained?
+    """Examine the MTP layer of a target: is there one, is it alive, and was it tuned with it?
 
-    Chains of three are drafted and verified with the layer as engines serve it, and with each
-    mistake that servers made; the exit status is 2 if the layer has no use as it is.
+    Chains of three are drafted and verified with the layer as engines serve it; the exit status is
+    2 if the layer has no use as it is.
     """
 
     examples: ClassVar[tuple[str, ...]] = (

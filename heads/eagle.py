@@ -28,12 +28,12 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
+    RecyclingDrafter,
     check_taps,
     inner_size,
     layout_of,
     shared_sizes,
 )
-from .recycling import RecyclingDrafter
 from .rotary import Rotary
 
 

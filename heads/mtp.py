@@ -26,9 +26,15 @@ from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject
-from .layers import Attend, DrafterShape, first_of, inner_size, layout_of
+from .layers import (
+    Attend,
+    DrafterShape,
+    RecyclingDrafter,
+    first_of,
+    inner_size,
+    layout_of,
+)
 from .pretrained import Repeated, config_of_values, make_causal_lm
-from .recycling import RecyclingDrafter
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""

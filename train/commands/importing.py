@@ -129,33 +129,25 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
         lambda message: print(f"warning: {message}"),
         target.embedding_and_head,
     )
-    # Every file of weights in the folder would be read, so each has to be one that was written.
-    if surplus := sorted(
-        {path.name for path in folder.glob("*.safetensors")} - own.export.sha256.keys()
-    ):
-        raise UserError(
-            f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
-        )
     check_files(folder, own)
     parts = target_parts(target)
     if other_size := own.target.vocab_size != target.vocab_size:
         parts = parts.of_size(own.target.vocab_size)
     public = read_public(folder, parts, Answers(ours=True))
-    if public.drafter.method != own.method:
-        raise UserError(
-            f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
-            "was changed"
-        )
+    for noted, found in (
+        (own.method, public.drafter.method),
+        (getattr(torch, own.dtype), public.dtype),
+    ):
+        if noted != found:
+            raise UserError(
+                f"{folder} holds {found}, {OWN_FILE} says {noted}; one of them was changed"
+            )
     check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
     # A note is an assumption about something that a file leaves open.
     if public.notes:
         raise UserError(
             f"{folder}: {public.notes[0]}; an export of draftsmith leaves nothing open, so it was "
             "changed"
-        )
-    if (noted_dtype := getattr(torch, own.dtype)) != public.dtype:
-        raise UserError(
-            f"{folder} holds {public.dtype}, {OWN_FILE} says {noted_dtype}; one of them was changed"
         )
     if other_size:
         drafter = resized(public.drafter, target.vocab_size, added)

@@ -1,6 +1,9 @@
 """Export of an artifact: an engine's files are written aside, checked, then renamed into place.
 
-The export also needs to load an artifact without its target.
+Engines load a wrong export without a message. Where `fc.weight` or a norm is missing, two of them
+raise nothing, and the drafter loses most of its acceptance; the text stays correct, so nobody
+notices. An export is therefore read back from its files alone, and compared with the drafter,
+before it is renamed to the place where a user finds it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,18 +20,21 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
+from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
-from ..fingerprint import tokenizer_hash
-from ..layout import dtype_name, place
+from ..fingerprint import Fingerprint, tokenizer_hash
+from ..layout import dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
 from .engines import ENGINES
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
 from .exports import facts_of, recipe_for
-from .selfcheck import check_export, check_name, stand_in_for
+from .foreign import Answers, TargetParts
+from .public import read_public
 
 CARD = "README.md"
+LENGTH = 12  # positions of the forward pass of a draft model that is compared
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,6 @@ def export(
     export that fails its check.
     """
     recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
-    check_name(request.out, facts.kind)
     replaced = check_free(request.out)
     if facts.kind == "draft_model":
         artifact = with_vocabulary_of_target(artifact)
@@ -114,6 +120,94 @@ def files_for(
     config = drafter.serving_config(request.target, dtype_name(request.dtype))
     tensors = drafter.stored_state(request.dtype)
     return layout.write(NativeFiles(config, tensors, facts_of(artifact), request.drafts, head))
+
+
+def check_export(
+    folder: Path,
+    artifact: Artifact,
+    layout: FileLayout,
+    dtype: torch.dtype,
+    head: Tensor | None = None,
+) -> None:
+    """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
+
+    Every tensor has to be equal, bit for bit. `layout` and `dtype` are those of the files. `head`
+    `[V, H]` is the target's output matrix, which one layout stores; the artifact of an EAGLE-3 has
+    its own rows of it by now.
+    """
+    live = artifact.drafter
+    if isinstance(live, DraftModel):
+        stand_in = stand_in_for(artifact.fingerprint).embedding_and_head
+        target = replace(stand_in, tokenizer=live.tokenizer)
+        loaded: Any = DraftModel.load(folder, dtype, target)
+    else:
+        loaded = load_back(folder, artifact, layout, head)
+    live_state, loaded_state = live.state_dict(), loaded.state_dict()
+    if live_state.keys() != loaded_state.keys():
+        _fail(f"{sorted(live_state.keys() ^ loaded_state.keys())[0]} is missing or surplus")
+    for name, tensor in live_state.items():
+        if tensor.cpu().to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
+            _fail(f"{name} reads back as other numbers")
+    # Two drafters of one class with equal facts and tensors compute the same. The facts of a draft
+    # model are transformers' config, so its logits are compared.
+    if isinstance(live, DraftModel):
+        as_stored = deepcopy(live)
+        place(as_stored, torch.device("cpu"), dtype)
+        for module in (as_stored, loaded):
+            place(module, torch.device("cpu"), torch.float32)
+        if not torch.equal(outputs(as_stored), outputs(loaded)):
+            _fail("the drafter and what reads back compute different logits")
+
+
+def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
+    """Return the drafter that is built from the files in `folder` alone.
+
+    Raises `UserError` if they are recognised as another layout, leave anything open, or give other
+    sizes or flags than the drafter of `artifact` has.
+    """
+    target = replace(stand_in_for(artifact.fingerprint), head=head)
+    loaded = read_public(folder, target, Answers(ours=True))
+    kind = artifact.drafter.kind
+    # The reader's name of the layout begins with this; native layouts are called after the kind.
+    family = layout.read_as or kind
+    if not loaded.layout.startswith(family) or loaded.drafter.kind != kind:
+        _fail(f"it is taken for {loaded.layout}, not for {family}")
+    if loaded.notes:
+        _fail(loaded.notes[0])
+    loaded_facts, facts = loaded.drafter.facts(), artifact.drafter.facts()
+    if loaded_facts != facts:
+        # There is one: both have the same keys, being of one class.
+        name = next(name for name in facts if loaded_facts[name] != facts[name])
+        _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded_facts[name]}")
+    return loaded.drafter
+
+
+def stand_in_for(target: Fingerprint) -> TargetParts:
+    """Return the sizes of a target that is not loaded, with stand-ins for its embedding and head.
+
+    Nothing is computed with these.
+    """
+    lender = EmbeddingAndHead(
+        lambda ids: ids, lambda last: last, target.vocab_size, part=lambda ids: lambda last: last
+    )
+    return TargetParts(target.num_layers, target.hidden_size, target.vocab_size, lender)
+
+
+@torch.no_grad()
+def outputs(drafter: DraftModel) -> Tensor:
+    """Return a draft model's logits of `LENGTH` random inputs, the same in every call."""
+    # A generator of its own leaves the caller's random state as it is.
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=generator)
+    # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
+    return drafter.model(ids, use_cache=False).logits
+
+
+def _fail(reason: str) -> None:
+    raise UserError(
+        f"the export does not read back as the drafter, so nothing was written: {reason}; please "
+        "report this"
+    )
 
 
 def check_free(out: str | Path) -> bool:

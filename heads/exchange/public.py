@@ -68,13 +68,7 @@ def read_public(folder: Path, target: TargetParts, answers: Answers) -> Imported
     stored_names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
     # The names alone decide who wrote the files, so that only the drafter's tensors are read.
     read = recognise(config, list(stored_names), folder)
-    # Medusa v1.0 stores the target's tensors in the same file.
-    left_out = ("model.", "lm_head.") if any(map(MEDUSA.match, stored_names)) else ()
-    tensors = {
-        name: stored[stored_name]
-        for name, stored_name in stored_names.items()
-        if not name.startswith(left_out)
-    }
+    tensors = {name: stored[stored_name] for name, stored_name in stored_names.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
             raise UserError(
@@ -100,6 +94,11 @@ def recognise(
 
     `names` are those of its tensors. Raises `UserError` if no reader fits.
     """
+    if any(name.startswith("medusa_head.") for name in names) and "lm_head.weight" in names:
+        raise UserError(
+            f"{folder} holds Medusa heads within a whole model, which is not read; save the heads "
+            "alone"
+        )
     if (kind := config.get("speculators_model_type")) is not None:
         readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
         if kind not in readers:
@@ -136,35 +135,22 @@ def plain_name(name: str, stored: Container[str]) -> str:
 
 
 def medusa(found: Checkpoint) -> ImportedDrafter:
-    """Read heads under FasterDecoding's names, of v0.1 or v1.0.
-
-    Version 0.1 holds the heads alone (`0.0.linear.weight`), 1.0 a whole model with them
-    (`medusa_head.0.0.linear.weight`).
-    """
-    inside = any(name.startswith("medusa_head.") for name in found.tensors)
-    if not inside:  # else the config is that of the target itself
-        check_keys(found, "medusa", True)
+    """Read heads under FasterDecoding's names, as in its version 0.1 (`0.0.linear.weight`)."""
+    check_keys(found, "medusa", True)
     found.tensors = tensors = {
         re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
     }
-    heads, layers, shared = _medusa_sizes(found, inside)
+    heads, layers, shared = _medusa_sizes(found)
     # Exports for vLLM hold the target's head where the Medusa heads own none.
     if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
         same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
-    vocab = found.config.get("vocab_size")
-    drafted = None if inside else found.config.get("draft_vocab_size")
+    vocab, drafted = found.config.get("vocab_size"), found.config.get("draft_vocab_size")
     size = vocab if shared or drafted else len(tensors[f"0.{layers}.weight"])
-    if not inside:
-        found.check_vocabulary(found.target.vocab_size if size is None else size)
+    found.check_vocabulary(found.target.vocab_size if size is None else size)
     _medusa_biases(found, heads, layers, hidden)
-    if inside:
-        found.notes.append(
-            "the heads are in a whole model, with which they were trained: give that very model "
-            "as target"
-        )
     native = {
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
@@ -175,14 +161,13 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     if drafted is not None:
         _vocabulary(found, drafted, found.target.vocab_size)
         native["draft_vocab_size"] = drafted
-    return found.finished(MedusaHeads, native, "medusa v1.0" if inside else "medusa v0.1")
+    return found.finished(MedusaHeads, native, "medusa v0.1")
 
 
-def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
+def _medusa_sizes(found: Checkpoint) -> tuple[int, int, bool]:
     """Return the numbers of heads and of blocks in each, and true if the heads own no matrix.
 
-    The tensors' names decide. `inside`: the heads are in a whole model. Raises `UserError` where
-    the config contradicts them.
+    The tensors' names decide. Raises `UserError` where the config contradicts them.
     """
     matches = [match for name in found.tensors if (match := MEDUSA.match(name))]
     numbered = [(int(match[1]), int(match[2]), match[3]) for match in matches]
@@ -202,7 +187,7 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
         if declared is None or declared == count:
             continue
         # The published v0.1 checkpoints hold more heads than their configs say.
-        if key == "medusa_num_heads" and declared < count and not inside:
+        if key == "medusa_num_heads" and declared < count:
             found.notes.append(
                 f"config.json says {declared} heads, the file holds {count}: all are taken"
             )

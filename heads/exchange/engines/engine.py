@@ -264,9 +264,6 @@ class ServingEngine:
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None
     """None if `--server` does not measure it."""
-    guess: Callable[[str, str], str | None] = lambda _path, _kind: None
-    """Function of a folder's path and a drafter's kind: the method for which the engine would take
-    the folder where none is given, if it is a wrong one."""
     add_files: Callable[[Path], None] = lambda _folder: None
     """Writes further files into the folder of an export."""
 

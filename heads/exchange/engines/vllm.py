@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
@@ -49,8 +48,6 @@ TARGETS = TargetList(
     ),
 )
 """Classes without `SupportsEagle3`, which all these drafters need."""
-METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
-"""vLLM's names of kinds that it calls otherwise."""
 
 
 def _serve(method: str, request: ExportRequest, _: Any) -> str:
@@ -77,20 +74,6 @@ def _with_head(files: NativeFiles) -> Files:
 
 
 MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head, stores_target_head=True)
-
-
-def guess(path: str, kind: str) -> str | None:
-    """Return the method that vLLM would take from the path, unless `kind` needs that one; or None.
-
-    Where no method is given, vLLM looks for these parts of the path in lower case, in this order:
-    `my-eagle-3-head` becomes EAGLE-1. vLLM looks at the whole path and this function at the last
-    name only, because the folders above it are the user's; the printed commands name the method.
-    """
-    signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
-    name = Path(path).name.lower()
-    # The order matters: my-eagle-eagle3 holds both signs, and vLLM takes the first.
-    guessed = next((method for sign, method in signs if sign in name), None)
-    return None if guessed == METHODS.get(kind, kind) else guessed
 
 
 def _heads(proposer: Any, settings: Settings) -> Settings:
@@ -204,7 +187,6 @@ ENGINE = ServingEngine(
     name="vllm",
     title="vLLM",
     place=0,
-    guess=guess,
     recipes={
         "eagle3": Recipe(
             partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, limits.LONGROPE)

@@ -22,11 +22,10 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.engines import ENGINES, EngineName
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.heads.exchange.exporter import export, files_for, load_alone
+from draftsmith.heads.exchange.exporter import LENGTH, export, files_for, load_alone, outputs
 from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
-from draftsmith.heads.exchange.selfcheck import LENGTH, outputs
 from tests.architectures import architecture
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import random_eagle

@@ -201,7 +201,7 @@ def test_speculators(tmp_path: Path) -> None:
     assert found.layout == "speculators" and found.notes == []
 
 
-def test_medusa_of_both_versions(tmp_path: Path) -> None:
+def test_medusa_heads_are_read_and_refused_within_a_whole_model(tmp_path: Path) -> None:
     """v0.1: a config that says two heads of four (as the published one does). v1.0: inside a whole
     model, in shards."""
     drafter = heads().drafter
@@ -225,9 +225,8 @@ def test_medusa_of_both_versions(tmp_path: Path) -> None:
         {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()},
         folder / "model-00001.safetensors",
     )
-    found = read(folder)
-    same(found, drafter)
-    assert found.layout == "medusa v1.0" and "give that very model as target" in found.notes[0]
+    with pytest.raises(UserError, match="holds Medusa heads within a whole model"):
+        read(folder)
 
 
 def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:

@@ -368,7 +368,6 @@ def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> Non
         (["--to", "vllm"], "out"),
         (["--to", "ollama", "--out", "x"], "vllm"),
         (["--to", "tgi", "--out", "x"], "tgi takes Medusa heads, not EAGLE-3"),
-        (["--to", "vllm", "--out", "my-eagle-head"], "would be taken for method 'eagle'"),
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
         (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
         (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),

@@ -201,20 +201,6 @@ def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() and not (tmp_path / "other").exists()
 
 
-def test_a_copy_of_the_embedding_that_is_another_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = checkpoint("glm", tmp_path / "target")
-    extracted(folder, tmp_path / "drafter")
-    assert "own matrix" not in caplog.text
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.3.embed_tokens.weight"] += 1
-    save_file(tensors, file, {"format": "pt"})
-    extracted(folder, tmp_path / "again")
-    assert "model.layers.3.embed_tokens.weight" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["deepseek", "glm", "qwen3.5", "qwen3.5-moe"])
 def test_an_extracted_layer_is_its_targets_own(tmp_path: Path, kind: str) -> None:
     """Experts are stored one by one, so that a hash of the files is not that of the target."""

@@ -5,7 +5,6 @@ The layer may be the target's own, or that of the model from which the target wa
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
 from ....heads.exchange.hub import fetched
 from ....heads.exchange.mtp import (
-    SHARED,
     TAKE,
     LayerLayout,
     layout_in,
@@ -33,7 +31,6 @@ from ....inference.targets.target import TargetSource
 from ...provenance import provenance
 from .options import ExtractLayerOptions as Options
 
-log = logging.getLogger(__name__)
 READ = ["*.json", "*.safetensors"]
 """Files of a repository on the hub that are read."""
 SIZES = ("model_type", "hidden_size", "num_hidden_layers")
@@ -95,26 +92,10 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
         for own, tensor in expected.items():
             tensor.copy_(found[own])
     check_layer(drafter, layer.config.model_type)
-    warn_of_copies(layer, target)
     dtypes = {tensor.dtype for tensor in found.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     facts = {**provenance(), "extracted_from": folder, "prefix": layer.layout.prefix}
     return Artifact(drafter, target.fingerprint(), {}, facts), dtype
-
-
-def warn_of_copies(layer: StoredLayer, target: TargetSource) -> None:
-    """Log a warning for a copy of embedding or head next to the layer that is not the target's."""
-    own = (target.model.get_input_embeddings().weight, target.head_weight)
-    for name, matrix in zip(SHARED, own, strict=True):
-        stored = layer.tensors.get(layer.layout.prefix + name)
-        if stored is not None and not torch.equal(stored.to(matrix), matrix):
-            log.warning(
-                "%s%s of %s is not the target's own matrix; draftsmith drafts with the target's, "
-                "and an engine may draft with that one",
-                layer.layout.prefix,
-                name,
-                layer.folder,
-            )
 
 
 def run(options: Options) -> None:

@@ -271,8 +271,7 @@ def remove_partials(folder: Path, owned: bool = False) -> None:
 def put_back(folder: Path) -> None:
     """Give directories their names back whose replacement was killed; delete replaced ones."""
     for old in folder.glob(".*.replaced"):
-        # Nothing else may be touched: the folder may be anyone's, such as the user's own.
-        if PARTIAL.search(old.name) and is_abandoned(old):
+        if is_abandoned(old):
             path = folder / PARTIAL.sub("", old.name).removeprefix(".")
             if path.exists():
                 _remove(old)

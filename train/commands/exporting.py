@@ -121,14 +121,14 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
             # Later settings win: the method's default, the spec's, and those of a profile.
             named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
             chosen = default | named | (found.setting or {})
-            interval = found.tau_ci95
+            low, high = found.tau_ci95 or (None, None)
             row = CardFigures(
                 drafts=kind,
                 chain=chosen["width"] == 1,
                 temperature=setting.temperature,
                 batch=setting.batch,
                 tau=found.tau_incl_bonus,
-                interval=interval if interval is not None and known(interval[0]) else None,
+                interval=(low, high) if known(low) and known(high) else None,
                 survival=tuple(rate for rate in found.survival[:8] if rate is not None),
                 prompts=found.requests,
                 prompt_set=prompts.benchmark.name

@@ -218,8 +218,9 @@ def transformers_scale(rope: JsonObject, factor: float) -> float:
 
 def sglang_scale(rope: JsonObject, factor: float) -> float:
     above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    known = above is not None and below is not None
-    scale = magnitude(factor, above) / magnitude(factor, below) if known else magnitude(factor)
+    scale = magnitude(factor)
+    if above is not None and below is not None:
+        scale = magnitude(factor, above) / magnitude(factor, below)
     return rope.get("attn_factor", 1.0) * scale
 
 

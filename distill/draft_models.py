@@ -8,7 +8,6 @@ Shapes: S positions of a text, H hidden size.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -292,13 +291,9 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(small, name, [value[i] for i in kept])
-    # Lists of the layers that have attention.
-    for name in ("attn_layer_indices", "hybrid_layer_ids"):
-        if (numbers := getattr(target.config, name, None)) is not None:
-            setattr(small, name, [new for new, i in enumerate(kept) if i in numbers])
-    # Zamba2 shares blocks among its hybrid layers in turns; here each has a block of its own.
-    if hasattr(small, "num_mem_blocks"):
-        small.num_mem_blocks = max(len(small.hybrid_layer_ids), 1)
+    # Numbers of the layers that have attention.
+    if (numbers := getattr(target.config, "attn_layer_indices", None)) is not None:
+        small.attn_layer_indices = [new for new, i in enumerate(kept) if i in numbers]
     if config.vocab_size is not None:
         if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
             raise UserError(
@@ -323,9 +318,8 @@ def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
     prefix, _ = layers_of(target)
     target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
-    hybrids = getattr(target.config, "hybrid_layer_ids", [])
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, target_state[_in_target(name, prefix, kept, hybrids)])
+        copy_cut(tensor, target_state[_in_target(name, prefix, kept)])
     draft_model.tie_weights()
     head_state = target.model.get_output_embeddings().state_dict()
     for name, tensor in draft_model.get_output_embeddings().state_dict().items():
@@ -363,17 +357,9 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
         )
 
 
-def _in_target(name: str, prefix: str, kept: list[int], hybrids: list[int]) -> str:
-    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers.
-
-    `hybrids` are the target's layers with blocks that several of them share.
-    """
+def _in_target(name: str, prefix: str, kept: list[int]) -> str:
+    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
     if not name.startswith(prefix + "."):
         return name
     number, _, rest = name[len(prefix) + 1 :].partition(".")
-    layer = kept[int(number)]
-    if hybrids:  # Zamba2's adapters are numbered by hybrid layers
-        rest = re.sub(
-            r"(adapter_list)\.\d+", lambda found: f"{found[1]}.{hybrids.index(layer)}", rest
-        )
-    return f"{prefix}.{layer}.{rest}"
+    return f"{prefix}.{kept[int(number)]}.{rest}"

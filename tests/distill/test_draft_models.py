@@ -39,7 +39,6 @@ TEXTS = [torch.arange(3, 40), torch.arange(60, 20, -1)]
 IDS = torch.arange(5, 30)[None]
 FULL_WIDTH = [
     "bamba",
-    "zamba2",
     "llama",
     "qwen2",
     "qwen3",
@@ -321,25 +320,6 @@ def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "smollm3")
     draft_model = make_draft_model(DraftModelConfig(layers=[3]), target, texts)
     assert draft_model.model.config.no_rope_layers == [0]
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_hybrid_layers_of_zamba2_take_their_blocks_and_adapters_along(blocks: int) -> None:
-    target = architecture(
-        "zamba2",
-        num_mem_blocks=blocks,
-        use_shared_attention_adapter=True,
-        adapter_rank=4,
-        num_hidden_layers=6,
-        layers_block_type=["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
-    )
-    config = DraftModelConfig(layers=[2, 5])
-    draft_model = target_of(make_draft_model(config, target, texts))
-    ours, theirs = (dict(model.decoder.state_dict()) for model in (draft_model, target))
-    name = "shared_transformer.feed_forward.gate_up_proj_adapter_list.{}.0.weight"
-    for own, layer, hybrid in ((0, 2, 1), (1, 5, 3)):
-        found = ours[f"layers.{own}.{name.format(own)}"]
-        assert torch.equal(found, theirs[f"layers.{layer}.{name.format(hybrid)}"])
 
 
 def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(

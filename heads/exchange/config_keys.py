@@ -344,24 +344,16 @@ def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = 
     places, of which engines read one or the other. Those of `apart`, and those that change nothing,
     may differ: the outer one is taken.
     """
-    whole: JsonObject = {}
-    places: dict[str, str] = {}
-    for table in ("", *tables):
-        part = found.config if not table else found.config.get(table) or {}
-        if not isinstance(part, dict):
-            raise UserError(f"{found.path} garbles a field: {table} is {shown(part)}, not a table")
-        for name, value in part.items():
-            if value is None or (not table and name in tables):
-                continue
-            where = f" and, in {table}," if table else ""
-            used = any(name in names for names in USED.values())
-            passed_over = name in apart or (HARMLESS.fullmatch(name) and not used)
-            if name in whole and whole[name] != value and not passed_over:
-                first = f", in {places[name]}," if places[name] else ""
-                raise UserError(
-                    f"{found.path} says {name}{first} {whole[name]}{where} {value}; engines read "
-                    "either, so take the wrong one out"
-                )
-            whole.setdefault(name, value)
-            places.setdefault(name, table)
-    return whole
+    whole: dict[str, Key] = {}
+    for key in keys_of(found, tables):
+        if key.value is None:
+            continue
+        first = whole.setdefault(key.name, key)
+        used = any(key.name in names for names in USED.values())
+        passed_over = key.name in apart or (HARMLESS.fullmatch(key.name) and not used)
+        if first.value != key.value and not passed_over:
+            raise UserError(
+                f"{found.path} says {first.place} {first.value} and {key.place} {key.value}; "
+                "engines read either, so take the wrong one out"
+            )
+    return {name: key.value for name, key in whole.items()}

@@ -366,5 +366,5 @@ def test_a_base_of_the_positions_in_any_one_place(tmp_path: Path) -> None:
 
 def test_sizes_in_two_places(tmp_path: Path) -> None:
     config = blocks.library("dflash", intermediate_size=65)
-    with pytest.raises(UserError, match="intermediate_size 65 and, in transformer_layer_c"):
+    with pytest.raises(UserError, match="intermediate_size 65 and transformer_layer_config.int"):
         read(store(tmp_path / "d", config, blocks.stored("dflash")[1], "model.safetensors"))

@@ -231,7 +231,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         at_top(target_layer_ids=TAPS),
-        r"target_layer_ids \[2, 4, 5\] and, in dflash_config, \[1, 3, 4\]",
+        r"target_layer_ids \[2, 4, 5\] and dflash_config.target_layer_ids \[1, 3, 4\]",
     ),
     (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "other hidden states"),
     (z_lab, "dflash", at_top(block_size=1), "block_size is 1, not a whole number of at least 2"),

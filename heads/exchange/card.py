@@ -12,7 +12,7 @@ from ..artifact import Artifact
 from ..layout import dtype_name
 from .engines import ENGINES
 from .engines.engine import ExportRequest
-from .exports import PAPERS, TITLES
+from .exports import TITLES
 
 HEADINGS = TITLES | {"draft_model": "Draft model"}
 
@@ -136,7 +136,7 @@ def _facts(artifact: Artifact, request: ExportRequest) -> str:
     sizes = f"{target.num_layers} layers of width {target.hidden_size}"
     hashes = f"tokenizer {target.tokenizer_hash}, template {target.template_hash}"
     rows = [
-        ("method", f"{HEADINGS[drafter.kind]} ({PAPERS[drafter.kind]})"),
+        ("method", HEADINGS[drafter.kind]),
         ("parameters", f"{size:,}, stored as {dtype_name(request.dtype)}"),
         ("target", f"`{target.name}`, {sizes}, vocabulary {target.vocab_size:,}"),
         ("target's weights", f"hash {target.weights_hash}; {hashes}"),

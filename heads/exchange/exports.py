@@ -22,11 +22,6 @@ INSIDE = (
     "engines read an MTP layer inside of its target's checkpoint; write it there with draftsmith "
     "mtp stitch"
 )
-PAPERS = {
-    "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
-    "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
-    "mtp": "arXiv 2412.19437",
-}  # fmt: skip
 
 
 def facts_of(artifact: Artifact) -> DrafterFacts:
@@ -35,10 +30,10 @@ def facts_of(artifact: Artifact) -> DrafterFacts:
     return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size, target.numbers)
 
 
-def titles(kinds: Iterable[str], word: str = "or") -> str:
-    """Return the titles of kinds as a list in a sentence, with `word` before the last."""
+def titles(kinds: Iterable[str]) -> str:
+    """Return the titles of kinds as a list in a sentence."""
     *first, last = (TITLES.get(kind, kind) for kind in kinds)
-    return f"{', '.join(first)} {word} {last}" if first else last
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:

@@ -209,6 +209,13 @@ def check_output_folder(path: str | os.PathLike[str], option: str, replaced: boo
     check_output(path, option, "folder")
 
 
+def check_new_folder(path: str | os.PathLike[str], option: str) -> None:
+    """Demand that the folder `path`, which `option` names, can be made. Raises `UserError`."""
+    check_output_folder(path, option, replaced=True)
+    if Path(path).exists():
+        raise UserError(f"{path} is there already; name another {option}")
+
+
 def refuse_link(path: Path) -> None:
     """Raise `UserError` for a link, in place of which no folder is put."""
     if path.is_symlink():

@@ -20,7 +20,7 @@ from ...heads.errors import UserError
 from ...heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
-from ...heads.files import check_output_folder, checksum
+from ...heads.files import check_new_folder, checksum
 from ...heads.stored_tensors import StoredTensors
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..provenance import provenance
@@ -36,10 +36,8 @@ def run(options: Options) -> None:
     Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
     """
     answers = answers_of(options)
-    check_output_folder(options.out, "--out", replaced=True)
+    check_new_folder(options.out, "--out")
     folder = fetched(options.from_, READ, "checkpoint")
-    if Path(options.out).exists():
-        raise UserError(f"{options.out} is there already; name another --out")
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():

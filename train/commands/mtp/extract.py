@@ -21,7 +21,7 @@ from ....heads.exchange.mtp import (
     layout_in,
     read_layer,
 )
-from ....heads.files import check_output_folder
+from ....heads.files import check_new_folder
 from ....heads.fingerprint import hash_of
 from ....heads.mtp import MtpDrafter, check_layer, shape_for
 from ....heads.pretrained import clear_errors, read_config
@@ -103,9 +103,7 @@ def run(options: Options) -> None:
 
     Raises `UserError` if there is no layer that fits, and for an `out` that is there already.
     """
-    check_output_folder(options.out, "--out", replaced=True)
-    if Path(options.out).exists():
-        raise UserError(f"{options.out} is there already; name another --out")
+    check_new_folder(options.out, "--out")
     if options.base is None:
         layer = find_layer(options.from_)
     else:

@@ -21,7 +21,7 @@ from ....heads.exchange.mtp import (
     places_in,
     stitch,
 )
-from ....heads.files import JsonObject, check_output_folder
+from ....heads.files import JsonObject, check_new_folder
 from ....heads.mtp import MtpDrafter, shape_for
 from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import TensorFacts
@@ -43,9 +43,7 @@ SIZES = ("size", "heads", "experts", "rank", "dim")
 
 def run(options: Options) -> None:
     """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
-    check_output_folder(options.out, "--out", replaced=True)
-    if Path(options.out).exists():
-        raise UserError(f"{options.out} is there already; name another --out")
+    check_new_folder(options.out, "--out")
     checkpoint = Path(options.into)
     if not checkpoint.is_dir():
         raise UserError(f"{options.into} is no folder; download the target first")

@@ -132,6 +132,13 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
     if other_size := own.target.vocab_size != target.vocab_size:
         parts = parts.of_size(own.target.vocab_size)
     public = read_public(folder, parts, Answers(ours=True))
+    check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
+    # A note is an assumption about something that a file leaves open.
+    if public.notes:
+        raise UserError(
+            f"{folder}: {public.notes[0]}; an export of draftsmith leaves nothing open, so it was "
+            "changed"
+        )
     for noted, found in (
         (own.method, public.drafter.method),
         (getattr(torch, own.dtype), public.dtype),
@@ -140,13 +147,6 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
             raise UserError(
                 f"{folder} holds {found}, {OWN_FILE} says {noted}; one of them was changed"
             )
-    check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
-    # A note is an assumption about something that a file leaves open.
-    if public.notes:
-        raise UserError(
-            f"{folder}: {public.notes[0]}; an export of draftsmith leaves nothing open, so it was "
-            "changed"
-        )
     if other_size:
         drafter = resized(public.drafter, target.vocab_size, added)
         return public, Artifact(drafter, target.fingerprint(), own.calibration, own.provenance)

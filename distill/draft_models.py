@@ -1,14 +1,13 @@
 """Draft models before training: cut from a target, of another configuration, or read from a folder.
 
-A cut keeps some of the target's layers, and may be narrower and have fewer tokens.
+A cut keeps some of the target's layers, and may have fewer tokens.
 
-Shapes: S positions of a text, H hidden size of the draft model, Ht of the target.
+Shapes: S positions of a text, H hidden size.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -214,10 +213,9 @@ def _cut(
         )
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
     small = smaller(config, target, kept)
-    dims = loudest(target, texts(), small.hidden_size) if config.narrow else None
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
-        _copy_weights(config, target, draft_model, kept, dims)
+        _copy_weights(target, draft_model, kept)
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
@@ -226,14 +224,10 @@ def _cut(
             f"cannot cut a draft model from {target.config.model_type} ({first_line(error)}); give "
             "draft_model.path or draft_model.config"
         ) from error
-    embedding = target.model.get_input_embeddings().weight
-    untied = embedding is not target.model.get_output_embeddings().weight
     # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
     draft_model.to(target.device)
     runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
-    # A narrower model, or one with another embedding, does not compute what the target's layers do.
-    if not config.narrow and not (config.head == "tie" and untied):
-        _check_cut(target, runner, kept)
+    _check_cut(target, runner, kept)
     begin_calibrated(runner, target, texts())
     return draft_model
 
@@ -297,15 +291,9 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(small, name, [value[i] for i in kept])
-    # Lists of the layers that have attention.
-    for name in ("attn_layer_indices", "hybrid_layer_ids"):
-        if (numbers := getattr(target.config, name, None)) is not None:
-            setattr(small, name, [new for new, i in enumerate(kept) if i in numbers])
-    # Zamba2 shares blocks among its hybrid layers in turns; here each has a block of its own.
-    if hasattr(small, "num_mem_blocks"):
-        small.num_mem_blocks = max(len(small.hybrid_layer_ids), 1)
-    if config.head == "tie":
-        small.tie_word_embeddings = True
+    # Numbers of the layers that have attention.
+    if (numbers := getattr(target.config, "attn_layer_indices", None)) is not None:
+        small.attn_layer_indices = [new for new, i in enumerate(kept) if i in numbers]
     if config.vocab_size is not None:
         if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
             raise UserError(
@@ -316,84 +304,26 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
         # An embedding refuses a padding token outside of its table.
         if (small.pad_token_id or 0) >= config.vocab_size:
             small.pad_token_id = None
-    if config.narrow:
-        _narrow(config, target.config, small)
     return small
 
 
-def _narrow(config: DraftModelConfig, target: Any, small: Any) -> None:
-    """Set the widths in a cut's config `small`. Raises `UserError` if the target's are smaller."""
-    for name in ("intermediate_size", "num_attention_heads"):
-        if not hasattr(target, name):
-            raise _not_narrower(target, f"its config has no {name}")
-    hidden, inner = target.hidden_size, target.intermediate_size
-    small.hidden_size = config.hidden_size or hidden
-    small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
-    if small.hidden_size > hidden or small.intermediate_size > inner:
-        raise UserError(
-            "draft_model.hidden_size and draft_model.intermediate_size can be at most the target's"
-        )
-    # Whole groups of attention heads are kept, so that each key-value head keeps its queries. Their
-    # size stays too: the frequencies of rotary positions depend on it.
-    head_size = getattr(target, "head_dim", None) or hidden // target.num_attention_heads
-    kv_heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
-    group_size = target.num_attention_heads // kv_heads
-    # Half the width of a target with 9 query heads and 3 key-value heads: 2 groups of 3 queries
-    # each, so 6 query heads and 2 key-value heads.
-    groups = max(round(kv_heads * small.hidden_size / hidden), 1)
-    small.num_key_value_heads = groups
-    small.num_attention_heads = groups * group_size
-    small.head_dim = head_size
-
-
-def _not_narrower(target: Any, reason: str) -> UserError:
-    return UserError(
-        f"a narrower draft model cannot be cut from {target.model_type}: {reason}; leave out "
-        "draft_model.hidden_size and draft_model.intermediate_size, or start from "
-        "draft_model.config"
-    )
-
-
 @torch.no_grad()
-def _copy_weights(
-    config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int], dims: Tensor | None
-) -> None:
-    """Copy the weights of the target's layers `kept` into `draft_model`.
+def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
+    """Copy the weights of the target's layers `kept` into `draft_model`."""
 
-    `dims` of the residual stream are kept; None: all. Raises `UserError` for a tensor that cannot
-    be made narrower.
-    """
-
-    def copy_cut(tensor: Tensor, name: str, state: dict[str, Tensor]) -> None:
-        whole = state[name].to("cpu", torch.float32)
-        if dims is None:
-            # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
-            part = whole[: tensor.shape[0]] if whole.dim() else whole
-        else:
-            part = _narrowed(whole, name, tensor.shape, dims, state)
-        if part is None:
-            raise _not_narrower(target.config, f"{name} is not known")
-        tensor.copy_(part)
+    def copy_cut(tensor: Tensor, whole: Tensor) -> None:
+        # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
+        tensor.copy_(whole[: tensor.shape[0]] if whole.dim() else whole)
 
     prefix, _ = layers_of(target)
-    target_state = dict(target.decoder.state_dict())
-    head = target.model.get_output_embeddings()
-    # A tied model has one matrix for both, and a head matters more than an embedding: the target's
-    # head takes the embedding's place.
-    if config.head == "tie":
-        table = target.model.get_input_embeddings().weight
-        parameters = target.decoder.named_parameters()
-        target_state[next(name for name, value in parameters if value is table)] = head.weight
+    target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
-    hybrids = getattr(target.config, "hybrid_layer_ids", [])
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, _in_target(name, prefix, kept, hybrids), target_state)
+        copy_cut(tensor, target_state[_in_target(name, prefix, kept)])
     draft_model.tie_weights()
-    # A tied head was filled with the embedding.
-    if draft_model.get_output_embeddings().weight is not draft_model.get_input_embeddings().weight:
-        head_state = {f"lm_head.{name}": value for name, value in head.state_dict().items()}
-        for name, tensor in draft_model.get_output_embeddings().state_dict().items():
-            copy_cut(tensor, f"lm_head.{name}", head_state)
+    head_state = target.model.get_output_embeddings().state_dict()
+    for name, tensor in draft_model.get_output_embeddings().state_dict().items():
+        copy_cut(tensor, head_state[name])
 
 
 @torch.no_grad()
@@ -427,71 +357,9 @@ def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> Non
         )
 
 
-def _in_target(name: str, prefix: str, kept: list[int], hybrids: list[int]) -> str:
-    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers.
-
-    `hybrids` are the target's layers with blocks that several of them share.
-    """
+def _in_target(name: str, prefix: str, kept: list[int]) -> str:
+    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
     if not name.startswith(prefix + "."):
         return name
     number, _, rest = name[len(prefix) + 1 :].partition(".")
-    layer = kept[int(number)]
-    if hybrids:  # Zamba2's adapters are numbered by hybrid layers
-        rest = re.sub(
-            r"(adapter_list)\.\d+", lambda found: f"{found[1]}.{hybrids.index(layer)}", rest
-        )
-    return f"{prefix}.{layer}.{rest}"
-
-
-@torch.no_grad()
-def loudest(target: Target, texts: Sequence[Tensor], count: int) -> Tensor:
-    """Return the `count` dimensions of the residual stream with the largest activations, ascending.
-
-    Their mean absolute value over layers and positions decides (Minitron, arXiv 2407.14679).
-    """
-    total = torch.zeros(target.hidden_size)
-    for ids in texts:
-        hidden = target.forward(ids[None].to(target.device), taps=tuple(range(target.num_layers)))
-        for states in (*hidden.taps, hidden.last):
-            # The stream grows with depth: divided by its mean, each layer weighs the same.
-            total += (states[0].float().abs() / states.float().abs().mean()).sum(0).cpu()
-    return total.topk(count).indices.sort().values
-
-
-def _narrowed(
-    tensor: Tensor, name: str, shape: torch.Size, dims: Tensor, state: dict[str, Tensor]
-) -> Tensor | None:
-    """Return what a narrower cut keeps of the target's `tensor`; None for one of unknown form.
-
-    It is recognised by the `name` that Llama, Mistral, Qwen, Gemma and similar models share. The
-    cut's tensor has this `shape`; `dims` of the residual stream are kept. `state` has the target's
-    tensors by name.
-    """
-    module, kind = name.split(".")[-2:]
-    down = f"{name.rpartition('mlp.')[0]}mlp.down_proj.weight"
-    if module in ("gate_proj", "up_proj", "down_proj") and down not in state:
-        return None  # an MLP of another name
-
-    def neurons(count: int) -> Tensor:
-        """Return those of largest output weights in the MLP, ascending."""
-        # `down_proj` alone decides, so that all matrices of an MLP keep the same neurons.
-        written = state[down].to("cpu", torch.float32)
-        return written[dims].norm(dim=0).topk(count).indices.sort().values
-
-    # Vectors over attention heads or their elements: the first heads are kept.
-    bias_of_heads = module in ("q_proj", "k_proj", "v_proj") and kind == "bias"
-    if module in ("q_norm", "k_norm") or bias_of_heads:
-        return tensor[: shape[0]]
-    if "norm" in module and tensor.dim() == 1:
-        return tensor[dims]
-    # Matrices are [out, in]: the kept dimensions are columns where the residual stream is read, and
-    # rows where it is written. Tokens and heads are the first ones, neurons the chosen.
-    if module in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"):
-        return tensor[: shape[0], dims]
-    if module in ("gate_proj", "up_proj"):
-        return tensor[neurons(shape[0])][:, dims]
-    if module == "o_proj" and kind == "weight":
-        return tensor[dims, : shape[1]]
-    if module == "down_proj" and kind == "weight":
-        return tensor[dims][:, neurons(shape[1])]
-    return None
+    return f"{prefix}.{kept[int(number)]}.{rest}"

@@ -30,14 +30,6 @@ class DraftModelConfig:
     choose: Choice = "even"
     """Cut: rule for choosing that number of layers: evenly spread, half from each end, or by
     importance (1 - cosine between a layer's input and output, on training text)."""
-    hidden_size: int | None = None
-    """Cut: width of the residual stream; the dimensions of largest activation are kept. The
-    target's if not given."""
-    intermediate_size: int | None = None
-    """Cut: width of the MLPs; the neurons of largest output weights are kept. In proportion to
-    hidden_size if not given."""
-    head: Literal["copy", "tie"] = "copy"
-    """Cut: copy embedding and head as the target has them, or tie both to the target's head."""
     vocab_size: int | None = None
     """Cut: number of tokens, the first ones, that are kept. The others are never drafted, and
     engines that want equal vocabularies refuse the draft model. Padding rows after the tokenizer's
@@ -59,11 +51,5 @@ class DraftModelConfig:
                 f"draft_model.layers names them, so draft_model.choose {self.choose} means "
                 "nothing; leave it out"
             )
-        for name in ("hidden_size", "intermediate_size", "vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"draft_model.{name} must be at least 1, not {value}")
-
-    @property
-    def narrow(self) -> bool:
-        """True if widths are given, so that a cut has them in place of the target's."""
-        return self.hidden_size is not None or self.intermediate_size is not None
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise UserError(f"draft_model.vocab_size must be at least 1, not {self.vocab_size}")

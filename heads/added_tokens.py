@@ -48,17 +48,12 @@ def said_of(ids: Sequence[int], before: int, now: int) -> str:
     if not ids:
         return f"the target has {now:,} rows for tokens, the drafter {before:,}"
     listed = ", ".join(map(str, ids)) if len(ids) <= 3 else f"{ids[0]} to {ids[-1]}"
-    tokens, number = ("token", "id") if len(ids) == 1 else ("tokens", "ids")
-    return (
-        f"the target has {len(ids):,} {tokens} that the drafter does not know ({number} {listed})"
-    )
+    return f"the target has {len(ids):,} tokens that the drafter does not know (ids {listed})"
 
 
 def effect_of(ids: Sequence[int], before: int, now: int) -> str:
     """Return a sentence about what changes for decoding, with the arguments of `said_of`."""
     never = "they are never drafted, and after one of them fewer drafts may be accepted"
-    if len(ids) == 1:
-        never = "it is never drafted, and after it fewer drafts may be accepted"
     said = said_of(ids, before, now)
     return f"{said}: {never}; the text is the target's own" if ids else said
 

@@ -14,7 +14,7 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,19 +203,7 @@ class DFlashDrafter(LayeredDrafter):
         return config
 
     @classmethod
-    def from_serving_config(
-        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
-    ) -> Self:
-        if embedding_and_head is None:
-            raise UserError(
-                "a block drafter needs the target's embedding and head; load it together with its "
-                "target"
-            )
-        return cls(cls.shape_from(config), embedding_and_head)
-
-    @classmethod
     def shape_from(cls, config: JsonObject) -> BlockShape:
-        """Return the sizes in a `config.json`; `KeyError` if one of its keys is missing."""
         return BlockShape(**sizes_from(config))
 
 
@@ -254,7 +242,7 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
         "hidden_size": target.hidden_size,
         "intermediate_size": config.intermediate_size or inner_size(target),
         "num_layers": config.num_layers,
-        "activation": config.activation,
+        "activation": "silu",  # engines load no other, whatever the target has
         "target_layers": layers,
         # A draft vocabulary of all tokens is none: the maps are left out then.
         "draft_vocab_size": size if size and size < target.vocab_size else None,

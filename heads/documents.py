@@ -21,8 +21,7 @@ from .fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
-# Version of draftsmith.json. In version 1 the method draft_model was called draft_lm.
-SCHEMA = 2
+SCHEMA = 2  # version of draftsmith.json
 T = TypeVar("T")
 D = TypeVar("D", bound="Document")
 
@@ -177,7 +176,7 @@ class OwnFile(Document):
     schema: Annotated[int, Meta(ge=1)] = 1
     shape: JsonObject = {}
     embedding_scale: float | None = None
-    """Factor of the target's embedding, see `EmbeddingAndHead.scale`; None in older files."""
+    """Factor of the target's embedding, see `EmbeddingAndHead.scale`; None if it is not used."""
     calibration: JsonObject = {}
     provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}
@@ -296,8 +295,6 @@ class MtpFile(Struct):
 
     layer: JsonObject
     """transformers' configuration of a model of this layer alone."""
-    reads: Literal["normed", "residual"]
-    recycles: Literal["normed", "residual"]
 
 
 class MedusaFile(Struct):

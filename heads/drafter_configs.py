@@ -8,18 +8,6 @@ from typing import Literal
 from .errors import UserError
 
 
-def check_activation(name: str) -> None:
-    """Raise `UserError` for an activation that transformers does not know."""
-    if name == "silu":  # the default needs no look, for which transformers would be imported
-        return
-    from transformers.activations import ACT2FN
-
-    if name not in ACT2FN:
-        raise UserError(
-            f"heads.activation {name!r} is unknown; there are: {', '.join(sorted(ACT2FN))}"
-        )
-
-
 def check_positive(config: object, *names: str) -> None:
     """Raise `UserError` for the first of the options `names` that is given and below 1."""
     for name in names:
@@ -79,12 +67,8 @@ class EagleConfig:
     """Version 3: a width other than the target's; the drafter then has its own embedding."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
-    activation: str = "silu"
-    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
-    has."""
 
     def __post_init__(self) -> None:
-        check_activation(self.activation)
         check_positive(self, "num_layers", "draft_vocab_size", "hidden_size", "intermediate_size")
         if self.version == 1:
             for name in (
@@ -120,12 +104,8 @@ class DFlashConfig:
     engines, which run the target's whole head for block drafters."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
-    activation: str = "silu"
-    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
-    has."""
 
     def __post_init__(self) -> None:
-        check_activation(self.activation)
         if self.block_size < 2:
             raise UserError(
                 f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
@@ -154,14 +134,4 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass
 class MtpConfig:
-    """Options of an MTP layer.
-
-    The layer is one of the target's own class and sizes.
-    """
-
-    reads: Literal["normed", "residual"] = "normed"
-    """State of the target that the layer reads: after its final norm, as engines pass it, or
-    before."""
-    recycles: Literal["normed", "residual"] = "normed"
-    """Output of the layer that it reads for the next draft: after its own norm, as engines pass it,
-    or before."""
+    """Options of an MTP layer: none, since it is one of the target's own class and sizes."""

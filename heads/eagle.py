@@ -28,12 +28,12 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
+    RecyclingDrafter,
     check_taps,
     inner_size,
     layout_of,
     shared_sizes,
 )
-from .recycling import RecyclingDrafter
 from .rotary import Rotary
 
 
@@ -162,17 +162,14 @@ class EagleDrafter(RecyclingDrafter):
         }
 
     @classmethod
-    def from_serving_config(
-        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
-    ) -> EagleDrafter:
-        if embedding_and_head is None:
-            raise UserError(
-                "an EAGLE drafter needs the target's embedding and head; load it together with "
-                "its target"
-            )
+    def of_shape(cls, shape: EagleShape, lender: EmbeddingAndHead) -> EagleDrafter:
+        return drafter_of(shape, lender)
+
+    @classmethod
+    def shape_from(cls, config: JsonObject) -> EagleShape:
         version, qk_norm = VERSIONS[config["architectures"][0]]
         # EAGLE-1 has none of the keys that have defaults here.
-        shape = EagleShape(
+        return EagleShape(
             version=version,
             taps=tuple(config.get("eagle_aux_hidden_state_layer_ids", ())),
             target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
@@ -186,7 +183,6 @@ class EagleDrafter(RecyclingDrafter):
             shared_head=config.get("shared_head", False),
             **shared_sizes(config),
         )
-        return drafter_of(shape, embedding_and_head)
 
 
 class Eagle1Drafter(EagleDrafter):
@@ -373,7 +369,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         num_layers=config.num_layers,
         # A draft vocabulary of all tokens is none: the maps are left out then.
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        activation=config.activation,
+        activation="silu",  # engines load no other, whatever the target has
         norm_taps=newer if config.norm_taps is None else config.norm_taps,
         norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,

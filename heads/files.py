@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from safetensors import SafetensorError
@@ -151,18 +151,32 @@ def write_failure(error: BaseException) -> str | None:
     return None
 
 
-def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
-    """Demand that the file `path`, which `option` names, can be written.
+def check_output(
+    path: str | os.PathLike[str] | None, option: str, kind: Literal["file", "folder"] = "file"
+) -> None:
+    """Demand that the file or folder `path`, which `option` names, can be written or made.
 
     Commands call this before anything that takes long. None stands for no file. Raises `UserError`.
     """
     if path is None:
         return
     if not str(path).strip():
-        raise UserError(f"{option} is empty; name a file")
-    if Path(path).is_dir():
-        raise UserError(f"cannot write {path}: it is a folder; name a file with {option}")
-    _check_parent(Path(path), option)
+        raise UserError(f"{option} is empty; name a {kind}")
+    place, remedy = Path(path).absolute(), f"name another {kind} with {option}"
+    try:
+        is_folder = place.is_dir()
+        if place.exists() and is_folder != (kind == "folder"):
+            found = "folder" if is_folder else "file"
+            raise UserError(f"cannot write {path}: it is a {found}; name a {kind} with {option}")
+        above = next(parent for parent in place.parents if parent.exists())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; {remedy}") from error
+    for folder in (place, above) if is_folder else (above,):
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UserError(
+                f"cannot write {path}: {folder} is not a folder that may be written to; {remedy}"
+            )
+    check_space(place, LEAST_FREE, f"name another place with {option}")
 
 
 def check_json(path: str | None) -> None:
@@ -192,31 +206,14 @@ def check_output_folder(path: str | os.PathLike[str], option: str, replaced: boo
     """
     if replaced:
         refuse_link(Path(path))
-    if not str(path).strip():
-        raise UserError(f"{option} is empty; name a folder")
-    if Path(path).exists() and not Path(path).is_dir():
-        raise UserError(f"cannot write {path}: it is a file; name a folder with {option}")
-    if Path(path).is_dir() and not os.access(path, os.W_OK):
-        raise UserError(
-            f"cannot write to {path}: permission denied; name another folder with {option}"
-        )
-    _check_parent(Path(path), option)
+    check_output(path, option, "folder")
 
 
-def _check_parent(path: Path, option: str) -> None:
-    """Raise `UserError` unless `path` can be made in its nearest parent, which has space."""
-    try:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; name another with {option}"
-        ) from error
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(
-            f"cannot write {path}: {folder} is not a folder that may be written to; name another "
-            f"with {option}"
-        )
-    check_space(path, LEAST_FREE, f"name another place with {option}")
+def check_new_folder(path: str | os.PathLike[str], option: str) -> None:
+    """Demand that the folder `path`, which `option` names, can be made. Raises `UserError`."""
+    check_output_folder(path, option, replaced=True)
+    if Path(path).exists():
+        raise UserError(f"{path} is there already; name another {option}")
 
 
 def refuse_link(path: Path) -> None:
@@ -281,8 +278,7 @@ def remove_partials(folder: Path, owned: bool = False) -> None:
 def put_back(folder: Path) -> None:
     """Give directories their names back whose replacement was killed; delete replaced ones."""
     for old in folder.glob(".*.replaced"):
-        # Nothing else may be touched: the folder may be anyone's, such as the user's own.
-        if PARTIAL.search(old.name) and is_abandoned(old):
+        if is_abandoned(old):
             path = folder / PARTIAL.sub("", old.name).removeprefix(".")
             if path.exists():
                 _remove(old)
@@ -412,14 +408,11 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         raise UserError(
             f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {remedy}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {remedy}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply to be read; {remedy}") from error
-    except ValueError as error:  # for example an integer of more digits than Python converts
-        raise UserError(
-            f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}"
-        ) from error
+    # Text in another encoding, tables within tables without end, or an integer of more digits than
+    # Python converts.
+    except (RecursionError, ValueError) as error:
+        reason = first_line(error).partition(";")[0]
+        raise UserError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
 class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

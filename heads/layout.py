@@ -133,8 +133,8 @@ class EngineLayout(DrafterModule):
     ) -> Self:
         """Return an untrained module of the sizes in the content of a `config.json`.
 
-        Raises `UserError` if the module needs `embedding_and_head` and they are None, and
-        `KeyError` if a key is missing.
+        Raises `UserError` if the module needs `embedding_and_head` and they are None, `KeyError`
+        if a key is missing.
         """
         make: Any = cls
         return make(embedding_and_head, **config)

@@ -49,16 +49,17 @@ def partial_path(path: Path, ending: str = "partial") -> Path:
 def is_abandoned(partial: Path, owned: bool = False) -> bool:
     """Return true for an unfinished file or directory whose writer is dead.
 
-    A writer on another machine, and one of an older version, which noted no process, cannot be
-    asked for: it is taken for dead when nothing in `partial` has changed for a day, or at once with
-    `owned`, for a folder that this process alone writes.
+    A writer on another machine cannot be asked for: it is taken for dead when nothing in `partial`
+    has changed for a day, or at once with `owned`, for a folder that this process alone writes.
+    Files that are not called as `partial_path` says are not ours.
     """
+    if (found := PARTIAL.search(partial.name)) is None:
+        return False
     times = [0.0]
     for path in (partial, *partial.rglob("*")):
         with suppress(OSError):  # it may be renamed meanwhile
             times.append(path.lstat().st_ctime)
-    found = PARTIAL.search(partial.name)
-    if found is None or found["host"] != host_name():
+    if found["host"] != host_name():
         return owned or time.time() - max(times) > OLD_S
     try:
         # A process that began after the last write is another one of the same number.

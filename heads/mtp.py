@@ -26,9 +26,15 @@ from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject
-from .layers import Attend, DrafterShape, first_of, inner_size, layout_of
+from .layers import (
+    Attend,
+    DrafterShape,
+    RecyclingDrafter,
+    first_of,
+    inner_size,
+    layout_of,
+)
 from .pretrained import Repeated, config_of_values, make_causal_lm
-from .recycling import RecyclingDrafter
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -49,10 +55,6 @@ class MtpShape(DrafterShape):
 
     layer: JsonObject = field(hash=False)
     """transformers' configuration of a model of one layer, which is this one."""
-    reads: str
-    """State of the target with which rows begin: normed, or residual."""
-    recycles: str
-    """Output that is the state of the next row: normed, or residual."""
 
 
 class MtpDrafter(RecyclingDrafter):
@@ -62,7 +64,7 @@ class MtpDrafter(RecyclingDrafter):
     borrows_head = reads_last = True
     document = MtpFile
     resizable = False
-    other_remedy = "put the layer into the new target with draftsmith mtp graft"
+    other_remedy = "put the layer into the new target with draftsmith mtp extract --base"
     read_in_parts = ("fc",)
     shape: MtpShape
 
@@ -74,17 +76,10 @@ class MtpDrafter(RecyclingDrafter):
         self.enorm, self.hnorm, self.norm = (norm(hidden, eps=shape.norm_eps) for _ in range(3))
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([layer])
-        # Of the target's final norm, by which its last states are divided to undo it: the size of a
-        # row does not matter to `hnorm`.
-        scale = torch.ones(hidden) if shape.reads == "residual" else None
-        self.register_buffer("final_scale", scale)
         self.add_maps(shape.vocab_size, shape.vocab_size)
 
-    final_scale: Tensor | None
-
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        state = last.to(self.fc.weight.dtype)
-        return state if self.final_scale is None else state / self.final_scale.to(state.dtype)
+        return last.to(self.fc.weight.dtype)
 
     def token_part(self, ids: Tensor) -> Tensor:
         embedded = self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
@@ -103,7 +98,7 @@ class MtpDrafter(RecyclingDrafter):
         return output[0] if isinstance(output, tuple) else output
 
     def recycled(self, output: Tensor) -> Tensor:
-        return self.norm(output) if self.shape.recycles == "normed" else output
+        return self.norm(output)
 
     def feature(self, output: Tensor) -> Tensor:
         return self.norm(output)
@@ -116,46 +111,35 @@ class MtpDrafter(RecyclingDrafter):
         return list(self.norm.parameters())
 
     def facts(self) -> JsonObject:
-        return {"taps": [], "reads": self.shape.reads, "recycles": self.shape.recycles}
+        return {"taps": []}
 
     def serving_state(self) -> dict[str, Tensor]:
-        state = {
+        parts = {
+            "enorm": self.enorm,
+            "hnorm": self.hnorm,
+            "fc": self.fc,
+            "norm": self.norm,
+            "layer": self.layers[0],
+        }
+        return {
             f"{name}.{part}": tensor
-            for name, module in self.parts().items()
+            for name, module in parts.items()
             for part, tensor in merged(module).items()
         }
-        return state if self.final_scale is None else {**state, "final_scale": self.final_scale}
-
-    def parts(self) -> dict[str, nn.Module]:
-        """Return the modules that hold the drafter's tensors, by name."""
-        named = {name: getattr(self, name) for name in ("enorm", "hnorm", "fc", "norm")}
-        return {**named, "layer": self.layers[0]}
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
-        shape = self.shape
         return {
             "architectures": ["DraftsmithMtp"],
             "dtype": dtype,
-            "reads": shape.reads,
-            "recycles": shape.recycles,
-            "layer": shape.layer,
+            "layer": self.shape.layer,
             "base_model_name_or_path": target_name,
         }
 
     @classmethod
-    def from_serving_config(
-        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
-    ) -> MtpDrafter:
-        if embedding_and_head is None:
-            raise UserError(
-                "an MTP layer needs the target's embedding and head; load it together with its "
-                "target"
-            )
+    def shape_from(cls, config: JsonObject) -> MtpShape:
         values = config["layer"]
         convert(values, Repeated)
-        options = MtpConfig(config["reads"], config["recycles"])
-        shape = shape_of(config_of_values(values), values, options)
-        return cls(shape, embedding_and_head)
+        return shape_of(config_of_values(values), values)
 
 
 def merged(module: nn.Module) -> dict[str, Tensor]:
@@ -172,25 +156,23 @@ def merged(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def shape_for(options: MtpConfig, target: Any) -> MtpShape:
+def shape_for(_options: MtpConfig, target: Any) -> MtpShape:
     """Return the sizes of an MTP layer for a target's transformers config.
 
     Raises `UserError` if the target has no layer of full attention.
     """
     config = one_layer(target)
     values = {key: value for key, value in config.to_dict().items() if key not in NOT_SIZES}
-    return shape_of(config, json.loads(json.dumps(values)), options)
+    return shape_of(config, json.loads(json.dumps(values)))
 
 
-def shape_of(config: Any, values: JsonObject, options: MtpConfig) -> MtpShape:
+def shape_of(config: Any, values: JsonObject) -> MtpShape:
     """Return the sizes of an MTP layer from the configuration of a model with that layer alone."""
     sizes = layout_of(config)
     if (size := getattr(config, "qk_head_dim", None)) is not None:  # latent attention
         sizes |= {"head_dim": size, "num_kv_heads": sizes["num_heads"]}
     return MtpShape(
         layer=values,
-        reads=options.reads,
-        recycles=options.recycles,
         taps=(),
         num_layers=1,
         hidden_size=config.hidden_size,

@@ -39,7 +39,7 @@ def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     for name in run.for_:
         recipe = ENGINES[name].recipes.get(facts.kind)
         listed = None if recipe is None else recipe.targets
-        reason = refusal(name, facts) or (listed.refused(facts) if listed is not None else None)
+        reason = refusal(name, facts) or (listed(facts) if listed is not None else None)
         if reason is not None:
             raise UserError(f"{reason} (--for {name})")
     return facts

@@ -103,20 +103,17 @@ class Facts(NamedTuple):
     """True if there are experts among them."""
 
 
-def _full(value: Any, _facts: Facts) -> bool:
-    return all(kind in ("full_attention", "dense", None) for kind in _listed(value))
-
-
-def _off(value: Any, _facts: Facts) -> bool:
-    return value in OFF
-
-
-def _one(value: Any, _facts: Facts) -> bool:
-    return value in (*OFF[:2], 1)
+Neutral = tuple[Any, ...] | Callable[[Any, Facts], bool]
+"""Values that change nothing, or a function that is true for them."""
+ONE = (None, False, 1)  # of a factor
 
 
 def _on(value: Any, _facts: Facts) -> bool:
     return value is None or bool(value)
+
+
+def _full(value: Any, _facts: Facts) -> bool:
+    return all(kind in ("full_attention", "dense", None) for kind in _listed(value))
 
 
 def _equals(*others: str) -> Callable[[Any, Facts], bool]:
@@ -157,24 +154,24 @@ FACTOR = "draftsmith's drafters have no such factor but 1"
 CAPPED = "its logits are capped"
 SEEN = "causal"
 """Stands for what a kind's attention is not, see `ROWS`."""
-RULES: tuple[tuple[str, Callable[[Any, Facts], bool], str], ...] = (
+RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"\w*(non_causal|bidirectional)\w*", _not_causal, SEEN),
     (r"\w*causal\w*", _causal, SEEN),
     (r"(\w+_)?(attention|attn|mask)_(mode|type|kind)|\w*draft_attention",
      _said("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
            "flashattention2", "flexattention", "fullattention"),
      "its attention is of another kind, such as causal or sliding"),
-    (r"\w*sinks?(_\w+)?", _off, "its attention has sinks"),
-    (r"\w*(attn|attention)\w*(soft_?cap|logits?_cap)\w*", _off, "its attention is capped"),
+    (r"\w*sinks?(_\w+)?", OFF, "its attention has sinks"),
+    (r"\w*(attn|attention)\w*(soft_?cap|logits?_cap)\w*", OFF, "its attention is capped"),
     (r"\w*(soft_?cap|logits?_cap)\w*", lambda v, f: v in OFF or not f.head, CAPPED),
     (r"scale_emb(ed(ding)?s?)?|normalize_emb\w*", lambda v, f: v in (*OFF[:2], 1) and v is not True,
      "its embeddings are scaled"),
     (r"query_pre_attn_scalar", _equals("head_dim"), FACTOR),
     (r"dim_model_base", _equals("hidden_size"), FACTOR),
-    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?", _one,
+    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?", ONE,
      FACTOR),
     (r"(rope_|rotary_)?is_neox(_style)?", _on, ROTARY),
-    (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", _off, ROTARY),
+    (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", OFF, ROTARY),
     (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _turned,
      "it turns another part of each head than partial_rotary_factor says"),
     (r"position(al)?_emb\w*_type|pos_emb_type", _said("rope", "rotary", "default"),
@@ -184,16 +181,16 @@ RULES: tuple[tuple[str, Callable[[Any, Facts], bool], str], ...] = (
      lambda v, f: v in OFF or (isinstance(v, list) and all(each == 1 for each in v)),
      "it has layers without positions"),
     (r"(use_)?alibi|clip_qkv|(use_)?parallel_(attn|residual|block)|\w*(attn|attention)\w*_gate"
-     r"|(use_)?gated_(attention|attn)\w*|residual_post_layernorm|post_norm|use_post_norm", _off,
+     r"|(use_)?gated_(attention|attn)\w*|residual_post_layernorm|post_norm|use_post_norm", OFF,
      "its layers compute something else"),
     (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has heads besides"),
-    (r"use_mtp_layernorm", _off, "its layers compute something else"),
+    (r"use_mtp_layernorm", OFF, "its layers compute something else"),
     (r"use_(input_layernorm_in_first_layer|last_layernorm)|next_layer_regular", _on,
      "it has no norm where a drafter of this kind has one"),
     (r"(eagle_)?decoder_type", _said("llama", "qwen3"), "its layers are of another kind"),
-    (r"\w*parallel_draft(ing)?(_(?!heads)\w+)?|pard\w*|ptd_\w+|p_?eagle\w*", _off,
+    (r"\w*parallel_draft(ing)?(_(?!heads)\w+)?|pard\w*|ptd_\w+|p_?eagle\w*", OFF,
      "it drafts all tokens at once"),
-    (r"\w*mask_emb\w*|mask_hidden", _off, "it has an embedding of its own for slots to be drafted"),
+    (r"\w*mask_emb\w*|mask_hidden", OFF, "it has an embedding of its own for slots to be drafted"),
     (r"projector_type|(selector|conv|gru)_\w+|pure_draft_prefix_len",
      _said("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
     (r"(use_)?qk_(layer_?)?norm", lambda v, f: v is None or bool(v) == f.normed,
@@ -245,7 +242,7 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
         neutral, reason = next(rules, (None, ""))
         if neutral is None:
             unread += [] if key.value is None else [key.place]
-        elif not neutral(key.value, facts):
+        elif not (neutral(key.value, facts) if callable(neutral) else key.value in neutral):
             reason = ROWS.get(kind, "its layers are not causal") if reason is SEEN else reason
             refuse(found, [key], reason)
     if not found.answers.ours:
@@ -347,24 +344,16 @@ def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = 
     places, of which engines read one or the other. Those of `apart`, and those that change nothing,
     may differ: the outer one is taken.
     """
-    whole: JsonObject = {}
-    places: dict[str, str] = {}
-    for table in ("", *tables):
-        part = found.config if not table else found.config.get(table) or {}
-        if not isinstance(part, dict):
-            raise UserError(f"{found.path} garbles a field: {table} is {shown(part)}, not a table")
-        for name, value in part.items():
-            if value is None or (not table and name in tables):
-                continue
-            where = f" and, in {table}," if table else ""
-            used = any(name in names for names in USED.values())
-            passed_over = name in apart or (HARMLESS.fullmatch(name) and not used)
-            if name in whole and whole[name] != value and not passed_over:
-                first = f", in {places[name]}," if places[name] else ""
-                raise UserError(
-                    f"{found.path} says {name}{first} {whole[name]}{where} {value}; engines read "
-                    "either, so take the wrong one out"
-                )
-            whole.setdefault(name, value)
-            places.setdefault(name, table)
-    return whole
+    whole: dict[str, Key] = {}
+    for key in keys_of(found, tables):
+        if key.value is None:
+            continue
+        first = whole.setdefault(key.name, key)
+        used = any(key.name in names for names in USED.values())
+        passed_over = key.name in apart or (HARMLESS.fullmatch(key.name) and not used)
+        if first.value != key.value and not passed_over:
+            raise UserError(
+                f"{found.path} says {first.place} {first.value} and {key.place} {key.value}; "
+                "engines read either, so take the wrong one out"
+            )
+    return {name: key.value for name, key in whole.items()}

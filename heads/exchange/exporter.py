@@ -1,6 +1,9 @@
 """Export of an artifact: an engine's files are written aside, checked, then renamed into place.
 
-The export also needs to load an artifact without its target, and to cut its draft vocabulary.
+Engines load a wrong export without a message. Where `fc.weight` or a norm is missing, two of them
+raise nothing, and the drafter loses most of its acceptance; the text stays correct, so nobody
+notices. An export is therefore read back from its files alone, and compared with the drafter,
+before it is renamed to the place where a user finds it.
 """
 
 from __future__ import annotations
@@ -17,19 +20,21 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
-from ..embedding_and_head import usual_scale
+from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
-from ..layout import dtype_name, place
+from ..layout import dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .card import CardFigures, card
 from .engines import ENGINES
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
-from .exports import facts_of, recipe_for, titles
-from .selfcheck import check_export, check_name, stand_in_for
+from .exports import facts_of, recipe_for
+from .foreign import Answers, TargetParts
+from .public import read_public
 
 CARD = "README.md"
+LENGTH = 12  # positions of the forward pass of a draft model that is compared
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,12 @@ def export(
     export that fails its check.
     """
     recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
-    check_name(request.out, facts.kind)
     replaced = check_free(request.out)
     if facts.kind == "draft_model":
         artifact = with_vocabulary_of_target(artifact)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout_for(facts)
-    if facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head:
+    if facts.kind == "eagle3" and needs_target_head(request.engine, artifact):
         artifact = with_own_head(artifact, head, request.engine)
     drafter = artifact.drafter
     written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
@@ -97,6 +101,14 @@ def export(
     return written
 
 
+def needs_target_head(engine: str, artifact: Artifact) -> bool:
+    """Return true if the files for `engine` hold rows of the target's output matrix."""
+    facts = facts_of(artifact)
+    layout = recipe_for(engine, artifact).layout_for(facts)
+    shared = facts.kind == "eagle3" and facts.shape.shared_head
+    return layout.stores_target_head or (shared and not layout.has_target_head)
+
+
 def files_for(
     layout: FileLayout, artifact: Artifact, request: ExportRequest, head: Tensor | None = None
 ) -> Files:
@@ -108,6 +120,94 @@ def files_for(
     config = drafter.serving_config(request.target, dtype_name(request.dtype))
     tensors = drafter.stored_state(request.dtype)
     return layout.write(NativeFiles(config, tensors, facts_of(artifact), request.drafts, head))
+
+
+def check_export(
+    folder: Path,
+    artifact: Artifact,
+    layout: FileLayout,
+    dtype: torch.dtype,
+    head: Tensor | None = None,
+) -> None:
+    """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
+
+    Every tensor has to be equal, bit for bit. `layout` and `dtype` are those of the files. `head`
+    `[V, H]` is the target's output matrix, which one layout stores; the artifact of an EAGLE-3 has
+    its own rows of it by now.
+    """
+    live = artifact.drafter
+    if isinstance(live, DraftModel):
+        stand_in = stand_in_for(artifact.fingerprint).embedding_and_head
+        target = replace(stand_in, tokenizer=live.tokenizer)
+        loaded: Any = DraftModel.load(folder, dtype, target)
+    else:
+        loaded = load_back(folder, artifact, layout, head)
+    live_state, loaded_state = live.state_dict(), loaded.state_dict()
+    if live_state.keys() != loaded_state.keys():
+        _fail(f"{sorted(live_state.keys() ^ loaded_state.keys())[0]} is missing or surplus")
+    for name, tensor in live_state.items():
+        if tensor.cpu().to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
+            _fail(f"{name} reads back as other numbers")
+    # Two drafters of one class with equal facts and tensors compute the same. The facts of a draft
+    # model are transformers' config, so its logits are compared.
+    if isinstance(live, DraftModel):
+        as_stored = deepcopy(live)
+        place(as_stored, torch.device("cpu"), dtype)
+        for module in (as_stored, loaded):
+            place(module, torch.device("cpu"), torch.float32)
+        if not torch.equal(outputs(as_stored), outputs(loaded)):
+            _fail("the drafter and what reads back compute different logits")
+
+
+def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
+    """Return the drafter that is built from the files in `folder` alone.
+
+    Raises `UserError` if they are recognised as another layout, leave anything open, or give other
+    sizes or flags than the drafter of `artifact` has.
+    """
+    target = replace(stand_in_for(artifact.fingerprint), head=head)
+    loaded = read_public(folder, target, Answers(ours=True))
+    kind = artifact.drafter.kind
+    # The reader's name of the layout begins with this; native layouts are called after the kind.
+    family = layout.read_as or kind
+    if not loaded.layout.startswith(family) or loaded.drafter.kind != kind:
+        _fail(f"it is taken for {loaded.layout}, not for {family}")
+    if loaded.notes:
+        _fail(loaded.notes[0])
+    loaded_facts, facts = loaded.drafter.facts(), artifact.drafter.facts()
+    if loaded_facts != facts:
+        # There is one: both have the same keys, being of one class.
+        name = next(name for name in facts if loaded_facts[name] != facts[name])
+        _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded_facts[name]}")
+    return loaded.drafter
+
+
+def stand_in_for(target: Fingerprint) -> TargetParts:
+    """Return the sizes of a target that is not loaded, with stand-ins for its embedding and head.
+
+    Nothing is computed with these.
+    """
+    lender = EmbeddingAndHead(
+        lambda ids: ids, lambda last: last, target.vocab_size, part=lambda ids: lambda last: last
+    )
+    return TargetParts(target.num_layers, target.hidden_size, target.vocab_size, lender)
+
+
+@torch.no_grad()
+def outputs(drafter: DraftModel) -> Tensor:
+    """Return a draft model's logits of `LENGTH` random inputs, the same in every call."""
+    # A generator of its own leaves the caller's random state as it is.
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=generator)
+    # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
+    return drafter.model(ids, use_cache=False).logits
+
+
+def _fail(reason: str) -> None:
+    raise UserError(
+        f"the export does not read back as the drafter, so nothing was written: {reason}; please "
+        "report this"
+    )
 
 
 def check_free(out: str | Path) -> bool:
@@ -183,31 +283,22 @@ def load_alone(directory: str | Path) -> Artifact:
         )
     document = read_own_file(directory)
     trained_for = document.target
-    # An export says which engines scale embeddings as the target does; older files do not say it.
-    scale = document.embedding_scale
-    if scale is None:
-        scale = usual_scale(trained_for.model_type, trained_for.hidden_size)
-    embedding_and_head = replace(stand_in_for(trained_for).embedding_and_head, scale=scale)
+    stand_in = stand_in_for(trained_for).embedding_and_head
+    embedding_and_head = replace(stand_in, scale=document.embedding_scale or 1.0)
     if drafter_class(document.method) is DraftModel:
         # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
         # there, so the same one is given twice after its hash was found to be the target's.
-        tokenizer = _own_tokenizer(directory, trained_for)
+        with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
+            tokenizer = read_tokenizer(directory)
+        if tokenizer_hash(tokenizer) != trained_for.tokenizer_hash:
+            raise UserError(
+                f"the tokenizer in {directory} is not the target's that it was trained for; save "
+                "the drafter again"
+            )
         embedding_and_head = replace(embedding_and_head, tokenizer=tokenizer)
     artifact = Artifact.load(directory, trained_for, embedding_and_head)
     place(artifact.drafter, torch.device("cpu"), getattr(torch, document.dtype))
     return artifact
-
-
-def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
-    """Return the tokenizer in a draft model's folder. Raises `UserError` if not the target's."""
-    with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
-        tokenizer = read_tokenizer(directory)
-    if tokenizer_hash(tokenizer) != target.tokenizer_hash:
-        raise UserError(
-            f"the tokenizer in {directory} is not the target's that it was trained for; save the "
-            "drafter again"
-        )
-    return tokenizer
 
 
 @torch.no_grad()
@@ -230,56 +321,3 @@ def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artif
     place(owner, weight.device, weight.dtype)
     owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
     return replace(artifact, drafter=owner.eval().requires_grad_(False))
-
-
-HEADS_BY_TOKEN = {"eagle3": "lm_head.weight", "dflash": None, "dspark": "transition_out.weight"}
-"""Kinds that can have a draft vocabulary, and which of their tensors has a row for each token,
-unless they share the target's head."""
-
-
-@torch.no_grad()
-def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact:
-    """Return an artifact whose draft vocabulary is `ids` `[Vd]`, ascending.
-
-    `counts` `[V]` says how often the target wrote each token; the share that `ids` cover is noted.
-    Raises `UserError` if its kind has none, or it cannot draft some of these tokens already.
-    """
-    drafter, kind = artifact.drafter, artifact.drafter.kind
-    if kind not in HEADS_BY_TOKEN:
-        raise UserError(
-            f"only {titles(HEADS_BY_TOKEN, 'and')} have a vocabulary to make smaller, not {kind}"
-        )
-    current_ids = drafter.draft_vocab_ids
-    # A full vocabulary: every token's row is at its own id.
-    if current_ids is None:
-        current_ids = torch.arange(drafter.shape.vocab_size)
-    # Rows of the present head by target id. An id above the largest would get an index past the
-    # end: it is clamped to the last row, and the comparison below refuses it.
-    rows = torch.searchsorted(current_ids, ids.clamp(max=int(current_ids[-1])))
-    if not torch.equal(current_ids[rows], ids):
-        raise UserError(
-            "the drafter's vocabulary is smaller already, and lacks some of these tokens; ask for "
-            "fewer"
-        )
-    if len(ids) == len(current_ids):
-        return artifact
-    smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
-    smaller = type(drafter)(smaller_shape, drafter.embedding_and_head)
-    state = dict(drafter.state_dict())
-    if (by_token := HEADS_BY_TOKEN[kind]) in state:
-        state[by_token] = state[by_token][rows]
-    # The maps depend on the vocabulary and are made again; a drafter of the whole one has none.
-    smaller.set_maps(ids)
-    state |= smaller.maps()
-    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
-    place(smaller, drafter.fc.weight.device, drafter.fc.weight.dtype)
-    smaller.load_state_dict(state)
-    coverage = float(counts[ids].sum() / counts.sum())
-    smaller.check()
-    pruned = {"draft_vocab_size": len(ids), "coverage": coverage}
-    return Artifact(
-        smaller.eval().requires_grad_(False),
-        artifact.fingerprint,
-        artifact.calibration,
-        artifact.provenance | {"pruned": pruned},
-    )

@@ -5,7 +5,6 @@ docs/checkpoint-formats.md#what-each-engine-reads
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ..artifact import Artifact
@@ -23,11 +22,6 @@ INSIDE = (
     "engines read an MTP layer inside of its target's checkpoint; write it there with draftsmith "
     "mtp stitch"
 )
-PAPERS = {
-    "eagle1": "arXiv 2401.15077", "eagle3": "arXiv 2503.01840", "dflash": "arXiv 2602.06036",
-    "dspark": "arXiv 2607.05147", "medusa": "arXiv 2401.10774", "draft_model": "arXiv 2302.01318",
-    "mtp": "arXiv 2412.19437",
-}  # fmt: skip
 
 
 def facts_of(artifact: Artifact) -> DrafterFacts:
@@ -36,10 +30,10 @@ def facts_of(artifact: Artifact) -> DrafterFacts:
     return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size, target.numbers)
 
 
-def titles(kinds: Iterable[str], word: str = "or") -> str:
-    """Return the titles of kinds as a list in a sentence, with `word` before the last."""
+def titles(kinds: Iterable[str]) -> str:
+    """Return the titles of kinds as a list in a sentence."""
     *first, last = (TITLES.get(kind, kind) for kind in kinds)
-    return f"{', '.join(first)} {word} {last}" if first else last
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def recipe_for(engine: str, artifact: Artifact) -> Recipe:
@@ -88,43 +82,6 @@ def sentences(facts: DrafterFacts) -> list[str]:
     ]
 
 
-def limits_table() -> str:
-    """Return what engines refuse, as the Markdown table of docs/reference/engines.md.
-
-    What a sentence takes from a drafter is left open.
-    """
-    engines_of: dict[tuple[str, str], list[str]] = {}
-    for name, engine in ENGINES.items():
-        kinds_of: dict[str, list[str]] = {}
-        for kind, recipe in engine.recipes.items():
-            for limit in recipe.limits:
-                text = re.sub(r"\{[^}]*\}", "..", getattr(limit, "text", ""))
-                kinds_of.setdefault(text, []).append(TITLES[kind])
-        for text, kinds in kinds_of.items():
-            engines_of.setdefault((text, ", ".join(sorted(kinds))), []).append(name)
-    rows = [
-        f"| {text} | {kinds} | {', '.join(names)} |"
-        for (text, kinds), names in sorted(engines_of.items())
-    ]
-    return "\n".join(["| refused, because | drafters | by |", "|---|---|---|", *rows])
-
-
-def targets_table() -> str:
-    """Return for which families engines take no drafter: a table of docs/reference/engines.md."""
-    kinds_of: dict[tuple[str, str], list[str]] = {}
-    for engine in ENGINES.values():
-        for kind, recipe in engine.recipes.items():
-            if (listed := recipe.targets) is not None:
-                names = sorted(n for n in listed.missing if not n.endswith("_text"))
-                key = listed.version, ", ".join(names)
-                kinds_of.setdefault(key, []).append(TITLES[kind])
-    rows = [
-        f"| {version} | {', '.join(dict.fromkeys(kinds))} | {names} |"
-        for (version, names), kinds in kinds_of.items()
-    ]
-    return "\n".join(["| engine | drafters | not for targets of |", "|---|---|---|", *rows])
-
-
 def takers(facts: DrafterFacts) -> list[str]:
     """Return the names of the engines that can serve this drafter."""
     # Each is asked for an obstacle, because a kind that it takes may have a shape that it cannot
@@ -134,10 +91,3 @@ def takers(facts: DrafterFacts) -> list[str]:
         for name, engine in ENGINES.items()
         if facts.kind in engine.recipes and engine.obstacle(facts) is None
     ]
-
-
-def also_read_by(engine: str, artifact: Artifact) -> list[str]:
-    """Return the names of the other engines that read the very same files."""
-    facts = facts_of(artifact)
-    layouts = {name: ENGINES[name].recipes[facts.kind].layout_for(facts) for name in takers(facts)}
-    return [name for name in layouts if name != engine and layouts[name] is layouts[engine]]

@@ -20,7 +20,9 @@ from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
 from ..layout import check_same, fill_from, place, stored_as
+from .engines.engine import EAGLE_TAPS
 
+LAYER_IDS = "target_layer_ids"
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
 SAME = 2**-7
@@ -189,7 +191,7 @@ class Checkpoint:
         if not fit or sorted(set(taps)) != taps:
             raise UserError(
                 f"taps {taps} must be ascending, distinct and between {least} and {most}; say "
-                "--taps"
+                "--set taps=.."
             )
         fc = self.tensors.get("fc.weight")
         if fc is not None and fc.shape[1] != len(taps) * width:
@@ -237,6 +239,34 @@ class Checkpoint:
         for name in maps:
             del self.tensors[name]
         return None
+
+
+def named_taps(found: Checkpoint, config: JsonObject, inner: JsonObject) -> list[int] | None:
+    """Return the taps that `config` names for sure, as indices of hidden states; None for none.
+
+    The user's answer comes first. `target_layer_ids` holds layers counted from 0, as DeepSpec and
+    z-lab write them, and vLLM's key at the top indices of hidden states. In the table `inner` both
+    units are in use for that key. Raises `UserError` where they contradict each other.
+    """
+    if found.answers.taps is not None:
+        return found.answers.taps
+    layers = inner.get(LAYER_IDS) or config.get(LAYER_IDS)
+    top, nested = config.get(EAGLE_TAPS) or None, inner.get(EAGLE_TAPS) or None
+    taps = [layer + 1 for layer in layers] if layers else top
+    if taps is None:
+        return None
+    named = f"{taps} ({LAYER_IDS} {layers})" if layers else f"{taps}"
+    if top not in (None, taps):
+        raise UserError(
+            f"{found.path} names taps {named} and other hidden states, {top}, under {EAGLE_TAPS}; "
+            "say which with --set taps=.."
+        )
+    if nested not in (None, taps, [tap - 1 for tap in taps]):
+        raise UserError(
+            f"{found.path} names taps {named} and, inside eagle_config, {nested}, which is neither "
+            "these nor one less; say which with --set taps=.."
+        )
+    return list(taps)
 
 
 BASES = ("rope_theta", "rope_base", "rotary_emb_base")
@@ -316,7 +346,7 @@ def drop_embedding(found: Checkpoint) -> None:
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
-    remedy = ", or say --target-embedding to use the target's all the same"
+    remedy = ", or say --set embedding=target to use the target's all the same"
     same_matrix(found, name, embedding, found.target.embedding, remedy)
 
 

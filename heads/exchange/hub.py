@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 
 from ..artifact import check_files, read_own_file
 from ..errors import UserError, first_line
-from ..files import check_output_folder, whole_directory
+from ..files import check_new_folder, whole_directory
 
 READ = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.model", "*.txt")
 """Files of a drafter, the tokenizer of a draft model among them. No code."""
@@ -50,9 +50,7 @@ class Drafter:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Copy the drafter's files to a folder, all or none. Raises `UserError`."""
-        check_output_folder(folder, "folder")
-        if Path(folder).exists():
-            raise UserError(f"{folder} is there already; name a new folder")
+        check_new_folder(folder, "folder")
         with whole_directory(folder) as aside:
             shutil.copytree(self.folder, aside, dirs_exist_ok=True)
 

@@ -30,6 +30,7 @@ from .foreign import (
     ImportedDrafter,
     TargetParts,
     drop_embedding,
+    named_taps,
     same_matrix,
     same_size,
 )
@@ -46,7 +47,6 @@ TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INNER = "eagle_config"  # in which SpecForge and SGLang keep some keys
-LAYER_IDS = "target_layer_ids"
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
 
 
@@ -68,13 +68,7 @@ def read_public(folder: Path, target: TargetParts, answers: Answers) -> Imported
     stored_names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
     # The names alone decide who wrote the files, so that only the drafter's tensors are read.
     read = recognise(config, list(stored_names), folder)
-    # Medusa v1.0 stores the target's tensors in the same file.
-    left_out = ("model.", "lm_head.") if any(map(MEDUSA.match, stored_names)) else ()
-    tensors = {
-        name: stored[stored_name]
-        for name, stored_name in stored_names.items()
-        if not name.startswith(left_out)
-    }
+    tensors = {name: stored[stored_name] for name, stored_name in stored_names.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
             raise UserError(
@@ -100,6 +94,11 @@ def recognise(
 
     `names` are those of its tensors. Raises `UserError` if no reader fits.
     """
+    if any(name.startswith("medusa_head.") for name in names) and "lm_head.weight" in names:
+        raise UserError(
+            f"{folder} holds Medusa heads within a whole model, which is not read; save the heads "
+            "alone"
+        )
     if (kind := config.get("speculators_model_type")) is not None:
         readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
         if kind not in readers:
@@ -136,35 +135,22 @@ def plain_name(name: str, stored: Container[str]) -> str:
 
 
 def medusa(found: Checkpoint) -> ImportedDrafter:
-    """Read heads under FasterDecoding's names, of v0.1 or v1.0.
-
-    Version 0.1 holds the heads alone (`0.0.linear.weight`), 1.0 a whole model with them
-    (`medusa_head.0.0.linear.weight`).
-    """
-    inside = any(name.startswith("medusa_head.") for name in found.tensors)
-    if not inside:  # else the config is that of the target itself
-        check_keys(found, "medusa", True)
+    """Read heads under FasterDecoding's names, as in its version 0.1 (`0.0.linear.weight`)."""
+    check_keys(found, "medusa", True)
     found.tensors = tensors = {
         re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
     }
-    heads, layers, shared = _medusa_sizes(found, inside)
+    heads, layers, shared = _medusa_sizes(found)
     # Exports for vLLM hold the target's head where the Medusa heads own none.
     if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
         same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
-    vocab = found.config.get("vocab_size")
-    drafted = None if inside else found.config.get("draft_vocab_size")
+    vocab, drafted = found.config.get("vocab_size"), found.config.get("draft_vocab_size")
     size = vocab if shared or drafted else len(tensors[f"0.{layers}.weight"])
-    if not inside:
-        found.check_vocabulary(found.target.vocab_size if size is None else size)
+    found.check_vocabulary(found.target.vocab_size if size is None else size)
     _medusa_biases(found, heads, layers, hidden)
-    if inside:
-        found.notes.append(
-            "the heads are in a whole model, with which they were trained: give that very model "
-            "as target"
-        )
     native = {
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
@@ -175,14 +161,13 @@ def medusa(found: Checkpoint) -> ImportedDrafter:
     if drafted is not None:
         _vocabulary(found, drafted, found.target.vocab_size)
         native["draft_vocab_size"] = drafted
-    return found.finished(MedusaHeads, native, "medusa v1.0" if inside else "medusa v0.1")
+    return found.finished(MedusaHeads, native, "medusa v0.1")
 
 
-def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
+def _medusa_sizes(found: Checkpoint) -> tuple[int, int, bool]:
     """Return the numbers of heads and of blocks in each, and true if the heads own no matrix.
 
-    The tensors' names decide. `inside`: the heads are in a whole model. Raises `UserError` where
-    the config contradicts them.
+    The tensors' names decide. Raises `UserError` where the config contradicts them.
     """
     matches = [match for name in found.tensors if (match := MEDUSA.match(name))]
     numbered = [(int(match[1]), int(match[2]), match[3]) for match in matches]
@@ -202,7 +187,7 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
         if declared is None or declared == count:
             continue
         # The published v0.1 checkpoints hold more heads than their configs say.
-        if key == "medusa_num_heads" and declared < count and not inside:
+        if key == "medusa_num_heads" and declared < count:
             found.notes.append(
                 f"config.json says {declared} heads, the file holds {count}: all are taken"
             )
@@ -284,8 +269,8 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if declared:
         raise UserError(
             f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
-            "before lm_head that all heads have; say --norm-output if drafts recycle the normed "
-            "state (EAGLE-3.1), --no-norm-output if not; else evaluate both ways"
+            "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
+            "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
     # Where that older key was false, SpecForge trained the head without the final norm, whose
     # weights stayed at one.
@@ -315,7 +300,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
-            "false and vLLM's true; say --norm-before-residual or --no-norm-before-residual"
+            "false and vLLM's true; say --set norm_before_residual=true or =false"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
@@ -368,31 +353,19 @@ def _eagle3(
 def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
 
-    `target_layer_ids` holds layers counted from 0. vLLM's key at the top holds indices of hidden
-    states; inside `eagle_config` it holds layers counted from 0 for SpecForge and SGLang, and such
-    indices for vLLM. Where it is alone there, it is read only if one of both readings gives the
-    default taps. Raises `UserError` where it does not, and where keys contradict each other.
+    Where vLLM's key is alone inside `eagle_config`, it holds layers counted from 0 for SpecForge
+    and SGLang, and indices of hidden states for vLLM: it is read only if one of both readings gives
+    the default taps. Raises `UserError` where it does not, and for keys that contradict each other.
     """
-    if found.answers.taps is not None:
-        return found.answers.taps
-    top, nested = found.config.get(EAGLE_TAPS) or None, inner.get(EAGLE_TAPS) or None
-    layers = inner.get(LAYER_IDS) or found.config.get(LAYER_IDS)
-    if layers:
-        return _counted_from_0(found, layers, top, nested)
+    if (taps := named_taps(found, found.config, inner)) is not None:
+        return taps
+    nested = inner.get(EAGLE_TAPS)
+    if nested is None:
+        usual = list(default_taps(found.target.num_layers))
+        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
+        return usual
     # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
-    if top is not None:
-        # Both units are in use inside `eagle_config`: layers from 0, or the same numbers as at the
-        # top.
-        if nested is not None and nested not in ([tap - 1 for tap in top], top):
-            raise UserError(
-                f"{found.path} names taps {top} and, inside eagle_config, {nested}, which is "
-                "neither these nor one less"
-            )
-        return list(top)
-    if nested is None:
-        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
-        return list(usual if usual is not None else default_taps(found.target.num_layers))
     # Example of 28 layers, whose default taps are 2, 14 and 25: 1, 13, 24 are taken for layers and
     # 2, 14, 25 for indices of hidden states. Any other numbers could be either.
     shifted = [layer + 1 for layer in nested]
@@ -400,25 +373,8 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
         return list(usual or [])
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
-        f"SpecForge and SGLang, {nested} for vLLM; say which with --taps '{shifted}' or --taps "
-        f"'{nested}'"
+        f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
     )
-
-
-def _counted_from_0(
-    found: Checkpoint, layers: list[int], top: list[int] | None, nested: list[int] | None
-) -> list[int]:
-    """Return the taps for `target_layer_ids`, as DeepSpec names them: layers counted from 0.
-
-    Raises `UserError` where the other keys, see `_plain_taps`, contradict them.
-    """
-    taps = [layer + 1 for layer in layers]
-    if top not in (None, taps) or nested not in (None, taps, layers):
-        raise UserError(
-            f"{found.path} says {LAYER_IDS} {layers}, which are hidden states {taps}, and "
-            f"{EAGLE_TAPS} {top if top not in (None, taps) else nested}; say which with --taps"
-        )
-    return taps
 
 
 def _llama_layers(found: Checkpoint, version: int) -> JsonObject:

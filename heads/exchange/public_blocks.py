@@ -20,6 +20,7 @@ from .foreign import (
     ImportedDrafter,
     drop_embedding,
     has_rope_base,
+    named_taps,
     same_matrix,
     same_size,
 )
@@ -66,7 +67,12 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
         anchored = False
     if anchored is None:
         anchored = spark
-    taps = _plain_taps(found, keys)
+    taps = named_taps(found, keys, {})
+    if taps is None:
+        raise UserError(
+            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --set "
+            "taps=.."
+        )
     return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash", *TABLES)
 
 
@@ -210,28 +216,6 @@ def _draft_vocabulary(found: Checkpoint) -> None:
             f"{found.folder} drafts a part of the target's vocabulary (d2t), which block drafters "
             "of others do not here; not supported"
         )
-
-
-def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:
-    """Return the taps, as indices of hidden states.
-
-    `target_layer_ids` holds layers counted from 0, and vLLM's own key indices of hidden states.
-    Raises `UserError` for neither, and for two that contradict each other.
-    """
-    if found.answers.taps is not None:
-        return found.answers.taps
-    layers, states = keys.get("target_layer_ids"), keys.get("eagle_aux_hidden_state_layer_ids")
-    taps = None if layers is None else [layer + 1 for layer in layers]
-    if taps is None and states is None:
-        raise UserError(
-            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --taps"
-        )
-    if taps is not None and states is not None and taps != states:
-        raise UserError(
-            f"{found.path} says target_layer_ids {layers} and hidden states {states}, which are "
-            "not one more"
-        )
-    return [*(taps if taps is not None else states or [])]
 
 
 def _architecture(config: JsonObject) -> str:

@@ -230,4 +230,4 @@ def show(found: JsonObject, console: Console) -> None:
         for first, last, drafts in load["ranges"]
     ]
     console.print(f"drafts by requests at once, context {load['context']:,}: {', '.join(parts)}")
-    console.print("As the engine takes it: draftsmith export --by-load FILE, with the --json.")
+    console.print("docs/serving.md shows how an engine takes them.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.artifact import Artifact
-from ...heads.recycling import RecyclingDrafter
+from ...heads.layers import RecyclingDrafter
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.attention import attention_of_nodes

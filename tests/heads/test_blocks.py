@@ -129,7 +129,6 @@ def test_settings_out_of_range_are_refused() -> None:
     for make in (
         lambda: DFlashConfig(block_size=1),
         lambda: DFlashConfig(num_layers=0),
-        lambda: DFlashConfig(activation="nonsense"),
         lambda: DSparkConfig(markov_rank=0),
         lambda: shape_for(DFlashConfig(taps=[1]), tiny_target().config, 9999),
     ):

@@ -28,22 +28,22 @@ def test_partials_of_living_processes_stay_and_those_of_dead_ones_go(
     monkeypatch.undo()
     for path in (mine, theirs):
         path.mkdir()
-    older = tmp_path / ".x.01234567.partial"  # as version 1.0 named it
+    others = tmp_path / ".x.01234567.partial"  # not called as ours are
     elsewhere = tmp_path / ".x.other-host.7.01234567.partial"
-    for path in (older, elsewhere):
+    for path in (others, elsewhere):
         path.write_text("x")
     try:
         remove_partials(tmp_path)
-        assert set(tmp_path.iterdir()) == {mine, theirs, older, elsewhere}
+        assert set(tmp_path.iterdir()) == {mine, theirs, others, elsewhere}
     finally:
         sleeping.kill()
         sleeping.wait()
     remove_partials(tmp_path)
-    assert set(tmp_path.iterdir()) == {mine, older, elsewhere}
+    assert set(tmp_path.iterdir()) == {mine, others, elsewhere}
     monkeypatch.setattr(locks, "OLD_S", 0.0)
     time.sleep(0.01)
     remove_partials(tmp_path)
-    assert set(tmp_path.iterdir()) == {mine}, "nothing has changed there for a day"
+    assert set(tmp_path.iterdir()) == {mine, others}, "nothing has changed elsewhere for a day"
 
 
 def test_a_number_that_another_process_has_now_is_not_the_writer(

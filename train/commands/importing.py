@@ -20,7 +20,7 @@ from ...heads.errors import UserError
 from ...heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
-from ...heads.files import check_output_folder, checksum
+from ...heads.files import check_new_folder, checksum
 from ...heads.stored_tensors import StoredTensors
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..provenance import provenance
@@ -35,17 +35,9 @@ def run(options: Options) -> None:
 
     Raises `UserError` for a folder that is no checkpoint of this target, or needs no import.
     """
-    check_output_folder(options.out, "--out", replaced=True)
+    answers = answers_of(options)
+    check_new_folder(options.out, "--out")
     folder = fetched(options.from_, READ, "checkpoint")
-    if Path(options.out).exists():
-        raise UserError(f"{options.out} is there already; name another --out")
-    answers = Answers(
-        options.taps,
-        options.norm_output,
-        options.norm_before_residual,
-        options.target_embedding,
-        options.allow_added_tokens,
-    )
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():
@@ -60,7 +52,11 @@ def run(options: Options) -> None:
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
-        public, artifact = exported(folder, target, answers, own_file)
+        if options.set:
+            raise UserError(
+                f"{folder} is an export of draftsmith and leaves nothing open; leave out --set"
+            )
+        public, artifact = exported(folder, target, own_file)
     artifact.save(options.out, public.dtype)
     for note in public.notes:
         print(f"taken for granted: {note}")
@@ -69,6 +65,29 @@ def run(options: Options) -> None:
         f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts "
         "HELD_OUT.jsonl"
     )
+
+
+def answers_of(options: Options) -> Answers:
+    """Return the answers of `--set` as the reader takes them. Raises `UserError`."""
+    answers = Answers(allow_added_tokens=options.allow_added_tokens)
+    flags = {"true": True, "false": False}
+    for word in options.set:
+        key, _, value = word.partition("=")
+        numbers = value.strip("[]").replace(" ", "").split(",")
+        if key == "taps" and all(number.isdecimal() for number in numbers):
+            answers.taps = [int(number) for number in numbers]
+        elif key == "norm_output" and value in flags:
+            answers.norm_output = flags[value]
+        elif key == "norm_before_residual" and value in flags:
+            answers.norm_before_residual = flags[value]
+        elif (key, value) == ("embedding", "target"):
+            answers.target_embedding = True
+        else:
+            raise UserError(
+                f"--set {word} is not understood; it takes taps=2,16,29 (numbers with commas "
+                "between them), norm_output=true, norm_before_residual=true, or embedding=target"
+            )
+    return answers
 
 
 def foreign(
@@ -91,9 +110,7 @@ def foreign(
     return public, Artifact(public.drafter, target.fingerprint(), {}, facts)
 
 
-def exported(
-    folder: Path, target: StoredTarget, answers: Answers, own: OwnFile
-) -> tuple[ImportedDrafter, Artifact]:
+def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[ImportedDrafter, Artifact]:
     """Return the contents of an export that draftsmith wrote, and the drafter that was exported.
 
     Everything in it has to be as it was written: its files' checksums, and the method, shape and
@@ -101,11 +118,6 @@ def exported(
     target other than the drafter's.
     """
     assert own.export is not None
-    if answers != Answers(allow_added_tokens=answers.allow_added_tokens):
-        raise UserError(
-            f"{folder} is an export of draftsmith and leaves nothing open; leave out --taps and "
-            "its like"
-        )
     drafter_type = drafter_class(own.method)
     added = check_target(
         own.target,
@@ -115,23 +127,11 @@ def exported(
         lambda message: print(f"warning: {message}"),
         target.embedding_and_head,
     )
-    # Every file of weights in the folder would be read, so each has to be one that was written.
-    if surplus := sorted(
-        {path.name for path in folder.glob("*.safetensors")} - own.export.sha256.keys()
-    ):
-        raise UserError(
-            f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
-        )
     check_files(folder, own)
     parts = target_parts(target)
     if other_size := own.target.vocab_size != target.vocab_size:
         parts = parts.of_size(own.target.vocab_size)
     public = read_public(folder, parts, Answers(ours=True))
-    if public.drafter.method != own.method:
-        raise UserError(
-            f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
-            "was changed"
-        )
     check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
     # A note is an assumption about something that a file leaves open.
     if public.notes:
@@ -139,10 +139,14 @@ def exported(
             f"{folder}: {public.notes[0]}; an export of draftsmith leaves nothing open, so it was "
             "changed"
         )
-    if (noted_dtype := getattr(torch, own.dtype)) != public.dtype:
-        raise UserError(
-            f"{folder} holds {public.dtype}, {OWN_FILE} says {noted_dtype}; one of them was changed"
-        )
+    for noted, found in (
+        (own.method, public.drafter.method),
+        (getattr(torch, own.dtype), public.dtype),
+    ):
+        if noted != found:
+            raise UserError(
+                f"{folder} holds {found}, {OWN_FILE} says {noted}; one of them was changed"
+            )
     if other_size:
         drafter = resized(public.drafter, target.vocab_size, added)
         return public, Artifact(drafter, target.fingerprint(), own.calibration, own.provenance)

@@ -231,7 +231,7 @@ class SplitOptions(SourceOptions):
 
 
 @dataclass
-class ExportOptions(SourceOptions):
+class ExportOptions:
     """Write a drafter in the layout that a serving engine loads.
 
     The command that serves it is printed, and a model card is in the folder.
@@ -246,7 +246,7 @@ class ExportOptions(SourceOptions):
         "drafter",
         "to",
         "out",
-        "serve_as",
+        "target",
         "report",
     )
 
@@ -256,15 +256,13 @@ class ExportOptions(SourceOptions):
     """Engine that is to serve the drafter."""
     out: str
     """Folder to write."""
-    serve_as: str | None = None
-    """Name of the target in the serve command and the config: a folder or a name on the hub; if not
-    given, the name that it had in training."""
+    target: str | None = None
+    """Target that the engine is to load, for the serve command and the config: a folder or a name
+    on the hub; if not given, the name that it had in training. Its output matrix is read where the
+    engine wants it next to the drafter."""
     drafts: int | None = None
     """Number of drafts per round in the serve command; if not given, all heads of a Medusa drafter,
     all drafts of a block, else 3."""
-    by_load: str | None = field(default=None, metadata={"form": "FILE"})
-    """JSON that draftsmith simulate wrote for one context: its numbers of drafts by the number of
-    requests at once go into the serve command of vLLM and TensorRT-LLM."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights; auto keeps the drafter's."""
     report: list[str] = field(default_factory=list)
@@ -273,17 +271,6 @@ class ExportOptions(SourceOptions):
     license: str | None = None
     """Licence in the card, by the hub's name for it, such as apache-2.0; if not given, the card
     names none."""
-    draft_vocab_size: int | None = None
-    """Number of tokens that an EAGLE-3 drafter keeps: the special tokens, and the most frequent
-    ones in `vocab_data`."""
-    vocab_data: list[str] = field(default_factory=list)
-    """Replies that the target wrote, in which tokens are counted; may be given several times."""
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row of `vocab_data`: stop the command, or skip the row; it is named
-    either way."""
-    target: str | None = None
-    """Target, where its tokenizer or its output matrix is needed; that and its embedding are all
-    that is loaded."""
     push: str | None = None
     """Repository on the hub that the folder is put into, such as me/eagle3-mine; private if it is
     new."""
@@ -291,15 +278,6 @@ class ExportOptions(SourceOptions):
     def __post_init__(self) -> None:
         if self.drafts is not None and self.drafts < 1:
             raise UserError(f"drafts must be at least 1, not {self.drafts}")
-        if self.drafts is not None and self.by_load is not None:
-            raise UserError("give either --drafts or --by-load")
-        if (self.draft_vocab_size is None) != (not self.vocab_data):
-            raise UserError(
-                "--draft-vocab-size and --vocab-data go together: tokens are kept by how often "
-                "the target wrote them"
-            )
-        if self.draft_vocab_size is not None and self.target is None:
-            raise UserError("--draft-vocab-size needs --target, whose tokenizer counts the tokens")
         if self.license is not None and not LICENCE.fullmatch(self.license):
             raise UserError(
                 f"license {self.license!r} is no name that the hub knows, such as apache-2.0, mit "
@@ -317,13 +295,13 @@ class ImportOptions:
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target "
         "meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3",
-        "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --taps 2,16,29",
+        "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --set taps=2,16,29",
     )
     first: ClassVar[tuple[str, ...]] = (
         "from_",
         "target",
         "out",
-        "taps",
+        "set",
     )
 
     from_: str
@@ -333,22 +311,14 @@ class ImportOptions:
     loaded."""
     out: str
     """Folder of the drafter to write."""
-    taps: list[int] | None = None
-    """Hidden states that the drafter fuses, such as 2,16,29, where the checkpoint leaves them
-    open."""
-    norm_output: bool | None = None
-    """Recycle the normed state (EAGLE-3.1) or not, where the checkpoint leaves it open."""
-    norm_before_residual: bool | None = None
-    """Add the layer's output to the normed state or not, where the checkpoint leaves it open."""
-    target_embedding: bool = False
-    """Use the target's embedding although the checkpoint's differs."""
+    set: list[str] = field(default_factory=list, metadata={"form": "KEY=VALUE"})
+    """Answer where the checkpoint leaves something open; may be given several times: taps=2,16,29
+    (hidden states that the drafter fuses), norm_output=true or false (recycle the normed state, as
+    EAGLE-3.1 does), norm_before_residual=true or false (add the layer's output to the normed
+    state), embedding=target (use the target's although the checkpoint's differs)."""
     allow_added_tokens: bool = False
     """Take a checkpoint of the model that the target was tuned from, though tokens were added at
     the end of its vocabulary since: these are never drafted."""
-
-    def __post_init__(self) -> None:
-        if self.taps == []:
-            raise UserError("--taps names no hidden state; write numbers such as 2,16,29")
 
 
 @dataclass

@@ -320,13 +320,12 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
     `options` are those of the command:
 
-    - `serve_as: str`: name of the target in the command; that of the training if not given.
+    - `target: str`: target in the command; that of the training if not given. Its output matrix is
+      read where the engine wants it next to the drafter.
     - `drafts: int`: drafts of a round in the command.
     - `dtype: str` (auto, as stored): float32, bfloat16 or float16.
     - `report: list[str]`: JSON files of `evaluate`, whose figures go into the model card.
     - `license: str`: licence in the card, by the hub's name, such as apache-2.0.
-    - `target: str`: target, where the engine needs its tokenizer or its output matrix.
-    - `draft_vocab_size: int` with `vocab_data: list[str]`: cut the drafter's vocabulary.
     - `push: str`: repository on the hub to upload the folder to, private if it is new.
 
     Raises `UserError`.

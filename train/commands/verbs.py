@@ -76,17 +76,12 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     "mtp doctor": (
         "train.commands.mtp.doctor",
         "train.commands.mtp.options.ExamineOptions",
-        "is a target's own layer for drafts there, alive, and read as it was trained?",
+        "is a target's own layer for drafts there, alive, and tuned with it?",
     ),
     "mtp extract": (
         "train.commands.mtp.extract",
         "train.commands.mtp.options.ExtractLayerOptions",
-        "a target's own layer for drafts becomes a drafter",
-    ),
-    "mtp graft": (
-        "train.commands.mtp.graft",
-        "train.commands.mtp.options.GraftOptions",
-        "the layer of a base model becomes a drafter for its fine-tune",
+        "the layer for drafts of a target, or of its base model, becomes a drafter",
     ),
     "mtp stitch": (
         "train.commands.mtp.stitch",

@@ -71,13 +71,6 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         check_layer(drafter, target.config.model_type)
         scale = target.final_norm_weight()
-        if drafter.final_scale is not None:
-            if scale is None:
-                raise UserError(
-                    "heads.reads residual undoes the target's final norm, which is no plain RMS "
-                    "norm; leave it out"
-                )
-            drafter.final_scale.copy_(scale)
         first_weights(drafter, target, scale, torch.Generator().manual_seed(run.seed))
         return drafter
 

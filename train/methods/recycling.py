@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...heads.recycling import RecyclingDrafter
+from ...heads.layers import RecyclingDrafter
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target
 from ..data.rollouts import Rollouts, Writer, decoded_rounds

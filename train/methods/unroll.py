@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest
 
 from ...distill.divergences import wide_dtype
-from ...heads.recycling import RecyclingDrafter
+from ...heads.layers import RecyclingDrafter
 from ...inference.rounds.device import send
 from ..config import Memory
 from ..data.batches import PADDING, Batch

@@ -25,7 +25,7 @@ from ...distill.divergences import (
     sum_in_chunks,
 )
 from ...distill.settings import LABELS_ONLY
-from ...heads.recycling import RecyclingDrafter
+from ...heads.layers import RecyclingDrafter
 from ...inference.rounds.device import best_of, send
 from ..data.batches import Batch
 from ..data.features import Features

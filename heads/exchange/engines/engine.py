@@ -32,9 +32,6 @@ class ExportRequest:
     """Drafts of a round in the serve command."""
     dtype: torch.dtype
     """Type in which floating tensors are stored."""
-    by_load: tuple[tuple[int, int, int], ...] = ()
-    """Drafts of a round by the number of requests at once: the first number, the last, and the
-    drafts. Empty: always `drafts`."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +79,6 @@ class NativeFiles:
 
 
 EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
-NATIVE_TAPS: dict[str, dict[str, int]] = {
-    "eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": -1},
-    "dflash": {"dflash_config.target_layer_ids": -1},
-    # Readers of DSpark look at the top, those of DFlash inside.
-    "dspark": {"dflash_config.target_layer_ids": -1, "target_layer_ids": -1},
-}
 
 
 @dataclass(frozen=True)
@@ -100,11 +91,10 @@ class FileLayout:
     """Raises `UserError` for files that lack something."""
     read_as: str | None = None
     """Beginning of the importer's name of it; None: the drafter's kind."""
-    taps: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NATIVE_TAPS)
-    """Keys of `config.json` that name the taps, by kind of drafter, with what is added to a tap
-    there: 0 for indices of hidden states, -1 for layers from 0."""
     has_target_head: bool = False
     """True if its readers know the target's head, as draftsmith does: files need no copy of it."""
+    stores_target_head: bool = False
+    """True if the target's output matrix is among the tensors."""
 
 
 def _with_output_biases(files: NativeFiles) -> Files:
@@ -126,34 +116,36 @@ NATIVE = FileLayout("native", _with_output_biases)
 """draftsmith's own layout, which most engines read."""
 
 
-Remark = Callable[[DrafterFacts], str | None]
-"""Function that returns a sentence about a drafter; None where it does not hold."""
+@dataclass(frozen=True)
+class Remark:
+    """Sentence about a drafter: a limit of an engine, or a note."""
 
+    found: Callable[[DrafterFacts], object]
+    """Function that returns something true where the sentence holds."""
+    text: str
+    """In braces it may name values of the drafter's `shape`, of the `facts`, and what was `found`.
+    """
 
-def described(text: str) -> Callable[[Remark], Remark]:
-    """Return a decorator that gives a function what documents say of it, whatever the drafter."""
-
-    def add(remark: Remark) -> Remark:
-        vars(remark)["text"] = text
-        return remark
-
-    return add
+    def __call__(self, facts: DrafterFacts) -> str | None:
+        """Return the sentence about a drafter; None where it does not hold."""
+        if not (found := self.found(facts)):
+            return None
+        shape = getattr(facts.drafter, "shape", None)  # Medusa heads and draft models have none
+        return self.text.format(facts=facts, shape=shape, found=found)
 
 
 @dataclass(frozen=True)
 class TargetList:
-    """Families of targets for which an engine has a kind of drafters, by transformers' model type.
+    """Families of targets, by transformers' model type, for which an engine has no such drafters.
 
-    An engine that lacks one says so when it starts, and a later version may have it: an export is
-    not refused.
+    The engine says so when it starts, and a later version may have them: an export is not refused.
     """
 
     version: str
     """Version of the engine whose source was read."""
-    taken: frozenset[str]
     missing: frozenset[str]
 
-    def refused(self, facts: DrafterFacts) -> str | None:
+    def __call__(self, facts: DrafterFacts) -> str | None:
         """Return a sentence if that version has no such drafters for this target."""
         if facts.family not in self.missing:
             return None
@@ -161,16 +153,6 @@ class TargetList:
             f"{self.version} takes no such drafter for a {facts.family} target, which it says when "
             "it starts; see if your version does."
         )
-
-    def __call__(self, facts: DrafterFacts) -> str | None:
-        """Return the remark on the target's family; None where the engine takes it."""
-        if facts.family in self.taken:
-            return None
-        unknown = (
-            f"It was not checked whether {self.version} takes such a drafter for a {facts.family} "
-            "target."
-        )
-        return self.refused(facts) or unknown
 
 
 def families(*names: str) -> frozenset[str]:
@@ -188,7 +170,7 @@ class Recipe:
     notes: tuple[str | Remark, ...] = ()
     """Remarks for the user."""
     targets: TargetList | None = None
-    """Families that it takes; None: any, or an engine that has no list."""
+    """Families that it does not take; None: it has no list of families."""
     limits: tuple[Remark, ...] = ()
     """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
     otherwise, counts as one that it cannot serve."""
@@ -240,6 +222,26 @@ class Like:
     match does."""
 
 
+def chain(_: Any, settings: Settings) -> Settings:
+    """Return the settings of a chain."""
+    return {"length": settings["drafts"], "width": 1}
+
+
+def block(proposer: Any, settings: Settings) -> Settings:
+    """Return the settings of a block drafter: a chain, and a block of just as many slots.
+
+    Slots of a block see each other. An engine that drafts less runs a shorter block, and the drafts
+    of a shorter block are other ones than the first of a longer.
+    """
+    drafts = min(settings["drafts"], proposer.longest)
+    return {"length": drafts, "width": 1, "slots": drafts + proposer.first_slot}
+
+
+def lookup(_: Any, settings: Settings) -> Settings:
+    """Return the settings of a lookup of n-grams."""
+    return {"length": settings["drafts"]}
+
+
 @dataclass(frozen=True)
 class ServingEngine:
     """Everything that draftsmith knows of one engine."""
@@ -258,15 +260,10 @@ class ServingEngine:
     """True if it decodes in the user's own process, and nothing is served."""
     card_tags: tuple[str, ...] = ()
     """Tags of an export's card, by which the hub finds it."""
-    takes_by_load: bool = False
-    """True if its number of drafts can follow the number of requests."""
     like: Like | None = None
     """None if `--like` does not imitate it."""
     server: ServerProtocol | None = None
     """None if `--server` does not measure it."""
-    guess: Callable[[str, str], str | None] = lambda _path, _kind: None
-    """Function of a folder's path and a drafter's kind: the method for which the engine would take
-    the folder where none is given, if it is a wrong one."""
     add_files: Callable[[Path], None] = lambda _folder: None
     """Writes further files into the folder of an export."""
 

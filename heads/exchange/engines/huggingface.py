@@ -94,7 +94,7 @@ OWN = FileLayout("native", lambda native: (native.config, native.tensors), has_t
 """The files as draftsmith reads them, without what only engines of others need."""
 
 
-EAGLE = Recipe(_serve, (TRUST, limits.drafted_share), layout=OWN)
+EAGLE = Recipe(_serve, (TRUST, limits.DRAFTED_SHARE), layout=OWN)
 BLOCK = Recipe(_serve, (TRUST,), layout=OWN)
 
 ENGINE = ServingEngine(
@@ -110,7 +110,7 @@ ENGINE = ServingEngine(
         "eagle1": replace(EAGLE, limits=(limits.ADDED_TOKENS,)),
         "dflash": BLOCK,
         "dspark": BLOCK,
-        "medusa": Recipe(_serve, (TRUST, limits.shared_head, limits.drafted_share), layout=OWN),
-        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST, limits.other_vocabulary)),
+        "medusa": Recipe(_serve, (TRUST, limits.SHARED_HEAD, limits.DRAFTED_SHARE), layout=OWN),
+        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST, limits.OTHER_VOCABULARY)),
     },
 )

@@ -9,18 +9,19 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from . import limits, rotary
+from . import limits
 from .engine import (
-    DrafterFacts,
     ExportRequest,
     Like,
     Recipe,
+    Remark,
     ServingEngine,
     TargetList,
-    described,
+    block,
+    chain,
     families,
+    lookup,
 )
-from .like import block, chain, lookup
 from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
 TYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16"}
@@ -51,39 +52,29 @@ def _serve(kind: str, request: ExportRequest, _: Any) -> str:
     )
 
 
-@described("it does not fuse exactly three taps")
-def _three_taps(facts: DrafterFacts) -> str | None:
-    if len(facts.shape.taps) == 3:
-        return None
-    return f"it fuses {len(facts.shape.taps)} taps, and the engine reads exactly three"
-
-
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, CONVERTER, TARGET_TYPE)
 READS = (
     limits.PARTIAL_ROTARY,
-    rotary.YarnReader(rotary.llamacpp_scale, rounds=True, keeps_betas=True),
-    rotary.of_types("which the engine takes for default ones", "longrope", "proportional"),
+    limits.yarn(limits.llamacpp_scale, rounds=True, keeps_betas=True),
+    limits.of_type("longrope", "which the engine takes for default ones"),
+    limits.of_type("proportional", "which the engine takes for default ones"),
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (
     *limits.BLOCK,
     limits.ATTENTION_BIAS,
     *READS,
-    rotary.of_types("which the engine drops for block drafters", "llama3"),
+    limits.of_type("llama3", "which the engine drops for block drafters"),
 )
 TARGETS = TargetList(
     "llama.cpp of 2026-11",
-    families(
-        "llama mistral mixtral qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe gemma4 gpt_oss",
-        "nemotron_h lfm2 lfm2_moe hunyuan_v1_dense minimax minimax_m2",
-    ),
     families(
         "gemma gemma2 gemma3 gemma3n qwen2 qwen2_moe phi3 granite granitemoe olmo olmo2 olmo3",
         "olmoe cohere cohere2 glm glm4 glm4_moe smollm3 starcoder2 mistral3 ministral3 exaone4",
     ),
 )
-"""Architectures whose graph keeps the inputs of layers, which all these drafters need; it ends at
-the first draft of another."""
+"""Architectures whose graph does not keep the inputs of layers, which all these drafters need; it
+ends at the first draft."""
 
 
 class LlamacppDefaults(Struct, frozen=True):
@@ -168,12 +159,15 @@ ENGINE = ServingEngine(
                 *READS,
                 limits.EAGLE3_NORMS,
                 limits.ATTENTION_BIAS,
-                limits.remark(
+                Remark(
                     lambda facts: facts.shape.norm_taps or facts.shape.norm_output,
                     "norms of each tap or of the recycled state (EAGLE-3.1) are not known there; "
                     "train without them: --heads.norm-taps false --heads.norm-output false",
                 ),
-                _three_taps,
+                Remark(
+                    lambda facts: len(facts.shape.taps) != 3 and len(facts.shape.taps),
+                    "it fuses {found} taps, and the engine reads exactly three",
+                ),
             ),
         ),
         "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, TARGETS, BLOCK),
@@ -181,10 +175,10 @@ ENGINE = ServingEngine(
             partial(_serve, "draft-dspark"),
             (limits.CHAIN, limits.FEWER, CUT, CONVERTER, TARGET_TYPE),
             TARGETS,
-            (*BLOCK, limits.transition),
+            (*BLOCK, limits.TRANSITION),
         ),
         "draft_model": Recipe(
-            partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE, limits.other_vocabulary)
+            partial(_serve, "draft-simple"), (CONVERTER, TARGET_TYPE, limits.OTHER_VOCABULARY)
         ),
     },
     like=Like(

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...errors import UserError
-from . import limits, rotary
+from . import limits
 from .engine import (
     EAGLE_TAPS,
     NATIVE,
@@ -22,12 +22,13 @@ from .engine import (
     Like,
     NativeFiles,
     Recipe,
+    Remark,
     ServingEngine,
     Settings,
     TargetList,
+    block,
     families,
 )
-from .like import block
 from .servers import Count, ReplyCounts, ServerFacts, ServerProtocol, Token
 
 SHIFTS = (  # families whose ids in `eagle_config` SGLang shifts only if the first is 1
@@ -83,9 +84,7 @@ def _taps_as_they_are(native: NativeFiles) -> Files:
 
 
 EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
-UNSHIFTED = FileLayout(
-    "native", _taps_as_they_are, taps={"eagle3": {EAGLE_TAPS: 0, f"eagle_config.{EAGLE_TAPS}": 0}}
-)
+UNSHIFTED = FileLayout("native", _taps_as_they_are)
 
 
 def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
@@ -100,12 +99,12 @@ def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
 
 READS = (
     limits.DYNAMIC_ROPE,
-    rotary.YarnReader(rotary.sglang_scale),
-    rotary.longrope,
-    rotary.proportional_factor,
+    limits.yarn(limits.sglang_scale),
+    limits.LONGROPE,
+    limits.PROPORTIONAL_FACTOR,
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
-PARTIAL = limits.remark(
+PARTIAL = Remark(
     limits.turns_a_part,
     "`partial_rotary_factor` is read at the top of the config, from which transformers 5.23 takes "
     "it: keep the version that SGLang asks for.",
@@ -116,40 +115,26 @@ EAGLE = (
     limits.ATTENTION_BIAS,
     limits.SECOND_LAYER,
     *READS,
-    rotary.sections,
+    limits.SECTIONS,
 )
 NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES, PARTIAL)
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY, PARTIAL)
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, *READS)
 VERSION = "SGLang 0.5.23"
-QWEN3 = "qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_5 qwen3_5_moe"
 OTHERS = "granite cohere cohere2 olmo olmo2 olmo3 gemma gemma2 mixtral minicpm"
 EAGLE3_TARGETS = TargetList(
     VERSION,
-    families(
-        "apertus deepseek_v2 deepseek_v3 deepseek_v32 gemma3 gemma4 glm4_moe glm4_moe_lite",
-        "glm_moe_dsa gpt_oss llama llama4 minimax_m2 ministral3 mistral phi3 qwen2 qwen2_moe",
-        "qwen2_5_vl qwen3_vl_moe",
-        QWEN3,
-    ),
     families(OTHERS, "glm4 stablelm"),
 )
 EAGLE1_TARGETS = TargetList(
     VERSION,
-    families("llama mistral phi3 qwen2 qwen3 gemma3 gemma4 gpt_oss glm4 glm4_moe exaone4 opt"),
     families("granite cohere olmo2 mixtral gemma2 stablelm minicpm"),
 )
 BLOCK_TARGETS = TargetList(
     VERSION,
-    families(
-        "deepseek_v2 deepseek_v3 deepseek_v32 gemma4 glm4_moe_lite glm_moe_dsa gpt_oss lfm2",
-        "lfm2_moe llama llama4 ministral3 mistral nemotron_h phi3",
-        QWEN3,
-    ),
     families(OTHERS, "gemma3 qwen2 qwen2_moe glm4 glm4_moe"),
 )
-"""Classes with the method by which layers are captured, or the head is shared; it raises an error
-for others."""
+"""Classes without the method by which layers are captured, or the head is shared."""
 
 
 def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Settings:
@@ -274,7 +259,7 @@ ENGINE = ServingEngine(
                 *EAGLE,
                 limits.EAGLE3_NORMS,
                 # SGLang recognises a state that was fused already by its width.
-                limits.remark(
+                Remark(
                     lambda facts: (
                         len(facts.shape.taps) * facts.shape.target_hidden_size
                         == facts.shape.hidden_size
@@ -283,7 +268,7 @@ ENGINE = ServingEngine(
                     "left out",
                 ),
                 limits.NORM_BEFORE_RESIDUAL,
-                limits.remark(
+                Remark(
                     lambda facts: facts.family in SHIFTS and facts.shape.taps[0] == 1,
                     "for {facts.family} targets it reads a first tap of 1 as 2",
                 ),
@@ -302,10 +287,10 @@ ENGINE = ServingEngine(
             partial(_serve_block, "dspark"),
             BLOCK_NOTES,
             BLOCK_TARGETS,
-            (*BLOCK, limits.transition),
+            (*BLOCK, limits.TRANSITION),
         ),
         "draft_model": Recipe(
-            partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.other_vocabulary)
+            partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),
     },
     like=Like(

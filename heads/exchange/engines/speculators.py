@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from . import limits, rotary, vllm
+from . import limits, vllm
 from .engine import (
     EAGLE_TAPS,
     NATIVE,
@@ -112,11 +112,8 @@ def _keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
     return {name: config[name] for name in names if name in config}
 
 
-BLOCK_TAPS = {"aux_hidden_state_layer_ids": 0}
-EAGLE3_LAYOUT = FileLayout("speculators", _eagle3, "speculators", {"eagle3": {EAGLE_TAPS: 0}})
-BLOCK_LAYOUT = FileLayout(
-    "speculators", _block, "speculators", {"dflash": BLOCK_TAPS, "dspark": BLOCK_TAPS}
-)
+EAGLE3_LAYOUT = FileLayout("speculators", _eagle3, "speculators")
+BLOCK_LAYOUT = FileLayout("speculators", _block, "speculators")
 
 
 ENGINE = ServingEngine(
@@ -128,7 +125,7 @@ ENGINE = ServingEngine(
             _serve,
             vllm.NOTES,
             vllm.TARGETS,
-            (*limits.EAGLE3, *vllm.READS, rotary.longrope),
+            (*limits.EAGLE3, *vllm.READS, limits.LONGROPE),
             EAGLE3_LAYOUT,
         ),
         "dflash": Recipe(
@@ -138,7 +135,7 @@ ENGINE = ServingEngine(
             _serve,
             (limits.CHAIN, limits.FEWER, vllm.V2_RUNNER, limits.READ_ONLY),
             vllm.TARGETS,
-            (*vllm.BLOCK, limits.transition),
+            (*vllm.BLOCK, limits.TRANSITION),
             BLOCK_LAYOUT,
         ),
     },

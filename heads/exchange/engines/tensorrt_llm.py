@@ -7,8 +7,7 @@ from functools import partial
 from shlex import quote
 from typing import Any
 
-from ...errors import UserError
-from . import limits, rotary
+from . import limits
 from .engine import ExportRequest, Recipe, ServingEngine, TargetList, families
 
 
@@ -21,16 +20,6 @@ def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
         # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
         f"  speculative_model: {json.dumps(request.out)}",
     ]
-    if request.by_load:
-        lengths = [drafts for *_, drafts in request.by_load]
-        if lengths != sorted(lengths, reverse=True):
-            raise UserError(
-                "trtllm takes numbers of drafts that fall with the load, and these rise somewhere "
-                "(as for mixtures of experts); give --drafts in place of --by-load"
-            )
-        # Each key is the last batch size of its range; above the last key nothing is drafted.
-        schedule = {last: drafts for _, last, drafts in request.by_load if drafts}
-        lines.append(f"  draft_len_schedule: {schedule}")
     # The engine counts layers from 0.
     if kind == "Eagle3":
         lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")
@@ -45,25 +34,23 @@ BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
 READS = (
     limits.PARTIAL_ROTARY,
     limits.DYNAMIC_ROPE,
-    rotary.YarnReader(rotary.tensorrt_scale, rounds=True),
-    rotary.longrope,
-    rotary.of_types("which the engine was never seen to read", "proportional"),
+    limits.yarn(limits.tensorrt_scale, rounds=True),
+    limits.LONGROPE,
+    limits.of_type("proportional", "which the engine was never seen to read"),
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, limits.ATTENTION_BIAS, *READS)
 TARGETS = TargetList(
     "TensorRT-LLM of 2026-11",
-    families("llama llama4 qwen3 qwen3_moe gpt_oss glm4_moe deepseek_v3 nemotron_h minimax_m3"),
     families("gemma3 gemma4 phi3 granite olmo3 smollm3"),
 )
-BLOCK_TARGETS = TargetList(TARGETS.version, families("gpt_oss"), families("gemma3 gemma4 phi3"))
-"""Families on its page of supported models, and of the classes that were read: not all."""
+BLOCK_TARGETS = TargetList(TARGETS.version, families("gemma3 gemma4 phi3"))
+"""Of the classes that were read: not all."""
 
 ENGINE = ServingEngine(
     name="trtllm",
     title="TensorRT-LLM",
     place=3,
-    takes_by_load=True,
     recipes={
         "eagle3": Recipe(
             partial(_serve, "Eagle3"),
@@ -80,10 +67,10 @@ ENGINE = ServingEngine(
         ),
         "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
         "dspark": Recipe(
-            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.transition)
+            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.TRANSITION)
         ),
         "draft_model": Recipe(
-            partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.other_vocabulary)
+            partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),
     },
 )

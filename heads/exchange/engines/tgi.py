@@ -7,12 +7,11 @@ from typing import Any
 
 from . import limits
 from .engine import (
-    DrafterFacts,
     ExportRequest,
     Recipe,
+    Remark,
     ServingEngine,
     TargetList,
-    described,
     families,
 )
 
@@ -23,20 +22,8 @@ def _serve(request: ExportRequest, _: Any) -> str:
     return f"text-generation-launcher --model-id {quote(request.out)} --speculate {request.drafts}"
 
 
-@described("its heads share the target's output matrix and have more than one layer each")
-def _shared_head_of_one_layer(facts: DrafterFacts) -> str | None:
-    config = facts.drafter.config
-    if not config.shared_head or config.num_layers == 1:
-        return None
-    return "it reads heads that share the target's output matrix with one layer each only"
-
-
 TARGETS = TargetList(
     "TGI of 2026-01",
-    families(
-        "bloom cohere dbrx deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gpt2 gptj llama mistral",
-        "mixtral gpt_neox phi qwen2 falcon gpt_bigcode starcoder2 mamba mpt opt",
-    ),
     families("qwen3 qwen3_moe olmo olmo2 glm glm4 gpt_oss"),
 )
 ENGINE = ServingEngine(
@@ -46,9 +33,17 @@ ENGINE = ServingEngine(
     recipes={
         "medusa": Recipe(
             _serve,
-            (limits.CHAIN, limits.READ_ONLY, limits.shared_head, MAINTENANCE),
+            (limits.CHAIN, limits.READ_ONLY, limits.SHARED_HEAD, MAINTENANCE),
             TARGETS,
-            (_shared_head_of_one_layer, limits.medusa_vocabulary),
+            (
+                Remark(
+                    lambda facts: (
+                        facts.drafter.config.shared_head and facts.drafter.config.num_layers > 1
+                    ),
+                    "it reads heads that share the target's output matrix with one layer each only",
+                ),
+                limits.MEDUSA_VOCABULARY,
+            ),
         )
     },
 )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from ...errors import UserError
-from . import limits, rotary
+from . import limits
 from .engine import (
     ExportRequest,
     FileLayout,
@@ -23,38 +22,31 @@ from .engine import (
     ServingEngine,
     Settings,
     TargetList,
+    block,
+    chain,
     families,
+    lookup,
 )
-from .like import block, chain, lookup
 from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
 NO_MEDUSA = "Medusa needs vLLM 0.32 or older and its V1 runner; 0.33 does not list it any more."
-READS = (rotary.proportional_factor,)
+READS = (limits.PROPORTIONAL_FACTOR,)
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (
     *limits.BLOCK,
     *READS,
-    rotary.of_types("of which the engine keeps no table for block drafters", "longrope"),
+    limits.of_type("longrope", "of which the engine keeps no table for block drafters"),
 )
 TARGETS = TargetList(
     "vLLM 0.33",
-    families(
-        "afmoe apertus deepseek deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 gemma4 glm_moe_dsa",
-        "gpt_oss granite granitemoe granitemoeshared llama llama4 mimo minicpm minicpm3 minimax_m2",
-        "ministral3 mistral mistral3 nemotron_h phi3 qwen2 qwen2_5_vl qwen3 qwen3_moe qwen3_next",
-        "qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe olmo olmo2 olmo3 glm smollm3 starcoder2",
-    ),
     families(
         "gemma gemma2 gemma3 gemma3n cohere cohere2 mixtral glm4 glm4_moe glm4_moe_lite exaone4",
         "lfm2 nemotron granitemoehybrid olmoe stablelm qwen2_moe phimoe falcon gpt2 opt bloom",
     ),
 )
-"""Classes with `SupportsEagle3`, which all these drafters need; the last line of those taken runs
-on transformers' models."""
-METHODS = {"eagle1": "eagle", "draft_model": "draft_model"}
-"""vLLM's names of kinds that it calls otherwise."""
+"""Classes without `SupportsEagle3`, which all these drafters need."""
 
 
 def _serve(method: str, request: ExportRequest, _: Any) -> str:
@@ -65,8 +57,6 @@ def _serve(method: str, request: ExportRequest, _: Any) -> str:
         "model": request.out,
         "num_speculative_tokens": request.drafts,
     }
-    if request.by_load:  # the last range holds for all larger batches too
-        config["num_speculative_tokens_per_batch_size"] = [list(part) for part in request.by_load]
     speculation = quote(json.dumps(config))
     return f"vllm serve {quote(request.target)} --speculative-config {speculation}"
 
@@ -82,21 +72,7 @@ def _with_head(files: NativeFiles) -> Files:
     return files.config, files.tensors | {"lm_heads.0.weight": matrix.contiguous().clone()}
 
 
-MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head)
-
-
-def guess(path: str, kind: str) -> str | None:
-    """Return the method that vLLM would take from the path, unless `kind` needs that one; or None.
-
-    Where no method is given, vLLM looks for these parts of the path in lower case, in this order:
-    `my-eagle-3-head` becomes EAGLE-1. vLLM looks at the whole path and this function at the last
-    name only, because the folders above it are the user's; the printed commands name the method.
-    """
-    signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
-    name = Path(path).name.lower()
-    # The order matters: my-eagle-eagle3 holds both signs, and vLLM takes the first.
-    guessed = next((method for sign, method in signs if sign in name), None)
-    return None if guessed == METHODS.get(kind, kind) else guessed
+MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head, stores_target_head=True)
 
 
 def _heads(proposer: Any, settings: Settings) -> Settings:
@@ -187,31 +163,29 @@ ENGINE = ServingEngine(
     name="vllm",
     title="vLLM",
     place=0,
-    takes_by_load=True,
-    guess=guess,
     recipes={
         "eagle3": Recipe(
-            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, rotary.longrope)
+            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, limits.LONGROPE)
         ),
         "eagle1": Recipe(
             partial(_serve, "eagle"),
             NOTES,
             None,
-            (*limits.EAGLE3, *limits.EAGLE1, *READS, rotary.longrope),
+            (*limits.EAGLE3, *limits.EAGLE1, *READS, limits.LONGROPE),
         ),
         "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), TARGETS, BLOCK),
         "dspark": Recipe(
             partial(_serve, "dspark"),
             (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
             TARGETS,
-            (*BLOCK, limits.transition),
+            (*BLOCK, limits.TRANSITION),
         ),
-        "draft_model": Recipe(partial(_serve, "draft_model"), (limits.other_vocabulary,)),
+        "draft_model": Recipe(partial(_serve, "draft_model"), (limits.OTHER_VOCABULARY,)),
         "medusa": Recipe(
             partial(_serve, "medusa"),
-            (limits.CHAIN, NO_MEDUSA, limits.shared_head),
+            (limits.CHAIN, NO_MEDUSA, limits.SHARED_HEAD),
             None,
-            (limits.medusa_vocabulary,),
+            (limits.MEDUSA_VOCABULARY,),
             other_layout=lambda facts: (
                 MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
             ),

@@ -10,8 +10,9 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
-from draftsmith.heads.exchange.engines import EngineName
+from draftsmith.heads.exchange.engines import ENGINES, EngineName
 from draftsmith.heads.exchange.engines.engine import ExportRequest
+from draftsmith.heads.exchange.exports import facts_of, takers
 from draftsmith.heads.exchange.foreign import TargetParts
 from draftsmith.inference.targets.target import Target
 from tests.blocks import random_block
@@ -79,3 +80,10 @@ def order(
     engine: EngineName, out: Path, dtype: torch.dtype = torch.float32, drafts: int = 3
 ) -> ExportRequest:
     return ExportRequest(engine, str(out), "the/target", drafts, dtype)
+
+
+def also_read_by(engine: str, artifact: Artifact) -> list[str]:
+    """The names of the other engines that read the very same files."""
+    facts = facts_of(artifact)
+    layouts = {name: ENGINES[name].recipes[facts.kind].layout_for(facts) for name in takers(facts)}
+    return [name for name in layouts if name != engine and layouts[name] is layouts[engine]]

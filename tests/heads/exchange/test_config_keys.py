@@ -121,7 +121,7 @@ def test_taps_counted_from_0_beside_other_keys(tmp_path: Path) -> None:
     ):
         found = five(tmp_path / str(len(str(keys))), **keys)
         assert list(found.drafter.taps) == states and found.notes == []
-    with pytest.raises(UserError, match="target_layer_ids .* hidden states .* --taps"):
+    with pytest.raises(UserError, match="target_layer_ids .* other hidden states.* --set taps"):
         five(tmp_path, target_layer_ids=layers, eagle_aux_hidden_state_layer_ids=layers)
     with pytest.raises(UserError, match="fuses 5 taps"):
         five(tmp_path, target_layer_ids=[1, 2, 3])
@@ -366,5 +366,5 @@ def test_a_base_of_the_positions_in_any_one_place(tmp_path: Path) -> None:
 
 def test_sizes_in_two_places(tmp_path: Path) -> None:
     config = blocks.library("dflash", intermediate_size=65)
-    with pytest.raises(UserError, match="intermediate_size 65 and, in transformer_layer_c"):
+    with pytest.raises(UserError, match="intermediate_size 65 and transformer_layer_config.int"):
         read(store(tmp_path / "d", config, blocks.stored("dflash")[1], "model.safetensors"))

@@ -9,12 +9,11 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, limits
-from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine
-from draftsmith.heads.exchange.engines.like import chain
+from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine, chain
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import TITLES, also_read_by, recipe_for
+from draftsmith.heads.exchange.exports import TITLES, recipe_for
 from draftsmith.inference.evaluation import engines
-from tests.heads.exchange.random_artifacts import eagle, heads, order
+from tests.heads.exchange.random_artifacts import also_read_by, eagle, heads, order
 
 TOY = ServingEngine(
     name="toy",
@@ -22,7 +21,7 @@ TOY = ServingEngine(
     recipes={
         "eagle3": Recipe(
             lambda request, _: f"toy {request.target} {request.out}",
-            ("A toy.", limits.drafted_share),
+            ("A toy.", limits.DRAFTED_SHARE),
             limits=(limits.FC_BIAS,),
         )
     },

@@ -19,31 +19,6 @@ from tests.heads.exchange.random_artifacts import (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "guess"),
-    [
-        ("my-eagle-3-head", "eagle3", "eagle"), ("My-EAGLE3", "eagle1", "eagle3"), ("eagle3-llama",
-        "eagle3", None),
-        ("heads", "eagle3", None), ("dflash-like", "medusa", "dflash"), ("eagle-1-llama", "eagle1",
-        None),
-        ("eagle3-draft", "draft_model", "eagle3"), ("dspark-qwen", "dflash", "dspark"),
-        ("dflash-qwen",
-        "dflash", None),
-    ],
-)  # fmt: skip
-def test_folder_names_from_which_vllm_takes_another_method(
-    name: str, kind: str, guess: str | None
-) -> None:
-    assert ENGINES["vllm"].guess(f"/some/eagle-like/{name}", kind) == guess
-
-
-def test_such_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="my-eagle-3 would be taken for method 'eagle'.*call it eagle3-something"
-    ):
-        export(eagle(), order("vllm", tmp_path / "my-eagle-3"))
-
-
 def test_nothing_but_a_drafter_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("ten years")
     with pytest.raises(UserError, match="holds something else"):

@@ -201,7 +201,7 @@ def test_speculators(tmp_path: Path) -> None:
     assert found.layout == "speculators" and found.notes == []
 
 
-def test_medusa_of_both_versions(tmp_path: Path) -> None:
+def test_medusa_heads_are_read_and_refused_within_a_whole_model(tmp_path: Path) -> None:
     """v0.1: a config that says two heads of four (as the published one does). v1.0: inside a whole
     model, in shards."""
     drafter = heads().drafter
@@ -225,9 +225,8 @@ def test_medusa_of_both_versions(tmp_path: Path) -> None:
         {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()},
         folder / "model-00001.safetensors",
     )
-    found = read(folder)
-    same(found, drafter)
-    assert found.layout == "medusa v1.0" and "give that very model as target" in found.notes[0]
+    with pytest.raises(UserError, match="holds Medusa heads within a whole model"):
+        read(folder)
 
 
 def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:
@@ -290,14 +289,17 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     ),
     (lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc"),
     (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
-    (lambda c, t: c.update(norm_output=True), "--norm-output if drafts recycle.*--no-norm-output"),
+    (
+        lambda c, t: c.update(norm_output=True),
+        "norm_output=true if drafts recycle.*norm_output=false",
+    ),
     (
         lambda c, t: c.update({TAPS_KEY: [2, 4, 6]}),
         r"taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 4\]",
     ),
     (
         lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
-        r"--taps '\[2, 4, 7\]' or",
+        r"hidden states \[2, 4, 7\] for .*say which with --set taps",
     ),
     (lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}), "fed by the last state"),
     (
@@ -309,7 +311,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
         lambda c, t: c.update({TAPS_KEY: [2, 4, 8]}, eagle_config={}),
         r"taps \[2, 4, 8\] include 8, the state after the last layer.* cannot be imported",
     ),
-    (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--target-embedding"),
+    (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--set embedding=target"),
     (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
     (
@@ -347,7 +349,9 @@ def test_answers_close_what_was_open(tmp_path: Path) -> None:
         if key != "norm_before_residual"
     }
     stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    with pytest.raises(UserError, match="default is false and vLLM's true.*--norm-before-residual"):
+    with pytest.raises(
+        UserError, match="default is false and vLLM's true.*norm_before_residual=true"
+    ):
         read(store(tmp_path / "s", config, stored))
     assert read(
         tmp_path / "s", Answers(norm_before_residual=True)

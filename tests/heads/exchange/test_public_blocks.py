@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export, files_for
-from draftsmith.heads.exchange.exports import also_read_by, recipe_for
+from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
-from tests.heads.exchange.random_artifacts import TAPS, TARGET, block, order
+from tests.heads.exchange.random_artifacts import TAPS, TARGET, also_read_by, block, order
 from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 
 HEAD = TARGET.head_weight.detach().clone()
@@ -205,7 +205,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         without("target_layer_ids"),
-        "lacks target_layer_ids; say which .* with --taps",
+        "lacks target_layer_ids; say which .* with --set taps",
     ),
     (z_lab, "dflash", without("mask_token_id"), "lacks mask_token_id"),
     (
@@ -231,9 +231,9 @@ REFUSED: list[
         z_lab,
         "dflash",
         at_top(target_layer_ids=TAPS),
-        r"target_layer_ids \[2, 4, 5\] and, in dflash_config, \[1, 3, 4\]",
+        r"target_layer_ids \[2, 4, 5\] and dflash_config.target_layer_ids \[1, 3, 4\]",
     ),
-    (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "which are not one more"),
+    (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "other hidden states"),
     (z_lab, "dflash", at_top(block_size=1), "block_size is 1, not a whole number of at least 2"),
     (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is none of the target's"),
     (z_lab, "dflash", at_top(vocab_size=7), "vocab_size is 7, the target's"),
@@ -318,7 +318,7 @@ REFUSED: list[
         deepspec,
         "dspark",
         lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}),
-        "--target-embedding to use the target's",
+        "--set embedding=target to use the target's",
     ),
 ]
 
@@ -476,7 +476,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     {"rms_norm_eps": 1e-3}),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}), ("dflash", {"num_hidden_layers": 1}),
     ("dflash", {"head_dim": 16}),
-    ("dspark", {"target_layer_ids": TAPS}), ("dspark", {"target_layer_ids": None}), ("dspark",
+    ("dspark", {"target_layer_ids": TAPS}), ("dspark",
     {"markov_rank": 5}),
     ("dspark", {"sample_from_anchor": False}), ("dspark", {"confidence_head_with_markov": False}),
     ("dspark", {"mask_token_id": 1}),

@@ -1,5 +1,4 @@
-"""`draftsmith export` and `draftsmith import` as commands: round trips, tampering, cards, cut
-vocabularies, the hub."""
+"""`draftsmith export` and `draftsmith import` as commands: round trips, tampering, the hub."""
 
 from __future__ import annotations
 
@@ -363,46 +362,15 @@ def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> Non
     )
 
 
-def test_a_vocabulary_cut_after_training(
-    prompts: Path, quickstart: Target, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """The most frequent tokens of the replies and all special ones; the special ones alone fill it
-    up from the lowest ids."""
-    given: dict[str, Any] = {"vocab_data": [str(prompts)], "target": str(QUICKSTART)}
-    out = exported("eagle3", "vllm", tmp_path / "cut", draft_vocab_size=64, **given)
-    assert "64 tokens, which are 100.00%" in capsys.readouterr().out
-    kept = set(
-        Artifact.load(
-            out, quickstart.fingerprint(), quickstart.embedding_and_head, pytest.fail
-        ).drafter.draft_vocab_ids.tolist()
-    )
-    written = quickstart.tokenizer("return x")["input_ids"]
-    assert len(kept) == 64 and set(written) | quickstart.eos_ids <= kept
-    with pytest.raises(
-        UserError, match="must lie between the 5 special tokens and the target's 2048"
-    ):
-        exported("eagle3", "vllm", tmp_path / "more", draft_vocab_size=5000, **given)
-    with pytest.raises(UserError, match="proposes 1024 tokens already; ask for fewer"):
-        exported("eagle3_plain", "vllm", tmp_path / "more", draft_vocab_size=1500, **given)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--to", "vllm"], "out"),
         (["--to", "ollama", "--out", "x"], "vllm"),
         (["--to", "tgi", "--out", "x"], "tgi takes Medusa heads, not EAGLE-3"),
-        (["--to", "vllm", "--out", "my-eagle-head"], "would be taken for method 'eagle'"),
-        (
-            ["--to", "vllm", "--out", "x", "--draft-vocab-size", "9"],
-            "--draft-vocab-size and --vocab-data go together",
-        ),
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
         (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
         (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),
-        (["--to", "vllm", "--out", "x", "--by-load", "nowhere.json"], "nowhere.json"),
-        (["--to", "llamacpp", "--out", "x", "--by-load", "y"], "--by-load: vllm, trtllm"),
-        (["--to", "vllm", "--out", "x", "--by-load", "y", "--drafts", "3"], "either --drafts or"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -415,44 +383,6 @@ def test_wrong_options_are_one_line(
     monkeypatch.chdir(tmp_path)
     refused(["export", "--drafter", str(DRAFTERS / "eagle3"), *arguments], says, capsys)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("by_load", "says"),
-    [
-        ([], "has no drafts by load"),
-        ([{"context": 1, "ranges": [[1, 4, 0]]}], "nothing is gained from drafting at any load"),
-        ([{"context": 1, "ranges": [[2, 4, 3]]}], "do not follow one another from 1 on"),
-        ([{"context": 1, "ranges": [[1, 4, 3]]}] * 2, "is of several contexts (1, 1)"),
-    ],
-)
-def test_drafts_by_load_that_cannot_be_used(
-    by_load: list[object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    file = tmp_path / "load.json"
-    file.write_text(json.dumps({"by_load": by_load}))
-    command = ["export", "--drafter", str(DRAFTERS / "eagle3_plain"), "--to", "vllm"]
-    refused([*command, "--out", str(tmp_path / "x"), "--by-load", str(file)], says, capsys)
-
-
-def test_drafts_by_load_are_in_the_serve_commands(tmp_path: Path) -> None:
-    """Each engine in its form: ranges, and the last number of each range."""
-    file = tmp_path / "load.json"
-    ranges = [[1, 8, 9], [9, 20, 2], [21, 64, 0]]
-    file.write_text(json.dumps({"by_load": [{"context": 300, "ranges": ranges}]}))
-    said = {}
-    for engine in ("vllm", "trtllm"):
-        drafter, out = str(DRAFTERS / "eagle3_plain"), str(tmp_path / engine)
-        options = exporting.Options(drafter, engine, out, by_load=str(file))
-        said[engine] = exporting.write_export(options).serve
-    assert '"num_speculative_tokens": 9' in said["vllm"]
-    assert f'"num_speculative_tokens_per_batch_size": {ranges}' in said["vllm"]
-    assert "max_draft_len: 9" in said["trtllm"]
-    assert "draft_len_schedule: {8: 9, 20: 2}" in said["trtllm"]
-    rising = {"context": 300, "ranges": [[1, 8, 2], [9, 20, 7], [21, 64, 1]]}
-    file.write_text(json.dumps({"by_load": [rising]}))
-    with pytest.raises(UserError, match="numbers of drafts that fall with the load"):
-        exporting.write_export(options)
 
 
 def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
@@ -487,13 +417,21 @@ def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "--from FOLDER" in capsys.readouterr().out
 
 
-def test_taps_are_given_as_the_help_says(capsys: pytest.CaptureFixture) -> None:
-    words = ["--from", "f", "--target", "t", "--out", "o", "--taps"]
+def test_answers_are_given_as_the_help_says(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--from", "f", "--target", "t", "--set"]
     for taps in ("2,16,29", "[2,16,29]"):
-        assert parse(importing.Options, [*words, taps], "import").taps == [2, 16, 29]
-    refused(["import", *words, "x"], "--taps takes whole numbers with commas between them", capsys)
-    refused(["import", *words, "[true]"], "--taps takes whole numbers", capsys)
-    refused(["import", *words, "[]"], "--taps names no hidden state", capsys)
+        given = parse(importing.Options, [*words, f"taps={taps}", "--out", "o"], "import")
+        assert importing.answers_of(given).taps == [2, 16, 29]
+    given = parse(
+        importing.Options,
+        [*words, "norm_output=false", "--set", "embedding=target", "--out", "o"],
+        "import",
+    )
+    answers = importing.answers_of(given)
+    assert answers.norm_output is False and answers.target_embedding and answers.taps is None
+    for wrong in ("taps=x", "taps=[true]", "taps=[]", "norm_output=1", "embedding=own", "x"):
+        out = ["--out", f"{tmp_path}/o"]
+        refused(["import", *words, wrong, *out], f"--set {wrong} is not understood", capsys)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -637,7 +575,7 @@ def as_others_write_it(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("eagle3_plain", {"taps": [2, 4, 7]}),
+        ("eagle3_plain", {"set": ["taps=2,4,7"]}),
         *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
     ],
 )

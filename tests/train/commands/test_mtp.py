@@ -21,12 +21,12 @@ from transformers import (
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.mtp_checkpoints import joined_experts
+from draftsmith.heads.exchange.mtp import joined_experts
 from draftsmith.heads.stored_tensors import header
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.commands.mtp import extract, graft, options, stitch
+from draftsmith.train.commands.mtp import extract, options, stitch
 from tests import mtp_models
 from tests.conftest import by_default, tiny_target
 
@@ -68,6 +68,11 @@ def extracted(folder: Path, out: Path) -> Path:
     return out
 
 
+def grafted(base: Path, onto: Path, out: Path) -> None:
+    """Makes a drafter of the base model's layer."""
+    extract.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
+
+
 def stitched(drafter: Path, into: Path, out: Path) -> Path:
     stitch.run(options.StitchOptions(str(drafter), str(into), str(out)))
     return out
@@ -93,7 +98,7 @@ def test_a_lost_layer_is_grafted_and_stitched(
     tuned = checkpoint(kind, tmp_path / "tuned", seed=5, layer=False, **save)
     with pytest.raises(UserError, match="has no MTP layer"):
         extracted(tuned, tmp_path / "none")
-    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    grafted(base, tuned, tmp_path / "drafter")
     out = stitched(tmp_path / "drafter", tuned, tmp_path / "out")
     again = extracted(out, tmp_path / "again")
     one, two = (load_file(f / "model.safetensors") for f in (tmp_path / "drafter", again))
@@ -166,7 +171,7 @@ def test_the_published_form_decodes_and_gives_its_layer(tmp_path: Path, kind: st
 def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
     base = checkpoint("qwen3.5", tmp_path / "base")
     tuned = checkpoint("qwen3.5", tmp_path / "tuned", seed=5, layer=False)
-    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    grafted(base, tuned, tmp_path / "drafter")
     with pytest.raises(UserError, match="lies in"):
         stitched(tmp_path / "drafter", tuned, tuned / "out")
     config = tuned / "config.json"
@@ -186,49 +191,14 @@ def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
         stitched(tmp_path / "drafter", tuned, tmp_path / "out")
     config.write_text(json.dumps({**values, "model_type": "nonesuch"}))
     with pytest.raises(UserError, match="nonesuch"):
-        graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "other")))
+        grafted(base, tuned, tmp_path / "other")
     wide = checkpoint("glm", tmp_path / "wide")
     with pytest.raises(UserError, match="has model_type qwen3_5_text, the target has glm4_moe"):
-        graft.run(options.GraftOptions(str(base), str(wide), str(tmp_path / "other")))
+        grafted(base, wide, tmp_path / "other")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError):
         extracted(tmp_path / "empty", tmp_path / "other")
     assert not (tmp_path / "out").exists() and not (tmp_path / "other").exists()
-
-
-def test_a_copy_of_the_embedding_that_is_another_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = checkpoint("glm", tmp_path / "target")
-    extracted(folder, tmp_path / "drafter")
-    assert "own matrix" not in caplog.text
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.3.embed_tokens.weight"] += 1
-    save_file(tensors, file, {"format": "pt"})
-    extracted(folder, tmp_path / "again")
-    assert "model.layers.3.embed_tokens.weight" in caplog.text
-
-
-def test_head_only_writes_the_layer_alone(tmp_path: Path) -> None:
-    folder = checkpoint("qwen3.5", tmp_path / "target")
-    drafter = extracted(folder, tmp_path / "drafter")
-    stitch.run(
-        options.StitchOptions(str(drafter), str(folder), str(tmp_path / "layer"), head_only=True)
-    )
-    written = load_file(tmp_path / "layer" / "model-mtp.safetensors")
-    stored = load_file(folder / "model.safetensors")
-    assert written.keys() == {name for name in stored if name.startswith("mtp.")}
-    assert all(torch.equal(written[name], stored[name]) for name in written)
-
-    # as training saves its drafters
-    target = load_target(TargetConfig(str(folder), device="cpu"))
-    exact = Artifact.load(drafter, target.fingerprint(), target.embedding_and_head)
-    exact.save(tmp_path / "exact", torch.float32)
-    stitch.run(
-        options.StitchOptions(str(tmp_path / "exact"), str(folder), str(tmp_path / "b"), True)
-    )
-    assert hashes(tmp_path / "b") == hashes(tmp_path / "layer")
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "glm", "qwen3.5", "qwen3.5-moe"])
@@ -263,7 +233,7 @@ def test_a_fine_tune_with_more_tokens_gets_the_layer_of_its_base(tmp_path: Path)
     model = AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.bfloat16)
     model.resize_token_embeddings(104)
     model.save_pretrained(tuned)
-    graft.run(options.GraftOptions(str(base), str(tuned), str(tmp_path / "drafter")))
+    grafted(base, tuned, tmp_path / "drafter")
     again = extracted(stitched(tmp_path / "drafter", tuned, tmp_path / "out"), tmp_path / "again")
     one, two = (load_file(f / "model.safetensors") for f in (tmp_path / "drafter", again))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

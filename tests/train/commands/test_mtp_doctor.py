@@ -20,7 +20,6 @@ from draftsmith.train.commands.mtp.options import ExamineOptions
 from tests.conftest import QUICKSTART
 
 HYBRID = QUICKSTART.parent / "hybrid"
-HALVES = "embedding and state exchanged"
 Change = Callable[[dict[str, Tensor]], object]
 
 
@@ -37,110 +36,66 @@ def changed(folder: Path, change: Change) -> Path:
     return folder
 
 
-def examined(folder: Path, tmp_path: Path, status: int = 0, **more: Any) -> dict[str, Any]:
-    """The report, after the command ended with this exit status."""
-    prompts = tmp_path / "prompts.jsonl"
-    names = (
-        "__init__",
-        "get",
-        "close",
-        "__eq__",
-        "add",
-        "set_name",
-        "read",
-        "__len__",
-        "pop",
-        "run",
-    )
-    texts = [f"def {name}(self, value):" for name in names]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    out = tmp_path / "found.json"
+NAMES = ("__init__", "get", "close", "__eq__", "add", "set_name", "read", "__len__", "pop", "run")
+
+
+@pytest.fixture(autouse=True)
+def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MAX_NEW_TOKENS", 16)
+
+
+def options_for(folder: Path, tmp_path: Path, prompts: int = 10, **more: Any) -> ExamineOptions:
+    file = tmp_path / "prompts.jsonl"
+    texts = [f"def {name}(self, value):" for name in NAMES[:prompts]]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     config = TargetConfig(str(folder), dtype="float32", device="cpu")
-    options = ExamineOptions(config, str(prompts), max_new_tokens=16, json=str(out), **more)
-    if status:
-        with pytest.raises(SystemExit) as end:
-            doctor.run(options)
-        assert end.value.code == status
-    else:
-        doctor.run(options)
-    return json.loads(out.read_text())
+    return ExamineOptions(config, str(file), **more)
 
 
-def exchange_norms(tensors: dict[str, Tensor]) -> None:
-    # The two are alike after a training of this length. So the first, which multiplies by 1 + its
-    # weight, is made eight times as large, and its columns of fc as much smaller.
-    tensors["mtp.pre_fc_norm_embedding.weight"] *= 8
-    tensors["mtp.pre_fc_norm_embedding.weight"] += 7
-    half = tensors["mtp.fc.weight"].shape[1] // 2
-    tensors["mtp.fc.weight"][:, :half] /= 8
-    one, other = "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+def examined(folder: Path, tmp_path: Path, **more: Any) -> doctor.Examined:
+    return doctor.examined(options_for(folder, tmp_path, **more))
 
 
-def exchange_halves(tensors: dict[str, Tensor]) -> None:
-    first, second = tensors["mtp.fc.weight"].chunk(2, 1)
-    tensors["mtp.fc.weight"] = torch.cat([second, first], 1)
+def test_a_layer_that_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = options_for(HYBRID, tmp_path)
+    found = doctor.examined(options)
+    assert not found.remarks and found.tau > 1.5 and found.interval[0] > 1.0
+    doctor.run(options)
+    said = capsys.readouterr().out
+    assert "ok: the layer is alive" in said and f"{found.tau:.2f}" in said
 
 
-def read_residual(tensors: dict[str, Tensor]) -> None:
-    """A layer that reads the stream before the final norm, which scales it unevenly here: the head
-    is divided by as much, so that the target writes the same."""
-    scale = torch.randn(192, generator=torch.Generator().manual_seed(0)).exp()
-    final, own, read = "model.norm.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"
-    factor = {name: 1 + tensors[name].float() for name in (final, own, read)}
-    head = tensors["model.embed_tokens.weight"] / scale
-    after = {
-        final: factor[final] * scale - 1,
-        own: factor[own] * scale - 1,
-        read: factor[read] * factor[final] - 1,
-        "lm_head.weight": head,
-    }
-    tensors |= {name: tensor.to(torch.bfloat16) for name, tensor in after.items()}
+def test_a_layer_that_was_written_wrongly_is_dead(tmp_path: Path) -> None:
+    def exchange_halves(tensors: dict[str, Tensor]) -> None:
+        first, second = tensors["mtp.fc.weight"].chunk(2, 1)
+        tensors["mtp.fc.weight"] = torch.cat([second, first], 1)
+
+    found = examined(changed(tmp_path / "target", exchange_halves), tmp_path)
+    assert found.dead and "of no use" in found.remarks[0]
 
 
-def test_a_layer_that_is_right(tmp_path: Path) -> None:
-    found = examined(HYBRID, tmp_path)
-    served, *others = found["findings"]
-    assert found["status"] == "ok" and not found["remarks"]
-    # Its norms are so alike that the other ways earn as much.
-    assert len(others) == 4 and served["tau"] > 1.5
-    assert next(o["tau"] for o in others if o["variant"] == HALVES) < 1.2
-
-
-@pytest.mark.parametrize(
-    ("change", "told", "status"),
-    [
-        pytest.param(exchange_norms, "their norms exchanged", 0, marks=pytest.mark.full),
-        (exchange_halves, HALVES, 2),
-        pytest.param(
-            read_residual, "target's state before its final norm", 0, marks=pytest.mark.full
-        ),
-    ],
-)
-def test_a_mistake_is_told(tmp_path: Path, change: Change, told: str, status: int) -> None:
-    found = examined(changed(tmp_path / "target", change), tmp_path, status)
-    assert any(told in remark for remark in found["remarks"]), found
-    best = max(found["findings"], key=lambda finding: finding["tau"])
-    assert best["variant"] == told
-
-
-def test_a_dead_layer_ends_with_status_2(tmp_path: Path) -> None:
+def test_a_dead_layer_ends_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def noise(tensors: dict[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
         for name in [name for name in tensors if name.startswith("mtp.layers")]:
             shape = tensors[name].shape
             tensors[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
 
-    found = examined(changed(tmp_path / "target", noise), tmp_path, status=2)
-    assert found["status"] == "error" and "of no use" in found["remarks"][0]
+    options = options_for(changed(tmp_path / "target", noise), tmp_path)
+    with pytest.raises(SystemExit) as end:
+        doctor.run(options)
+    said = capsys.readouterr().out
+    assert end.value.code == 2 and "error: the layer is of no use" in said
 
 
 def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
     def damage(tensors: dict[str, Tensor]) -> None:
         tensors["mtp.norm.weight"][3] = torch.nan
 
-    found = examined(changed(tmp_path / "target", damage), tmp_path, status=2)
-    assert any("not finite" in remark for remark in found["remarks"])
+    found = examined(changed(tmp_path / "target", damage), tmp_path)
+    assert found.dead and any("not finite" in remark for remark in found.remarks)
 
 
 @pytest.mark.full
@@ -149,24 +104,18 @@ def test_a_stale_layer_is_told(tmp_path: Path) -> None:
         tensors["model.norm.weight"] += 0.01
 
     tuned = changed(tmp_path / "tuned", tune)
-    found = examined(tuned, tmp_path, base=str(HYBRID))
-    assert found["status"] == "warning"
-    assert any("was not tuned with the target" in remark for remark in found["remarks"])
+    (remark,) = examined(tuned, tmp_path, base=str(HYBRID)).remarks
+    assert "was not tuned with the target" in remark
     copy = changed(tmp_path / "copy", lambda tensors: None)
-    found = examined(copy, tmp_path, base=str(HYBRID), limit=4)
-    assert found["status"] == "warning", "four prompts give no interval"
-    assert len(found["remarks"]) == 1 and found["remarks"][0].startswith("too few replies")
+    found = examined(copy, tmp_path, base=str(HYBRID), prompts=4)
+    assert not found.dead, "four prompts give no interval"
+    assert found.remarks[0].startswith("too few replies") and len(found.remarks) == 1
     with pytest.raises(UserError, match="is the target"):
         examined(HYBRID, tmp_path, base=str(HYBRID))
 
 
-def test_a_reply_has_room_for_a_whole_round() -> None:
-    with pytest.raises(UserError, match="--max-new-tokens must be at least 5"):
-        ExamineOptions(max_new_tokens=4)
-
-
 def test_a_target_without_a_layer_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no MTP layer.*draftsmith mtp graft"):
+    with pytest.raises(UserError, match="has no MTP layer.*draftsmith mtp extract --base"):
         examined(QUICKSTART, tmp_path)
     with pytest.raises(UserError, match="has no MTP layer.*leave --base out"):
         examined(HYBRID, tmp_path, base=str(QUICKSTART))

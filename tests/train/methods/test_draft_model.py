@@ -3,6 +3,7 @@ what decoding logs of it."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,12 @@ def test_temperatures_warp_both_distributions_and_zero_teaches_the_best_token() 
 def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_kept(
     tmp_path,
 ) -> None:
-    draft_model, batch = draft_model_of(hidden_size=16), batch_of((9, [(4, 9)]))
+    smaller = copy.deepcopy(TARGET.config)
+    smaller.hidden_size, smaller.num_hidden_layers = 16, 1
+    smaller.save_pretrained(tmp_path)
+    config = DraftModelConfig(config=str(tmp_path))
+    draft_model = make_draft_model(config, TARGET, lambda: []).to(TARGET.dtype)
+    batch = batch_of((9, [(4, 9)]))
     aim = objective(draft_model, hidden_weight=2.0)
     features = LiveTarget(TARGET).features(batch)
     loss, _ = aim.forward(draft_model, features, aim.weights(batch))

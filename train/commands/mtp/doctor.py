@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from ....heads.errors import UserError
-from ....heads.files import check_json, output_json
 from ....heads.layout import place
 from ....heads.mtp import MtpDrafter
-from ....inference.console import Console, Progress
+from ....inference.console import Progress
 from ....inference.conversations.formats import Conversation
 from ....inference.conversations.plain import plain_ids
 from ....inference.conversations.prompts import read_prompts
@@ -27,13 +20,17 @@ from ....inference.evaluation.intervals import tau_interval
 from ....inference.evaluation.results import FEWEST
 from ....inference.metrics import tau
 from ....inference.proposers.eagle import EagleProposer
+from ....inference.settings import RowSource
 from ....inference.targets.target import Target, load_target
 from ....inference.targets.target_files import base_and_adapter
 from ....inference.tree_settings import TreeSettings
-from .layers import StoredLayer, find_layer, read_for, rest_hash
+from .extract import StoredLayer, find_layer, read_for, rest_hash
 from .options import ExamineOptions as Options
 
 BATCH = 8
+DRAFTS = 3  # of a round, as engines draft by default
+LIMIT = 16  # prompts: enough for an interval of tau, and quick
+MAX_NEW_TOKENS = 64
 DEAD = 1.02  # tau up to which a layer is of no use
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
@@ -48,65 +45,20 @@ PROMPTS = (
 
 
 @dataclass
-class Measured:
-    """One way to run the layer, and its tau."""
-
-    variant: str
-    tau: float | None
-    """None if no reply had a round."""
-    low: float | None
-    high: float | None
-    """Ends of the 95% interval over prompts; None for too few of them."""
-
-
-@dataclass
 class Examined:
     """Result of an examination."""
 
-    status: Literal["ok", "warning", "error"]
+    tau: float
+    """With the layer as engines serve it; NaN if no reply had a round."""
+    interval: tuple[float, float]
+    """95% interval over prompts; NaN for too few of them."""
     remarks: list[str]
-    findings: list[Measured]
+    """What is wrong with the layer, or with the measurement."""
 
-
-AS_SERVED = "as engines serve it"
-
-
-def variants(scale: torch.Tensor | None) -> dict[str, Callable[[MtpDrafter], None]]:
-    """Return the ways to run a layer: functions that change a copy of it, by name.
-
-    `scale` is the weight of the target's final norm, without which that norm cannot be undone.
-    """
-    found: dict[str, Callable[[MtpDrafter], None]] = {
-        AS_SERVED: lambda drafter: None,
-        "own state before the layer's norm": recycle_residual,
-        "embedding and state exchanged": exchange_halves,
-        "their norms exchanged": exchange_norms,
-    }
-    if scale is not None:
-        found["target's state before its final norm"] = partial(read_residual, scale)
-    return found
-
-
-def read_residual(scale: torch.Tensor, drafter: MtpDrafter) -> None:
-    """Let the layer read the target's states from before the final norm, of the weight `scale`."""
-    drafter.shape = replace(drafter.shape, reads="residual")
-    drafter.final_scale = scale.to(drafter.fc.weight.device, torch.float32)
-
-
-def recycle_residual(drafter: MtpDrafter) -> None:
-    """Let the layer's output from before its norm be its next state."""
-    drafter.shape = replace(drafter.shape, recycles="residual")
-
-
-def exchange_halves(drafter: MtpDrafter) -> None:
-    """Exchange the columns for the embedding and for the state."""
-    first, second = drafter.fc.weight.chunk(2, dim=1)
-    drafter.fc.weight = torch.nn.Parameter(torch.cat([second, first], 1), requires_grad=False)
-
-
-def exchange_norms(drafter: MtpDrafter) -> None:
-    """Exchange the norms of the embedding and of the state."""
-    drafter.enorm, drafter.hnorm = drafter.hnorm, drafter.enorm
+    @property
+    def dead(self) -> bool:
+        """True if drafts of the layer are as good as never accepted."""
+        return self.tau <= DEAD
 
 
 def run(options: Options) -> None:
@@ -114,7 +66,18 @@ def run(options: Options) -> None:
 
     Raises `UserError` if there is no layer.
     """
-    check_json(options.json)
+    found = examined(options)
+    low, high = found.interval
+    ends = "" if math.isnan(low) else f" ({low:.2f}-{high:.2f})"
+    status = "error" if found.dead else "warning" if found.remarks else "ok"
+    print(f"tau with the layer as engines serve it: {found.tau:.2f}{ends}")
+    print(f"{status}: {'; '.join(found.remarks) or 'the layer is alive'}")
+    if found.dead:
+        raise SystemExit(2)
+
+
+def examined(options: Options) -> Examined:
+    """Return what is found of the layer. Raises `UserError` if there is none."""
     path, _ = base_and_adapter(options.target)
     # Found before the target is loaded, which takes longer.
     layer = find_layer(path, trust=options.target.trust_remote_code)
@@ -123,24 +86,33 @@ def run(options: Options) -> None:
     if base is not None and base.folder.resolve() == layer.folder.resolve():
         raise UserError(f"--base {options.base} is the target; name the model it was tuned from")
     target = load_target(options.target)
-    drafter = drafter_of(layer, target)
-    prompts = prompts_of(options, target)
-    findings = measured(target, drafter, prompts, options)
-    remarks = about(findings, drafter)
-    stale = base is not None and same(drafter, drafter_of(base, target))
-    if base is not None and stale and rest_hash(base) != rest_hash(layer):
-        remarks.append(
-            f"the layer is that of {options.base}: it was not tuned with the target; train it on "
-            "(draftsmith train mtp)"
+    drafter, prompts = drafter_of(layer, target), prompts_of(options, target)
+    proposer = EagleProposer(drafter, TreeSettings(width=1, length=DRAFTS))
+    emitted = []
+    for start in Progress(range(0, len(prompts), BATCH), desc="decoding", unit=" batches"):
+        batch = prompts[start : start + BATCH]
+        for result in generate(target, proposer, batch, MAX_NEW_TOKENS):
+            emitted.append([len(each.tokens) for each in result.rounds])
+    found = Examined(tau(emitted), tau_interval(emitted, drafts=DRAFTS), [])
+    if found.dead:
+        found.remarks.append(
+            f"the layer is of no use as it is served (tau {found.tau:.2f}): it was lost or "
+            "written with other weights; take the base model's (draftsmith mtp extract --base) or "
+            "train it"
         )
-    status = "ok" if len(remarks) == 0 else "warning"
-    if dead(findings[0]):
-        status = "error"
-    report = Examined(status, remarks, findings)
-    if not output_json(options.json, asdict(report)):
-        show(report, len(prompts))
-    if report.status == "error":
-        raise SystemExit(2)
+    elif math.isnan(found.interval[0]):
+        found.remarks.append(f"too few replies to judge by; give {FEWEST} prompts or more")
+    ours = drafter.serving_state()
+    if not all(bool(tensor.isfinite().all()) for tensor in ours.values()):
+        found.remarks.append("it has numbers that are not finite; copy or download it again")
+    if base is not None and rest_hash(base) != rest_hash(layer):
+        theirs = drafter_of(base, target).serving_state()
+        if all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()):
+            found.remarks.append(
+                f"the layer is that of {options.base}: it was not tuned with the target; train it "
+                "on (draftsmith train mtp)"
+            )
+    return found
 
 
 def drafter_of(layer: StoredLayer, target: Target) -> MtpDrafter:
@@ -153,79 +125,10 @@ def drafter_of(layer: StoredLayer, target: Target) -> MtpDrafter:
 def prompts_of(options: Options, target: Target) -> list[list[int]]:
     """Return the token ids of the prompts."""
     if options.prompts is not None:
-        source = options.source(options.prompts)
-        found = read_prompts(source, target.tokenizer, target.name, options.limit)
+        source = RowSource(options.prompts)
+        found = read_prompts(source, target.tokenizer, target.name, LIMIT)
         return [prompt.token_ids for prompt in found]
-    texts = PROMPTS[: options.limit]
     if not target.tokenizer.chat_template:
-        return [plain_ids(target.tokenizer, text) for text in texts]
-    conversations = [Conversation(messages=[{"role": "user", "content": text}]) for text in texts]
+        return [plain_ids(target.tokenizer, text) for text in PROMPTS]
+    conversations = [Conversation(messages=[{"role": "user", "content": text}]) for text in PROMPTS]
     return [prompt_ids(each, target.tokenizer, target.name) for each in conversations]
-
-
-def measured(
-    target: Target, drafter: MtpDrafter, prompts: Sequence[list[int]], options: Options
-) -> list[Measured]:
-    """Return tau of each variant of the layer with greedy chains; the first is as served."""
-    findings, settings = [], TreeSettings(width=1, length=options.drafts)
-    ways = variants(target.final_norm_weight())
-    for name, change in Progress(ways.items(), desc="examining", unit=" variants"):
-        varied = copy.deepcopy(drafter)
-        change(varied)
-        proposer, results = EagleProposer(varied, settings), []
-        for start in range(0, len(prompts), BATCH):
-            batch = list(prompts[start : start + BATCH])
-            results += generate(target, proposer, batch, options.max_new_tokens)
-        emitted = [[len(each.tokens) for each in result.rounds] for result in results]
-        figures = (tau(emitted), *tau_interval(emitted, drafts=options.drafts))
-        findings.append(Measured(name, *(None if math.isnan(one) else one for one in figures)))
-    return findings
-
-
-def dead(served: Measured) -> bool:
-    """Return true if drafts of the layer are as good as never accepted."""
-    return served.tau is not None and served.tau <= DEAD
-
-
-def about(findings: Sequence[Measured], drafter: MtpDrafter) -> list[str]:
-    """Return what is wrong with the layer, or with the measurement, by tau of its variants."""
-    served, best = findings[0], max(findings, key=lambda finding: finding.tau or 0.0)
-    remarks = []
-    if dead(served):
-        remarks.append(
-            f"the layer is of no use as it is served (tau {served.tau:.2f}): it was lost or "
-            "written with other weights; graft one (draftsmith mtp graft) or train it"
-        )
-    elif served.low is None:
-        remarks.append(
-            f"too few replies to compare the readings by; give {FEWEST} prompts or more that have "
-            "longer ones (--prompts, --limit)"
-        )
-    if best.low is not None and served.tau is not None and best.low > served.tau:
-        remarks.append(
-            f"with another reading ({best.variant}) tau is {best.tau:.2f} instead of "
-            f"{served.tau:.2f}: the layer was trained on another graph than engines serve; train "
-            "it on (draftsmith train mtp)"
-        )
-    if not all(bool(tensor.isfinite().all()) for tensor in drafter.serving_state().values()):
-        remarks.append("it has numbers that are not finite; copy or download it again")
-    return remarks
-
-
-def same(one: MtpDrafter, other: MtpDrafter) -> bool:
-    """Return whether two layers have the same tensors."""
-    theirs = other.serving_state()
-    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.serving_state().items())
-
-
-def show(report: Examined, prompts: int) -> None:
-    """Print the report."""
-    table = Table("how the layer is run", "tau", "95% interval")
-    for finding in report.findings:
-        ends = "" if finding.low is None else f"{finding.low:.2f}-{finding.high:.2f}"
-        table.add_row(escape(finding.variant), f"{finding.tau or math.nan:.2f}", ends)
-    console = Console()
-    console.print(table)
-    color = {"ok": "green", "warning": "yellow", "error": "red"}[report.status]
-    text = "; ".join(report.remarks) or f"alive, and read as it was trained ({prompts} prompts)"
-    console.print(f"[{color}]{report.status}[/]: {escape(text)}")

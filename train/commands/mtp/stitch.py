@@ -8,14 +8,20 @@ from pathlib import Path
 from shlex import quote
 
 import torch
-from safetensors.torch import save_file
 
 from ....heads.artifact import Artifact
 from ....heads.drafter_configs import MtpConfig
 from ....heads.errors import UserError
-from ....heads.exchange.mtp_checkpoints import is_served, layout_for, layout_in, parted
-from ....heads.exchange.mtp_stitch import LAYER_FILE, TYPES, fitted, places_in, stitch
-from ....heads.files import JsonObject, check_output_folder, whole_directory
+from ....heads.exchange.mtp import (
+    TYPES,
+    is_served,
+    layout_for,
+    layout_in,
+    parted,
+    places_in,
+    stitch,
+)
+from ....heads.files import JsonObject, check_new_folder
 from ....heads.mtp import MtpDrafter, shape_for
 from ....heads.pretrained import clear_errors, read_config
 from ....heads.stored_tensors import TensorFacts
@@ -37,9 +43,7 @@ SIZES = ("size", "heads", "experts", "rank", "dim")
 
 def run(options: Options) -> None:
     """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
-    check_output_folder(options.out, "--out", replaced=True)
-    if Path(options.out).exists():
-        raise UserError(f"{options.out} is there already; name another --out")
+    check_new_folder(options.out, "--out")
     checkpoint = Path(options.into)
     if not checkpoint.is_dir():
         raise UserError(f"{options.into} is no folder; download the target first")
@@ -54,15 +58,9 @@ def run(options: Options) -> None:
     if not isinstance(drafter, MtpDrafter):
         raise UserError(
             f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer; name one that "
-            "mtp extract, mtp graft or train mtp wrote"
+            "mtp extract or train mtp wrote"
         )
-    shape = drafter.shape
-    check_fits(shape.layer, shape_for(MtpConfig(), target.config).layer, options)
-    if (shape.reads, shape.recycles) != ("normed", "normed"):
-        raise UserError(
-            f"{options.drafter} reads {shape.reads} states and recycles {shape.recycles} ones; "
-            "engines pass both after a norm"
-        )
+    check_fits(drafter.shape.layer, shape_for(MtpConfig(), target.config).layer, options)
     with clear_errors(checkpoint):
         config = read_config(checkpoint).get_text_config()
     family = layout_for(config.model_type, config.num_hidden_layers)
@@ -75,16 +73,10 @@ def run(options: Options) -> None:
         dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
     tensors = parted(own, family, list(places))
-    if options.head_only:
-        stored = fitted(tensors, places, checkpoint)
-        with whole_directory(options.out) as aside:
-            save_file(stored, aside / LAYER_FILE, {"format": "pt"})
-        print(f"wrote {len(tensors)} tensors under {family.prefix} to {options.out}")
-        return
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
     print(
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "
-        f"{counts['added']} added, {counts['kept']} others compared byte for byte\n"
+        f"{counts['added']} added, {counts['kept']} others copied\n"
     )
     if is_served(config.model_type):
         print(SERVE.format(model=quote(options.out)))

@@ -40,10 +40,11 @@ from .endings import Stopped
 from .estimate import check_affordable
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
 from .inputs import inputs_of
-from .log_lines import evaluation_line, step_line
+from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track
 from .method import AnyMethod
-from .objectives import Sums, add_sums, check_backend, means
-from .outline import ConfigOnly, target_of_run
+from .objectives import Sums, add_sums, means
+from .outline import ConfigOnly, say_engines, target_of_run
+from .pace import profiler
 from .parallel import (
     end_training,
     engine_of,
@@ -52,14 +53,12 @@ from .parallel import (
     make_accelerator,
     only_launch,
 )
-from .profiling import profiler
 from .schedule import rate_at
-from .serving import say_engines
-from .tracking import check_tracker, start_tracker, track
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+MAX_SKIPPED = 10  # steps in a row without a finite gradient: from more no run has recovered
 CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
 
 
@@ -185,7 +184,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     Newer checkpoints, which are damaged, are renamed.
     """
     state = folder.load(trainer.accelerator, step)
-    for written in trainer.batches.written_parts:
+    if (written := trainer.batches.written) is not None:
         written.load(folder.at(step))
     # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
@@ -208,9 +207,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
 def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.out, "--out")
-    device = resolve_device(run.target.device)
-    if (attention := getattr(getattr(run, "objective", None), "attention", None)) is not None:
-        check_backend(attention, device)
+    resolve_device(run.target.device)
     if run.features.store is None:
         check_there(run.target.path)
         for source in run.data.sources:
@@ -281,7 +278,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from `state.step` to the last step.
 
-        Ends earlier if the run was asked to stop (after a checkpoint) or is out of patience.
+        Ends earlier if the run was asked to stop (after a checkpoint), or by a callback.
         """
         trainer, state, total = self.trainer, self.state, self.trainer.total_steps
         sums: Sums = {}
@@ -322,7 +319,7 @@ class TrainingLoop:
                     finished = self._finished()
                 elif saving:
                     trainer.gather()
-                    calibration, _ = self.held_out.calibrate(trainer.drafter)
+                    calibration = self.held_out.calibrate(trainer.drafter)
                     self._save(trainer.artifact(calibration, state.step))
                 # Neither is a part of the steps whose speed is reported.
                 if evaluating or saving:
@@ -377,14 +374,9 @@ class TrainingLoop:
             return self.config.init_from is not None
         return step == self.trainer.total_steps or step % self._evaluate_every == 0
 
-    def _out_of_patience(self) -> bool:
-        """Return whether tau has not risen for as many evaluations as the run allows."""
-        # A patience of 0 never stops a run.
-        return 0 < self.config.evaluation.patience <= self.state.evaluations_without_gain
-
     def _finished(self) -> bool:
         """Return whether no step is left to do, now or at all."""
-        done = self.state.step >= self.trainer.total_steps or self._out_of_patience()
+        done = self.state.step >= self.trainer.total_steps
         return done or self._ended or self.trainer.stopping
 
     def _log_training(self, sums: Sums, norm: float) -> None:
@@ -412,7 +404,7 @@ class TrainingLoop:
     def _skip(self) -> None:
         """Count a step that was skipped because its gradient was not finite.
 
-        Raises `UserError`, with the batch written to a file, after more than `optim.max_skipped` in
+        Raises `UserError`, with the batch written to a file, after more than `MAX_SKIPPED` in
         a row, or if a weight is not finite, from which no later step recovers.
         """
         trainer, state = self.trainer, self.state
@@ -422,12 +414,11 @@ class TrainingLoop:
         # Of the whole weights, which are the same everywhere: every rank comes to the same
         # decision.
         ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
-        if ruined or state.skipped_in_a_row > self.config.optim.max_skipped:
-            path = trainer.keep_batch(state.step - 1, self.folder.path)
+        if ruined or state.skipped_in_a_row > MAX_SKIPPED:
             raise UserError(
                 f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a "
-                f"row; lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same "
-                "command continues from the last checkpoint"
+                "row; lower optim.lr or optim.clip_norm; the same command continues from the last "
+                "checkpoint"
             )
         if self.accelerator.is_main_process:
             log.warning(
@@ -443,9 +434,9 @@ class TrainingLoop:
         """
         trainer, state, held_out = self.trainer, self.state, self.held_out
         trainer.gather()
-        calibration, outcomes = held_out.calibrate(trainer.drafter)
+        calibration = held_out.calibrate(trainer.drafter)
         artifact = trainer.artifact(calibration, state.step)
-        estimate = held_out.estimate(artifact, outcomes)
+        estimate = held_out.estimate(artifact)
         candidate = self.folder.path / CANDIDATE
         if self.accelerator.is_main_process:
             artifact.save(candidate)
@@ -467,9 +458,8 @@ class TrainingLoop:
         tau = 0.0 if math.isnan(tau) else tau
         # Before `_save`, which writes `state`: a resume has to know that this evaluation is done.
         state.evaluated = state.step
-        state.evaluations_without_gain += 1
         if tau > state.best_tau or state.best_step < 0:
-            state.best_tau, state.best_step, state.evaluations_without_gain = tau, state.step, 0
+            state.best_tau, state.best_step = tau, state.step
         self._save(artifact)
         metrics = {
             "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
@@ -490,8 +480,8 @@ class TrainingLoop:
     def _save(self, artifact: Artifact) -> None:
         """Write the checkpoint of the state, link it, and delete old ones."""
         folder, state = self.folder, self.state
-        texts = self.trainer.batches.written_parts
-        folder.save(self.accelerator, state, self.config, artifact, texts)
+        written = self.trainer.batches.written
+        folder.save(self.accelerator, state, self.config, artifact, written)
         if self.accelerator.is_main_process:
             if state.best_step == state.step:
                 # Before the former best is deleted, so that the link never points to nothing.

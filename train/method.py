@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, read_yaml
+from ..heads.files import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +41,6 @@ METHODS: dict[MethodName, tuple[str, str]] = {
 }
 """The training commands, in the order of lists and tables: the module in `methods/` whose `METHOD`
 is the method, and the class of the run's config in `methods/runs.py`."""
-OWN_PARTS = ("heads", "draft_model", "objective")  # sections that differ between methods
 
 
 class Method(ABC, Generic[RunT, DrafterT]):
@@ -54,10 +52,6 @@ class Method(ABC, Generic[RunT, DrafterT]):
     run_class: type[RunT]
     """Class of the run's config."""
     drafter_class: type[DrafterT]
-    replays_chain = True
-    """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
-    by default. True needs `length` and `width` among the settings of the proposer's `KIND`, and
-    `width=1` has to make a chain."""
     proposer_class: Any = None
     """Of a method of another package: class of its proposer, made of an `Artifact` and `settings`,
     a `TreeSettings`."""
@@ -107,15 +101,15 @@ class Method(ABC, Generic[RunT, DrafterT]):
         Raises `UserError` where gradients or sizes do not fit.
         """
 
-    def writers(
+    def writer(
         self, run: RunT, target: Target, drafter: DrafterT
-    ) -> list[tuple[str, Rollouts, Writer]]:
-        """Return what writes texts while the run goes on: name, settings, function.
+    ) -> tuple[Rollouts, Writer] | None:
+        """Return what writes texts while the run goes on, if it does: settings and function.
 
         By default nothing: heads and blocks draft from the target's states, whatever earlier rounds
         drafted.
         """
-        return []
+        return None
 
     def outcome(self, drafter: DrafterT, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
         """Return the table of `teacher_forced` of a text whose reply begins at `start`."""
@@ -126,7 +120,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """Return what the training pass drafts at each root of a text, as `[S, ..]`.
 
         `ids` `[S]` are the text, `hidden` its features. Each method defines the columns, which
-        `calibrate` and `accepted_by_root` read.
+        `calibrate` reads.
         """
 
     @abstractmethod
@@ -136,13 +130,6 @@ class Method(ABC, Generic[RunT, DrafterT]):
         `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
         reply. `tree_nodes`, which is stored too, are the nodes of the tree that the drafter is
         evaluated with. The keys are those of `heads.documents.Calibration`.
-        """
-
-    @abstractmethod
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        """Return how many drafts are right at each root of a text, S numbers.
-
-        `outcome` is the table of `teacher_forced`, `calibration` that of the drafter.
         """
 
 
@@ -207,29 +194,13 @@ def _entry(name: str) -> tuple[str, str]:
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
     """Return the method that the config file at `path` is for.
 
-    It is the one that was `given`; else the only one that knows all keys of the file; else, of
-    several, the one that the file or its folder is named after (configs/eagle/mine.yaml). Raises
-    `UserError` if that leaves a choice, and for a file that is not YAML.
+    It is the one that was `given`, else the one that the file or its folder is named after
+    (configs/eagle/mine.yaml). Raises `UserError` if there is none.
     """
     if given is not None:
         return given
-    run = read_yaml(Path(path))
-    keys = {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
-    fitting: list[MethodName] = [name for name in METHODS if _knows(run_class_named(name), keys)]
-    if len(fitting) == 1:
-        return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
-    named: list[MethodName] = [name for name in fitting or METHODS if name in path_names]
-    if len(named) == 1:
-        return named[0]
-    which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
-    raise UserError(f"which method is {path} for? {which}; name one with --method")
-
-
-def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
-    """Return whether a method's run has all sections in `keys`, with all keys named there."""
-    types = get_type_hints(run_class)
-    return all(
-        section in types and {*names} <= {field.name for field in fields(types[section])}
-        for section, names in keys.items()
-    )
+    named: list[MethodName] = [name for name in METHODS if name in path_names]
+    if not named:
+        raise UserError(f"which method is {path} for? name one with --method")
+    return named[0]

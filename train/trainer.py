@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
+from ..inference.decode import Request
 from ..inference.targets.target import Target, TargetSource
 from .config import RunConfig
-from .data.batches import Batch, Batches
+from .data.batches import Batch, Batches, Document
 from .data.features import FeatureSource
-from .data.rollouts import Writer, Written
+from .data.rollouts import Written
 from .endings import Stop
 from .inputs import Inputs
 from .method import AnyMethod
@@ -74,7 +73,7 @@ class Trainer:
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, batches.rows, run.optim.clip_norm
         )
-        batches.written_parts = self._written_parts(method)
+        batches.written = self._written(method)
         # The shape of a run that begins with a drafter is that drafter's, not the config's.
         self._outline = outlined(method, run, cast(ConfigOnly, target)) if before is None else None
         live = target.decoder.parameters() if isinstance(target, Target) else ()
@@ -86,37 +85,30 @@ class Trainer:
         self.stopping = False
         """True on every rank once any of them was asked to end."""
 
-    def _written_parts(self, method: AnyMethod) -> list[Written]:
-        """Return the parts of the data that are written during training (rollouts, errors).
+    def _written(self, method: AnyMethod) -> Written | None:
+        """Return the part of the data that is written during training, if there is one.
 
-        Raises `UserError` if they need a target that is not whole, or more than all rows.
+        Raises `UserError` if it needs a target that is not whole.
         """
         target = self.target
-        # Tuples (name, config, function that writes). A target that is not whole is refused below,
-        # before a writer is called.
-        writers = method.writers(self.run, cast(Target, target), self.drafter)
-        used = [writer for writer in writers if writer[1].share]
-        if used and not isinstance(target, Target):
+        # A target that is not whole is refused below, before the writer is called.
+        found = method.writer(self.run, cast(Target, target), self.drafter)
+        if found is None:
+            return None
+        if not isinstance(target, Target):
             raise UserError(
-                f"{used[0][0]}.share needs the whole target, to write or to read texts; leave "
-                "out the features section"
+                "rollouts.share needs the whole target, to judge texts; leave out the features "
+                "section"
             )
-        if sum(config.share for _, config, _ in used) > 1:
-            raise UserError(
-                "rollouts.share and errors.share add up to more than 1; lower one of them"
-            )
-        return [
-            Written(
-                name,
-                config,
-                self._up_to_date(write),
-                self.batches,
-                self.accelerator,
-                self.total_steps,
-                target.together,
-            )
-            for name, config, write in used
-        ]
+        config, write = found
+
+        def written(prompts: Sequence[Request], seed: int) -> list[Document]:
+            self.gather()  # texts are written with the current weights
+            return write(prompts, seed)
+
+        return Written(
+            config, written, self.batches, self.accelerator, self.total_steps, target.together
+        )
 
     def _coverage(self) -> dict[str, float]:
         """Return the share of the target's tokens in the data that lie in the draft vocabulary.
@@ -132,15 +124,6 @@ class Trainer:
         """Copy the trained weights into `drafter`; all ranks call this."""
         gather(self._trained, self.drafter)
 
-    def _up_to_date(self, write: Writer) -> Writer:
-        """Return `write`, preceded by a `gather`: texts are written with the current weights."""
-
-        def gathered(*arguments: Any) -> Any:
-            self.gather()
-            return write(*arguments)
-
-        return gathered
-
     def step(self, index: int, measured: bool = True) -> tuple[Sums, float, int]:
         """Do one optimiser step (`index` from 0); all ranks call this.
 
@@ -152,7 +135,8 @@ class Trainer:
         # Before the weights are counted, since the objective may change its terms here.
         self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
-            self.batches.before_step(index)
+            if self.batches.written is not None:
+                self.batches.written.before_step(index)
             micro = self.micro_batches(index)
             denominators = self._global_weights(micro)
         # Before the forward pass, since DeepSpeed steps within its backward pass.
@@ -239,18 +223,6 @@ class Trainer:
         return Artifact(
             self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step}
         )
-
-    def keep_batch(self, index: int, folder: Path) -> Path:
-        """Write what this rank saw in step `index` into a file in `folder`; return its path."""
-        rank = self.accelerator.process_index
-        path = folder / f"bad-batch-step-{index + 1:06d}-rank-{rank}.safetensors"
-        tensors = {}
-        # Made again, since the rows of a step are a function of its index.
-        for number, batch in enumerate(self.micro_batches(index)):
-            for name in ("ids", "positions", "documents", "mask"):
-                tensors[f"{number}.{name}"] = getattr(batch, name).contiguous()
-        save_file(tensors, path)
-        return path
 
 
 def drafter_before(run: RunConfig, target: TargetSource) -> Artifact | None:

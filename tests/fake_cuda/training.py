@@ -31,7 +31,7 @@ from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
-from draftsmith.train.methods import blocks, dflash, ranks, recycling, unroll
+from draftsmith.train.methods import blocks, dflash, ranks, unroll
 from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
 from tests.architectures import architecture
@@ -213,7 +213,6 @@ def beginnings() -> dict[str, Any]:
                 patch.object(dflash, "mask_token_for", lambda *_: 3),
                 patch.object(ranks, "batch_of_text", lambda _: text),
                 patch.object(dflash, "batch_of_text", lambda _: text),
-                patch.object(recycling, "batch_of_text", lambda _: text),
                 patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
                 torch.inference_mode(),
                 Cuda(),

@@ -32,10 +32,9 @@ from ..config import RunConfig
 from ..data.features import LiveTarget
 from ..loop import check_beginning, check_with_target
 from ..method import MethodName, method_for, method_named, run_class_named
-from ..outline import target_of_run
+from ..outline import check_engines, target_of_run
 from ..planning.optimiser import optimiser_share
 from ..provenance import versions
-from ..serving import check_engines
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 

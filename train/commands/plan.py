@@ -23,7 +23,7 @@ from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
-from ..methods.beginnings import take_heads_before
+from ..methods.first_weights import take_heads_before
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
 from ..planning.costs import DECODE_SHARE, READ_SHARE, ROWS_HERE, plan_for, steps_of

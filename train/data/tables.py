@@ -41,8 +41,7 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
-from .contamination import clean
-from .split import SourceRow, chance, is_held_out, with_one_held_out
+from .split import SourceRow, chance, clean, is_held_out, with_one_held_out
 from .templates import Encoded, cut_replies, encode
 
 log = logging.getLogger(__name__)
@@ -225,7 +224,6 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     Tables of equal keys are equal; those of different keys may be equal too.
     """
     facts = [
-        "units and groups",  # arrays that older tables lack
         asdict(data),
         seed,
         tokenizer_hash(target.tokenizer),
@@ -337,7 +335,7 @@ def _read(
         unit = 0  # of a malformed row, which is lost
         if not isinstance(conversation, RowError):
             unit = units.of(raw, conversation, name)
-        held_out = is_held_out(data.held_out, name, raw, row_name, unit, seed)
+        held_out = is_held_out(data.held_out, name, unit, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
         # A held-out row stays, whatever its source weighs in training.

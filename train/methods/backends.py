@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .runs import Backend
+Backend = Literal["auto", "sdpa", "flex", "plain"]
 
 SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's kernels take it
 GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for each power of two

@@ -26,27 +26,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...distill.divergences import (
-    Teacher,
-    log_probs,
-    loss_of_logits,
-    sum_in_chunks,
-    teacher_of,
-)
-from ...distill.settings import LABELS_ONLY, NEEDS_LABELS, Divergence
+from ...distill.divergences import Teacher, sum_in_chunks, teacher_of
+from ...distill.settings import LABELS_ONLY, Divergence
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.proposers.shapes import grow
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import Method
-from ..objectives import Sums, depth_metrics, static_decay
+from ..objectives import Sums, compared, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .beginnings import check_same, take_heads_before
+from .first_weights import check_same, take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -152,20 +145,12 @@ class MedusaObjective:
             if distributions is not None:
                 mine = distributions.rows(index[:, i])
             log_p, teacher, p = (None,) * 3 if mine is None else (mine.log_p, mine.teacher, mine.p)
-            # A label without a column is clamped to have one; its loss counts as 0 below.
-            columns = labels[:, i].clamp(min=0) if vocabulary.reduced else labels[:, i]
-            found = loss_of_logits(name, logits, log_p, columns, p if measured else None, teacher)
-            entry = [found.losses]
-            if mine is not None and vocabulary.reduced:
-                outside = mine.best < 0
-                if name in NEEDS_LABELS:
-                    outside = outside | (labels[:, i] < 0)
-                entry = [found.losses.masked_fill(outside, 0.0)]
-            if mine is not None and measured:
-                # A best token of -1 equals no column.
-                assert found.overlaps is not None
-                entry += [(found.best == mine.best).float(), found.overlaps]
-            tables.append(entry)
+            drafts = compared(
+                name, logits, labels[:, i], None if mine is None else mine.best, log_p,
+                p if measured else None, teacher, overlaps=False,
+                outside=mine.best < 0 if mine is not None and vocabulary.reduced else None,
+            )  # fmt: skip
+            tables.append([x for x in drafts[:3] if x is not None] if measured else [drafts.losses])
         # From tables `[R]` for each head to tables `[R, D]` of all heads.
         losses, *rest = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
         loss = (losses * factors).sum()
@@ -190,18 +175,17 @@ class Distributions(NamedTuple):
     ) -> Distributions:
         """Return the distributions of `logits` `[R, V]`, as far as a loss or metrics read them."""
         best = vocabulary.columns(best_of(logits))
-        if not vocabulary.reduced:
-            log_p = log_probs(logits)
-            # All tokens are in the table, so that it sums to one already.
-            teacher = teacher_of(log_p, whole=True)
-            return cls(None if loss in ("kl", "ce") else log_p, teacher, teacher.p, best)
-        p = vocabulary.probs(logits) if measured else None
-        if loss in LABELS_ONLY:
-            return cls(None, None, p, best)
-        log_p = vocabulary.teacher(loss, logits, slice(None))
+        log_p = teacher = p = None
+        if loss not in LABELS_ONLY:
+            log_p = vocabulary.teacher(loss, logits, slice(None))
         if loss == "kl":  # which is among the losses whose teacher sums to one
-            return cls(None, teacher_of(log_p, whole=True), p, best)
-        return cls(log_p, None, p, best)
+            assert log_p is not None
+            log_p, teacher = None, teacher_of(log_p, whole=True)
+        if measured:
+            # Without a draft vocabulary one large table is enough for both.
+            whole = teacher is not None and not vocabulary.reduced
+            p = teacher.p if teacher is not None and whole else vocabulary.probs(logits)
+        return cls(log_p, teacher, p, best)
 
     def rows(self, index: Tensor) -> Distributions:
         """Return those of some positions."""
@@ -227,7 +211,6 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
 
     run_class = MedusaRun
     drafter_class = MedusaHeads
-    replays_chain = False
 
     def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
         take_heads_before(run)
@@ -281,21 +264,6 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the heads, from which their tree is grown."""
         return rank_calibration(comparable_roots(outcomes), tree_nodes)
-
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        """Return how many drafts of the calibrated tree are right at each root.
-
-        At each depth at most one rank is right, so the count is the length of the row's longest
-        prefix that is a node.
-        """
-        paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
-        accepted = []
-        for row in outcome.tolist():
-            depth = 0
-            while depth < len(row) and tuple(row[: depth + 1]) in paths:
-                depth += 1
-            accepted.append(depth)
-        return accepted
 
 
 METHOD = MedusaMethod()

@@ -19,12 +19,10 @@ from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..objectives import check_backend
 from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
-from .beginnings import shape_before, take_heads_before
 from .eagle import STATES
-from .first_weights import set_scale, start_uncertain
-from .recycling import RecyclingMethod
+from .first_weights import set_scale, shape_before, start_uncertain, take_heads_before
+from .ranks import RecyclingMethod
 from .runs import MtpLoss, MtpRun
 from .unrolled_loss import UnrolledObjective
 
@@ -85,7 +83,6 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, drafter: MtpDrafter
     ) -> UnrolledObjective:
         config = run.objective.resolved()
-        check_backend(config.attention, target.device)
         if target.dtype == torch.float16:
             raise UserError(
                 "an MTP layer learns through the target's head, and float16 loses its gradients; "
@@ -98,7 +95,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
                 "replies at T = 0.8 it reached 0.96 times kl's tau as a chain, 0.99 as a tree "
                 "(docs/results.md#mtp-layers-after-a-fine-tune)"
             )
-        return UnrolledObjective(config, drafter, target.head, run.seed, run.errors.accepted_weight)
+        return UnrolledObjective(config, drafter, target.head, run.seed)
 
 
 def operations(module: nn.Module, recompute: bool, config: Any) -> float:

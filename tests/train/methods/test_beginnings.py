@@ -20,8 +20,7 @@ from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
 from draftsmith.train.methods import eagle, medusa
-from draftsmith.train.methods.beginnings import take_heads_before
-from draftsmith.train.methods.first_weights import start_uncertain
+from draftsmith.train.methods.first_weights import start_uncertain, take_heads_before
 from draftsmith.train.methods.mask_token import warn_of_mask_token
 from tests.conftest import by_default, tiny_target
 from tests.eagles import random_eagle

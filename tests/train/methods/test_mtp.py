@@ -27,6 +27,7 @@ from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from tests import mtp_models
 from tests.train.methods.test_alignment import batch_of
+from tests.trained import accepted_in_chains
 
 SIZE = 96
 
@@ -139,7 +140,7 @@ def test_estimated_tau_is_that_of_decoding() -> None:
     features = LiveTarget(target).features(batch_of_text(text))
     hidden = Hidden(features.last[0])
     table = METHOD.teacher_forced(drafter, hidden, text, steps=3)
-    accepted = METHOD.accepted_by_root(table, {"length": 3})
+    accepted = accepted_in_chains(table, 3)
     root = len(prompt)
     for round_ in reply.rounds:
         emitted = len(round_.tokens)

@@ -37,13 +37,6 @@ class Objective(Protocol):
     """True if the last hidden state is read at every position, false if only where a reply token
     comes next."""
 
-    def begin(self, progress: float) -> None:
-        """Prepare for an optimiser step; `progress` is the share of the run that lies before it.
-
-        For objectives that change during the run; by default nothing changes.
-        """
-        return
-
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the sum of weights in this batch for each term of the loss, from masks alone.
 

@@ -132,8 +132,6 @@ class Trainer:
         not finite, nothing was changed: the step is left out here, and DeepSpeed, which steps on
         its own, leaves it out itself.
         """
-        # Before the weights are counted, since the objective may change its terms here.
-        self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
             if self.batches.written is not None:
                 self.batches.written.before_step(index)
@@ -159,7 +157,6 @@ class Trainer:
     def _flops(self, micro: Sequence[Batch], positions: int) -> float:
         """Return floating-point operations of a position: the drafter's and the target's forward.
 
-        A run that begins with one pass of its drafter (`single_step_share`) is counted as later on.
         0 where they are not known.
         """
         if self._outline is None:

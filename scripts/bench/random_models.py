@@ -156,7 +156,6 @@ def training_step(
     for option, value in objective_options.items():
         setattr(run.objective, option, value)
     objective = known.make_objective(run, target, drafter)
-    objective.begin(1.0)
     module = TrainingModule(drafter, objective, bf16)
     denominators = objective.weights(batch)
     learning = [p for p in drafter.parameters() if p.requires_grad]

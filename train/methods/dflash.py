@@ -105,8 +105,6 @@ class BlockObjective:
         if config.weighting != "decay":
             self._decay = torch.ones(self._drafts)
 
-    def begin(self, progress: float) -> None: ...
-
     def anchors(self, batch: Batch) -> Anchors:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
 

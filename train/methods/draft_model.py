@@ -81,8 +81,6 @@ class DistillObjective:
                 "it out, and take shorter rows if memory does not suffice"
             )
 
-    def begin(self, progress: float) -> None: ...
-
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of a batch's rows with a label that counts, from masks alone."""
         return {"rows": float(batch.reply_run(1, 1).sum())}

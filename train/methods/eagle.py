@@ -70,8 +70,6 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         head = shape.hidden_size * shape.draft_vocab_size
         frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
-        if loss.weighting != "decay":  # the weights follow from logits that are made before
-            each_root += FORWARD * head
         return Outline(
             drafter,
             logit_rows=loss.rows_per_chunk * steps,

@@ -66,8 +66,6 @@ class MedusaObjective:
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
         self.head_weights = static_decay(num_heads, config.head_decay)
 
-    def begin(self, progress: float) -> None: ...
-
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of rows with weight of each head, from masks alone."""
         totals = batch.learned(self._num_heads).sum((0, 1), dtype=torch.float64).tolist()

@@ -48,14 +48,13 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         freeze(drafter, loss)
         steps = loss.steps or 1
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
-        each_root = FROZEN * head + (FORWARD * head if loss.weighting != "decay" else 0)
         layers = operations(drafter.layers, loss.recompute, target.config)
         fused = operations(drafter.fc, False, target.config) / 2
         return Outline(
             drafter,
             logit_rows=loss.rows_per_chunk * steps,
             operations=fused + (layers + fused) * steps,
-            head_operations=each_root * steps,
+            head_operations=FROZEN * head * steps,
             passes=steps,
             layers=1,
         )
@@ -129,37 +128,10 @@ def first_weights(
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
-    """Exclude from training what `config.trained` does not name, and add LoRA matrices for lora.
-
-    Raises `UserError` if peft is missing.
-    """
-    # A plan's drafter has them before its objective is made.
-    has_lora = any(".lora_" in name for name, _ in drafter.named_parameters())
-    if config.trained == "lora" and not has_lora:
-        add_lora(drafter, config.lora_rank)
-    if config.trained != "all":
-        kept = ("norm",) if config.trained == "norms" else ("norm", "fc.", ".lora_")
+    """Exclude from training what `config.trained` does not name."""
+    if config.trained == "norms":
         for name, parameter in drafter.named_parameters():
-            parameter.requires_grad_(any(part in name for part in kept))
-
-
-def add_lora(drafter: MtpDrafter, rank: int) -> None:
-    """Add LoRA matrices (arXiv 2106.09685), by peft, to the projections of the decoder layer.
-
-    Raises `UserError` if peft is missing.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError(
-            "objective.trained lora needs peft; in the checkout: pip install -c constraints.txt -e "
-            "'.[lora]'"
-        ) from error
-    # Experts are no linear layers of torch, and stay as they are.
-    named = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=r"layers\.0\..*_proj(_with_mqa)?"
-    )
-    inject_adapter_in_model(named, drafter)
+            parameter.requires_grad_("norm" in name)
 
 
 METHOD = MtpMethod()

@@ -69,16 +69,8 @@ class UnrolledLoss(Memory):
     ce-l1: both)."""
     steps: int | None = None
     """Unrolled steps; if not given, 7 for EAGLE-3, 1 for EAGLE-1, 3 for an MTP layer."""
-    single_step_share: float = 0.0
-    """Share of the run that trains the first step alone, at a fraction of the cost, before the
-    others join: worth it for short runs, in which a drafter that is wrong at once learns little
-    from going on."""
-    weighting: Literal["decay", "survival", "d-pace"] = "decay"
-    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
-    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
-    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
     decay: float = 0.8
-    """Base of the steps' weights with weighting decay."""
+    """Base of the steps' weights: that of step k is this to the power k, over the sum of all."""
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
 
@@ -86,10 +78,8 @@ class UnrolledLoss(Memory):
         if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
             raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
         super().__post_init__()
-        if not (0 < self.decay <= 1 and 0 <= self.single_step_share < 1):
-            raise UserError(
-                "objective.decay must lie in (0, 1], objective.single_step_share in [0, 1)"
-            )
+        if not 0 < self.decay <= 1:
+            raise UserError("objective.decay must lie in (0, 1]")
 
 
 @dataclass
@@ -138,19 +128,11 @@ MTP_STEPS = 3
 class MtpLoss(UnrolledLoss):
     """Settings of the loss of an MTP layer."""
 
-    trained: Literal["all", "norms", "lora"] = "all"
-    """Parameters that are trained: all of the layer; its norms alone; or its norms, `fc`, and LoRA
-    matrices for the decoder layer's projections (needs peft), which are merged when it is saved."""
-    lora_rank: int = 16
-    """Rank of the LoRA matrices."""
+    trained: Literal["all", "norms"] = "all"
+    """Parameters that are trained: all of the layer, or its norms alone."""
     # What EAGLE drafters have as options.
     feature_weight: ClassVar[float] = 0.0
     token_weight: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora_rank < 1:
-            raise UserError("objective.lora_rank must be at least 1")
 
     def resolved(self) -> MtpLoss:
         """Return these settings with the defaults filled in."""

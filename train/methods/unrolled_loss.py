@@ -30,7 +30,6 @@ from ..objectives import (
     depth_metrics,
     feature_losses,
     static_decay,
-    survival_weights,
 )
 from .runs import EagleLoss, MtpLoss
 from .unroll import unroll
@@ -60,13 +59,9 @@ class UnrolledObjective:
         self.taps, self.all_last = drafter.taps, drafter.reads_last
         self._noise = noise
         self.config, self._target_head, self._seed = config, target_head, seed
-        self.begin(1.0)  # all steps, for callers that have no run
-
-    def begin(self, progress: float) -> None:
-        """Set the steps of an optimiser step that begins after this share of the run."""
-        assert self.config.steps is not None, "resolve the config first"
-        self.steps = 1 if progress < self.config.single_step_share else self.config.steps
-        self.step_weights = static_decay(self.steps, self.config.decay)
+        assert config.steps is not None, "resolve the config first"
+        self.steps = config.steps
+        self.step_weights = static_decay(config.steps, config.decay)
 
     def row_weights(self, batch: Batch) -> Tensor:
         """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
@@ -91,26 +86,29 @@ class UnrolledObjective:
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
         # Teachers are the target's states without the noise that the drafter reads.
-        vocabulary = VocabularyMap(drafter)
-        measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
+        measure = partial(
+            self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter), measured
+        )
         ids = send(batch.ids.flatten(), last.device)
         # The label is one after its teacher. A teacher with weight is not the last position, so
         # the remainder never wraps; it keeps the index in range.
         labels = ids[(places.teachers + 1) % batch.ids.numel()]
-        rows = (places.teachers, labels)
-        factors = self._factors(places, measure, hidden, rows, denominators)
+        # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
+        # NaN.
+        counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
+        scales = [weight / count for weight, count in zip(self.step_weights, counts, strict=True)]
+        factors = places.weights * send(scales, last.device)
         loss, *tables = sum_in_chunks(
-            partial(measure, measured=measured),
+            measure,
             hidden,
-            (*rows, factors),
+            (places.teachers, labels, factors),
             drafter.head_parameters,
             self.config.rows_per_chunk,
         )
         if not measured:
             return loss, {}
-        losses, right, alpha = tables[:3]
         # Survival is a product along the steps of a root, so metrics need tables by root.
-        by_root = (places.by_root(table) for table in (losses, right, alpha, places.weights))
+        by_root = (places.by_root(table) for table in (*tables, places.weights))
         return loss, depth_metrics(*by_root)
 
     def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -132,54 +130,22 @@ class UnrolledObjective:
         scaled = torch.stack(noise) * self._noise * NOISE_LENGTH / lengths
         return tuple(tap + scaled for tap in features.taps), features.last + scaled
 
-    def _factors(
-        self,
-        places: TeacherPlaces,
-        measure: Callable[..., tuple[Tensor, ...]],
-        hidden: Tensor,
-        rows: tuple[Tensor, ...],
-        denominators: dict[str, float],
-    ) -> Tensor:
-        """Return the factor of each loss, `[J, D]`, 0 where a draft has no weight.
-
-        `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
-        teachers and labels `[J]`.
-        """
-        # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
-        # NaN. Counts are sums of weights, which may be fractions, so the least one is far below 1.
-        counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
-        if self.config.weighting == "decay":
-            scaled = [w / count for w, count in zip(self.step_weights, counts, strict=True)]
-            return places.weights * send(scaled, hidden.device)
-        # Dynamic weights of a root depend on all its steps, which have different teachers and so
-        # may lie in different chunks. A pass without gradients over all chunks comes first.
-        with torch.no_grad():
-            zeros = torch.zeros(places.weights.shape, device=hidden.device)
-            *_, chances = sum_in_chunks(
-                measure, hidden, (*rows, zeros), [], self.config.rows_per_chunk
-            )
-        weights = survival_weights(places.by_root(chances), places.by_root(places.weights).bool())
-        # Divided by the number of drafts: the weights themselves were not known when denominators
-        # were summed over the ranks.
-        return places.to_teacher(weights) * places.weights / sum(counts)
-
     def _table(
         self,
         drafter: RecyclingDrafter,
         last: Tensor,
         vocabulary: VocabularyMap,
+        measured: bool,
         hidden: Tensor,
         teachers: Tensor,
         labels: Tensor,
         factors: Tensor,
-        measured: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return the loss of J teacher positions, then tables `[J, D]` if it is `measured`.
 
-        The tables are: losses, 1 where the best token is the target's, overlap, and with dynamic
-        weights the chances that they follow from. A position's distribution serves the D drafts
-        about it: `hidden` `[J, D, H]`, `factors` `[J, D]`; `teachers` and `labels` are `[J]`,
-        `last` `[positions, Ht]` the target's states.
+        The tables are: losses, 1 where the best token is the target's, overlap. A position's
+        distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors` `[J, D]`;
+        `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
         config, states = self.config, last[teachers]
         with torch.no_grad():
@@ -197,7 +163,7 @@ class UnrolledObjective:
                 p, p_of_rest = p[kept], None if rest is None else p[rest]
         drafts = compared(
             config.loss, drafter.logits(hidden[kept]), columns[kept], best[kept], teacher, p,
-            outside=best[kept] < 0, overlaps=False, d_pace=config.weighting == "d-pace",
+            outside=best[kept] < 0, overlaps=False,
         )  # fmt: skip
         losses = drafts.losses * (config.token_weight or 0.0)
         if config.feature_weight:
@@ -210,9 +176,6 @@ class UnrolledObjective:
             return (loss,)
         assert drafts.right is not None and drafts.overlaps is not None
         tables = losses, drafts.right, drafts.overlaps
-        if config.weighting != "decay":
-            assert drafts.chances is not None
-            return loss, *tables, drafts.chances
         if rest is None or p_of_rest is None:
             return loss, *tables
         with torch.no_grad():
@@ -234,8 +197,7 @@ class UnrolledObjective:
         # Positions without a loss need no logits of the drafter. On a GPU the host would have to
         # wait for their number; a tensor without memory stands for one of a GPU.
         on_cpu = hidden.device.type == "cpu" and type(hidden) is Tensor
-        static = not self.config.feature_weight and self.config.weighting == "decay"
-        if not (vocabulary.reduced and static and on_cpu):
+        if self.config.feature_weight or not vocabulary.reduced or not on_cpu:
             return slice(None), None
         return (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]
 
@@ -244,8 +206,8 @@ class TeacherPlaces:
     """Tables of the drafts with weight, by teacher and by root.
 
     Step k of row t is taught by position t + 1 + k, so up to D drafts share one distribution of the
-    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; dynamic
-    weights and metrics couple the steps of a root, so they need the numbers by root, `[R, D]`.
+    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; metrics
+    couple the steps of a root, so they need the numbers by root, `[R, D]`.
 
     Example: prompt 0 .. 3, reply 4 .. 8, three steps. Roots' rows are t = 3 .. 6, teachers are
     4 .. 7. Teacher 6 teaches row 5 at step 0, row 4 at step 1 and row 3 at step 2.
@@ -277,28 +239,22 @@ class TeacherPlaces:
         teachers = has_draft.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
         roots = valid.any(-1).nonzero()[:, 0]
-        # Index of each position among the teachers, and among the roots' rows. A position that is
-        # not among them gets the length of the list, where `by_root` and `to_teacher` add a row of
-        # zeros. In the example among_teachers is 4 4 4 4 0 1 2 3 4 .., and among_roots is
-        # 4 4 4 0 1 2 3 4 4.
+        # Index of each position among the teachers. A position that is not among them gets the
+        # length of the list, where `by_root` adds a row of zeros: 4 4 4 4 0 1 2 3 4 .. in the
+        # example.
         among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
         among_teachers[teachers] = torch.arange(len(teachers))
-        among_roots = torch.full((batch * length,), len(roots))
-        among_roots[roots] = torch.arange(len(roots))
-        # Both tables above as indices. In the example root_of has the rows 0 4 4 / 1 0 4 / 2 1 0 /
-        # 3 2 1, and teacher_of 0 1 2 / 1 2 3 / 2 3 4 / 3 4 4.
+        # Both tables above as indices. In the example teacher_of has the rows 0 1 2 / 1 2 3 /
+        # 2 3 4 / 3 4 4.
         row_of = (teachers[:, None] - 1 - k).clamp(min=0)
-        # A row may have weight at some steps only (row 6 of the example at step 0): the table of
-        # the steps decides, not whether the row is in the list.
-        root_of = torch.where(has_draft[teachers], among_roots[row_of], len(roots))
         # Without weight, t + 1 + k may lie past the last position: hence the longer table.
         teacher_of = torch.where(
             valid[roots], among_teachers[roots[:, None] + 1 + k], len(teachers)
         )
         self.teachers = send(teachers, device)
         self.weights = send(by_teacher[teachers].float(), device)
-        self._row_of, self._root_of = send(row_of, device), send(root_of, device)
-        self._teacher_of, self._k = send(teacher_of, device), send(k, device)
+        self._row_of, self._k = send(row_of, device), send(k, device)
+        self._teacher_of = send(teacher_of, device)
 
     def by_teacher(self, outputs: list[Tensor]) -> Tensor:
         """Return the outputs of the steps, D tensors `[B, S, H]`, as `[J, D, H]`.
@@ -311,7 +267,3 @@ class TeacherPlaces:
     def by_root(self, table: Tensor) -> Tensor:
         """Return `[J, D]` by teacher as `[R, D]` by root, 0 where there is no weight."""
         return functional.pad(table, (0, 0, 0, 1))[self._teacher_of, self._k]
-
-    def to_teacher(self, table: Tensor) -> Tensor:
-        """Return `[R, D]` by root as `[J, D]` by teacher, 0 where there is no weight."""
-        return functional.pad(table, (0, 0, 0, 1))[self._root_of, self._k]

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from accelerate import Accelerator
@@ -38,6 +38,7 @@ from .command_line.parse import options_from
 from .config import RunConfig
 from .data.rollouts import Written
 from .documents import TrainerState
+from .log_lines import flat
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def find_resume(
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
         ) from error
-    before, now = _flat(stored.as_json()), _flat(run.as_json())
+    before, now = flat(stored.as_json()), flat(run.as_json())
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
             raise UserError(
@@ -212,16 +213,6 @@ def find_resume(
 FREE_TO_CHANGE = {
     "target.path", "target.adapter",
     "batch_rows", "for_", "log_every", "tracker", "push", "checkpoints.keep", "evaluation.every",
-    "profile.steps", "features.store", "features.server", "features.server_model",
+    "features.store", "features.server", "features.server_model",
     "features.server_layers",
 }  # fmt: skip
-
-
-def _flat(config: Any, prefix: str = "") -> JsonObject:
-    """Return nested tables as one: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
-    if not isinstance(config, dict):
-        return {prefix: config}
-    flat: JsonObject = {}
-    for name, value in config.items():
-        flat |= _flat(value, f"{prefix}.{name}".lstrip("."))
-    return flat

@@ -219,19 +219,6 @@ class FeatureOptions:
 
 
 @dataclass
-class ProfilerConfig:
-    """Steps that the profiler records."""
-
-    steps: int = 0
-    """Number of recorded steps, after ten that are not; 0 records nothing.
-    OUTPUT/profile/rank-N.json opens in Perfetto."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise UserError("profile.steps must be at least 0")
-
-
-@dataclass
 class Memory:
     """Memory settings that are part of an objective's config."""
 
@@ -323,7 +310,6 @@ class RunConfig:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     features: FeatureOptions = field(default_factory=FeatureOptions)
-    profile: ProfilerConfig = field(default_factory=ProfilerConfig)
     epochs: float = 1.0
     """Number of passes over the data; fractions are fine."""
     max_steps: int | None = None

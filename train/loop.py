@@ -44,7 +44,6 @@ from .log_lines import check_tracker, evaluation_line, start_tracker, step_line,
 from .method import AnyMethod
 from .objectives import Sums, add_sums, means
 from .outline import ConfigOnly, say_engines, target_of_run
-from .pace import profiler
 from .parallel import (
     end_training,
     engine_of,
@@ -287,44 +286,39 @@ class TrainingLoop:
             self._evaluate_and_save()
         finished = self._finished()
         trainer.pace.restart()
-        rank = self.accelerator.process_index
-        with profiler(self.config.profile, self.folder.path, rank) as profiled:
-            while not finished:
-                measured = self._log_possible(state.step + 1)
-                more, norm, positions = trainer.step(state.step, measured)
-                profiled()
-                state.step += 1
-                # Ranks differ a little in padding; an exact number would need one more reduction a
-                # step.
-                state.tokens += positions * self.accelerator.num_processes
-                self.progress.update()
-                if good := math.isfinite(norm):
-                    add_sums(sums, more)
-                    state.skipped_in_a_row = 0
-                else:
-                    self._skip()
-                evaluating = self._evaluation_due()
-                saving = trainer.stopping or (
-                    good and state.step % self.config.checkpoints.every == 0
-                )
-                if sums and (evaluating or saving or state.step % self.config.log_every == 0):
-                    self._log_training(sums, norm)
-                    sums = {}
-                    # The drafter of a run that a callback ends is evaluated as at the last step.
-                    evaluating = evaluating or self._ended
-                # A scheduler that asks a run to stop gives it little time, so it saves without an
-                # evaluation.
-                if evaluating and not trainer.stopping:
-                    self._evaluate_and_save()
-                    finished = self._finished()
-                elif saving:
-                    trainer.gather()
-                    calibration = self.held_out.calibrate(trainer.drafter)
-                    self._save(trainer.artifact(calibration, state.step))
-                # Neither is a part of the steps whose speed is reported.
-                if evaluating or saving:
-                    trainer.pace.restart()
-                finished = finished or trainer.stopping
+        while not finished:
+            measured = self._log_possible(state.step + 1)
+            more, norm, positions = trainer.step(state.step, measured)
+            state.step += 1
+            # Ranks differ a little in padding; an exact number would need one more reduction a
+            # step.
+            state.tokens += positions * self.accelerator.num_processes
+            self.progress.update()
+            if good := math.isfinite(norm):
+                add_sums(sums, more)
+                state.skipped_in_a_row = 0
+            else:
+                self._skip()
+            evaluating = self._evaluation_due()
+            saving = trainer.stopping or (good and state.step % self.config.checkpoints.every == 0)
+            if sums and (evaluating or saving or state.step % self.config.log_every == 0):
+                self._log_training(sums, norm)
+                sums = {}
+                # The drafter of a run that a callback ends is evaluated as at the last step.
+                evaluating = evaluating or self._ended
+            # A scheduler that asks a run to stop gives it little time, so it saves without an
+            # evaluation.
+            if evaluating and not trainer.stopping:
+                self._evaluate_and_save()
+                finished = self._finished()
+            elif saving:
+                trainer.gather()
+                calibration = self.held_out.calibrate(trainer.drafter)
+                self._save(trainer.artifact(calibration, state.step))
+            # Neither is a part of the steps whose speed is reported.
+            if evaluating or saving:
+                trainer.pace.restart()
+            finished = finished or trainer.stopping
         if trainer.stopping and self.accelerator.is_main_process:
             log.warning(
                 "asked to stop: saved step %d of %d; the same command continues from there",

@@ -1,21 +1,17 @@
-"""Speed of a training run, the parts of a step that its time is spent on, and their profile."""
+"""Speed of a training run, and the parts of a step that its time is spent on."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..inference.evaluation.gains import GPUS
-from .config import ProfilerConfig
 
-NOT_RECORDED = 10  # steps in which kernels are compiled and memory is first taken
 PARTS = ("data", "target", "drafter", "optimiser")
 """Parts of a step.
 
@@ -91,26 +87,3 @@ class Pace:
             metrics["mfu"] = self.flops_per_position * self._positions / passed / self._peak
         self.restart()
         return metrics
-
-
-@contextmanager
-def profiler(config: ProfilerConfig, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that is to be called after every step.
-
-    The first `NOT_RECORDED` steps of this process are not recorded, the next `config.steps` are.
-    After the last of them, `profile/rank-N.json` is written in `folder`; Chrome's tracing page and
-    Perfetto open it.
-    """
-    if not config.steps:
-        yield lambda: None
-        return
-    path = folder / "profile" / f"rank-{rank}.json"
-
-    def write(finished: profile) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(path))
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    window = schedule(wait=NOT_RECORDED, warmup=0, active=config.steps, repeat=1)
-    with profile(activities=activities, schedule=window, on_trace_ready=write) as running:
-        yield running.step

@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": {"num_heads": 3}, "optim": {"clip_norm": 0.1}},
     "eagle": {
         "heads": {"taps": [0, 1], "draft_vocab_size": 80},
-        "objective": {"steps": 3, "single_step_share": 0.4},
+        "objective": {"steps": 3},
         "optim": {"clip_norm": 0.5},
     },
     "eagle1": {"heads": {"version": 1}, "optim": {"clip_norm": 0.1}},

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,24 +128,29 @@ class MedusaObjective:
         labels = vocabulary.columns(send(labels, last.device))
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
-        distributions, index, name = None, teachers, self._config.loss
+        best = log_p = teacher = p = outside = None
+        index, name = teachers, self._config.loss
         if measured or name not in LABELS_ONLY or vocabulary.reduced:
             positions, index = (send(t, last.device) for t in teachers.unique(return_inverse=True))
             with torch.no_grad():
                 # Not kept under a name: no logits of all tokens are there beside those of heads.
-                distributions = Distributions.of(
+                best, log_p, teacher, p = distributions(
                     self._target_head(last[positions]), name, vocabulary, measured
                 )
         tables = []
         for i in range(self._num_heads):
-            logits, mine = drafter.logits(hidden, i), None
-            if distributions is not None:
-                mine = distributions.rows(index[:, i])
-            log_p, teacher, p = (None,) * 3 if mine is None else (mine.log_p, mine.teacher, mine.p)
+            at = index[:, i]
+            own_teacher = None if teacher is None else teacher.rows(at)
+            shared = own_teacher is not None and teacher is not None and p is teacher.p
+            own_best, own_log_p, own_p = (
+                None if x is None else x[at] for x in (best, log_p, None if shared else p)
+            )
+            if vocabulary.reduced and own_best is not None:
+                outside = own_best < 0
             drafts = compared(
-                name, logits, labels[:, i], None if mine is None else mine.best, log_p,
-                p if measured else None, teacher, overlaps=False,
-                outside=mine.best < 0 if mine is not None and vocabulary.reduced else None,
+                name, drafter.logits(hidden, i), labels[:, i], own_best, own_log_p,
+                own_teacher.p if shared and own_teacher is not None else own_p, own_teacher,
+                outside=outside, overlaps=False,
             )  # fmt: skip
             tables.append([x for x in drafts[:3] if x is not None] if measured else [drafts.losses])
         # From tables `[R]` for each head to tables `[R, D]` of all heads.
@@ -155,45 +159,27 @@ class MedusaObjective:
         return (loss, losses, *rest) if measured else (loss,)
 
 
-class Distributions(NamedTuple):
-    """The target's distributions at R positions, made once for all heads that they teach."""
+def distributions(
+    logits: Tensor, loss: Divergence, vocabulary: VocabularyMap, measured: bool
+) -> tuple[Tensor, Tensor | None, Teacher | None, Tensor | None]:
+    """Return the target's distributions by `logits` `[R, V]`, as far as loss or metrics need them.
 
-    log_p: Tensor | None
-    """Log-probabilities `[R, Vd]` that teach; None for a loss that reads `teacher` or labels."""
-    teacher: Teacher | None
-    """Distribution that `kl` learns."""
-    p: Tensor | None
-    """Probabilities `[R, Vd]` for overlaps: with a draft vocabulary they sum to less than one."""
-    best: Tensor
-    """Columns `[R]` of the best tokens, -1 for those that cannot be drafted."""
-
-    @classmethod
-    def of(
-        cls, logits: Tensor, loss: Divergence, vocabulary: VocabularyMap, measured: bool
-    ) -> Distributions:
-        """Return the distributions of `logits` `[R, V]`, as far as a loss or metrics read them."""
-        best = vocabulary.columns(best_of(logits))
-        log_p = teacher = p = None
-        if loss not in LABELS_ONLY:
-            log_p = vocabulary.teacher(loss, logits, slice(None))
-        if loss == "kl":  # which is among the losses whose teacher sums to one
-            assert log_p is not None
-            log_p, teacher = None, teacher_of(log_p, whole=True)
-        if measured:
-            # Without a draft vocabulary one large table is enough for both.
-            whole = teacher is not None and not vocabulary.reduced
-            p = teacher.p if teacher is not None and whole else vocabulary.probs(logits)
-        return cls(log_p, teacher, p, best)
-
-    def rows(self, index: Tensor) -> Distributions:
-        """Return those of some positions."""
-        log_p = None if self.log_p is None else self.log_p[index]
-        teacher = None if self.teacher is None else self.teacher.rows(index)
-        if teacher is not None and self.teacher is not None and self.p is self.teacher.p:
-            p = teacher.p  # one large table for both
-        else:
-            p = None if self.p is None else self.p[index]
-        return Distributions(log_p, teacher, p, self.best[index])
+    They are the columns `[R]` of the best tokens, -1 for those that cannot be drafted; the
+    log-probabilities `[R, Vd]` that teach, or in their place what `kl` learns; and the
+    probabilities `[R, Vd]` for overlaps, which sum to less than one with a draft vocabulary.
+    """
+    best = vocabulary.columns(best_of(logits))
+    log_p = teacher = p = None
+    if loss not in LABELS_ONLY:
+        log_p = vocabulary.teacher(loss, logits, slice(None))
+    if loss == "kl":  # which is among the losses whose teacher sums to one
+        assert log_p is not None
+        log_p, teacher = None, teacher_of(log_p, whole=True)
+    if measured:
+        # Without a draft vocabulary one large table is enough for both.
+        whole = teacher is not None and not vocabulary.reduced
+        p = teacher.p if teacher is not None and whole else vocabulary.probs(logits)
+    return best, log_p, teacher, p
 
 
 @torch.no_grad()

@@ -277,12 +277,8 @@ def test_replies_are_counted_in_the_runs_own_data(
     assert "All tokens are counted as replies" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_logs_where_its_time_goes_and_profiles_a_window(
-    tmp_path: Path, saved_tiny: Path
-) -> None:
-    config = make_config(
-        tmp_path, saved_tiny, "eagle", max_steps=8, profile={"first": 2, "steps": 2}
-    )
+def test_a_run_logs_where_its_time_goes(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, "eagle", max_steps=8)
     train(config, method="eagle")
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -292,14 +288,6 @@ def test_a_run_logs_where_its_time_goes_and_profiles_a_window(
         assert (
             all(share >= 0 for share in shares) and 0 < sum(shares) <= 1.0 and row["tokens_s"] > 0
         )
-    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
-    steps = {
-        event["name"]
-        for event in trace["traceEvents"]
-        if event.get("name", "").startswith("ProfilerStep")
-    }
-    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
-    assert sum(event.get("name", "").startswith("aten::") for event in trace["traceEvents"]) > 100
 
 
 def test_mfu_is_work_over_what_the_gpu_could_do() -> None:

@@ -516,10 +516,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     def find(asked, *held):
         return mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type]
 
-    with pytest.raises(
-        UserError,
-        match=r"no unused token is known .* no training text holds 290 \('.+'\), 289 .*, 288",
-    ):
+    with pytest.raises(UserError, match="no unused token is known to mask drafts with; name one"):
         find(None)
     for asked, message in (
         (0, "mask_token 0 has next to no embedding"),

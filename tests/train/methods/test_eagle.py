@@ -88,7 +88,6 @@ def test_rows_sorted_by_teacher_and_back() -> None:
     by_teacher = (places.by_teacher(outputs)[..., 0] + 1) * places.weights
     by_root = places.by_root(by_teacher)
     assert by_root.tolist() == [[4, 104, 204], [5, 105, 205], [6, 106, 0], [7, 0, 0]]
-    assert torch.equal(places.to_teacher(by_root), by_teacher)
 
 
 def plain_loss(
@@ -163,12 +162,11 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce", "lk-hybrid"])
-@pytest.mark.parametrize("weighting", ["decay", "survival", "d-pace"])
-def test_gradient_support_is_exactly_the_rows_with_weight(loss: str, weighting: str) -> None:
+def test_gradient_support_is_exactly_the_rows_with_weight(loss: str) -> None:
     """The first round of the reply is trained (row 3), and nothing past it."""
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
     batch = batch_of((9, [(4, 9)]), pad=3)
-    assert gradient_rows(drafter, batch, loss=loss, weighting=weighting) == [
+    assert gradient_rows(drafter, batch, loss=loss) == [
         [3, 4, 5, 6],
         [3, 4, 5],
         [3, 4],
@@ -364,41 +362,11 @@ def test_d_pace_without_smoothing_is_the_gradient_of_the_expected_accepted_lengt
     torch.testing.assert_close(whole, parts)
 
 
-@pytest.mark.parametrize("weighting", ["survival", "d-pace"])
-def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: str) -> None:
-    """Against the formula over whole tables: sum of weight x loss over the static count of
-    supervised positions."""
-    drafter = random_eagle(TARGET, "eagle3")
-    batch = batch_of((30, [(4, 30)]), (11, [(3, 11)]))
-    features = features_of(batch, drafter)
-    loss = "lk-alpha" if weighting == "survival" else "ce"
-    values = []
-    for chunk in (3, 1000):
-        aim = objective(drafter, loss=loss, weighting=weighting, rows_per_chunk=chunk)
-        values.append(float(aim.forward(drafter, features, aim.weights(batch))[0].detach()))
-    normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
-    chances, losses, valid = (torch.zeros(41, STEPS, dtype=torch.float64) for _ in range(3))
-    for k in range(STEPS):
-        for t, label in pairs(batch, k):
-            log_q = log_probs(drafter.logits(normed[k][0, t]))
-            p = TARGET.head(features.last[0, t + 1 + k]).softmax(-1)
-            alpha = torch.minimum(log_q.exp(), p).sum()
-            at_label = log_q[batch.ids[0, label]]
-            chances[t, k], losses[t, k] = (
-                (alpha, -alpha.log())
-                if weighting == "survival"
-                else (0.5 + 0.5 * at_label.exp(), -at_label)
-            )
-            valid[t, k] = 1
-    expected = float((survival_weights(chances, valid.bool()) * losses).sum() / valid.sum())
-    assert values == pytest.approx([expected, expected], rel=1e-5)
-
-
 # Everything else.
 
 
 CHANGES: dict[str, Any] = {
-    "loss": "jsd", "steps": 2, "weighting": "survival", "decay": 0.5, "feature_weight": 0.5,
+    "loss": "jsd", "steps": 2, "decay": 0.5, "feature_weight": 0.5,
     "token_weight": 0.5,
 }  # fmt: skip
 
@@ -414,18 +382,6 @@ def test_every_option_of_the_objective_changes_the_loss(name: str) -> None:
             float(aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))[0].detach())
         )
     assert losses[0] != losses[1]
-
-
-def test_a_run_may_begin_with_the_first_step_alone() -> None:
-    drafter = random_eagle(TARGET, "eagle3")
-    aim = objective(drafter, single_step_share=0.5)
-    batch = batch_of((20, [(4, 20)]))
-    counts = []
-    for progress in (0.0, 0.49, 0.5, 1.0):
-        aim.begin(progress)
-        _, sums = aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))
-        counts.append((len(aim.weights(batch)), sum(name.startswith("top1@") for name in sums)))
-    assert counts == [(1, 1), (1, 1), (STEPS, STEPS), (STEPS, STEPS)]
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"rows_per_chunk": 7}])
@@ -502,7 +458,6 @@ def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
         {"decay": 1.5},
         {"feature_weight": -1.0},
         {"rows_per_chunk": 0},
-        {"single_step_share": 1.0},
     ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:

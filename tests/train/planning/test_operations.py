@@ -32,7 +32,7 @@ CASES = [
         "eagle",
         {
             "heads": {"taps": [0, 1], "norm_taps": True, "num_layers": 2},
-            "objective": {"steps": 2, "freeze_head": True, "weighting": "survival"},
+            "objective": {"steps": 2, "freeze_head": True},
         },
     ),
     ("eagle", {"heads": {"taps": [0, 1], "shared_head": True}}),
@@ -75,7 +75,6 @@ def counted(method: AnyMethod, run: Any, reply_share: float) -> float:
 
     target.head = target_head  # type: ignore[method-assign]
     objective = method.make_objective(run, target, drafter)
-    objective.begin(1.0)
     batch = full_batch(run, reply_share)
     features = LiveTarget(target, objective.taps).features(batch)
     module = TrainingModule(drafter, objective)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from rich.table import Table
 
-from ..heads.errors import UserError, first_line
+from ..heads.errors import UserError
 from ..inference.console import clock, plain_table
 from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
@@ -108,21 +107,12 @@ def time_spent(rows: list[dict[str, Any]]) -> str:
 
 
 def check_tracker(name: str) -> None:
-    """Raise `UserError` where the package of a tracker cannot be imported."""
-    if name == "none":
-        return
-    try:
-        import_module(name)
-    except ImportError as error:
+    """Raise `UserError` for a tracker that accelerate would leave out without a word."""
+    # Its package is missing, or accelerate does not know it in this version.
+    if name != "none" and name not in map(str, get_available_trackers()):
         raise UserError(
-            f"tracker is {name}, but it cannot be imported ({first_line(error)}); "
+            f"tracker is {name}, which accelerate {accelerate.__version__} does not find here; "
             f"pip install {name}, or leave the tracker out"
-        ) from error
-    # Of a package that accelerate does not know, or not in this version, it would say nothing.
-    if name not in map(str, get_available_trackers()):
-        raise UserError(
-            f"accelerate {accelerate.__version__} does not know the tracker {name} as it is "
-            "installed here; use a newer accelerate, or leave the tracker out"
         )
 
 

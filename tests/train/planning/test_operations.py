@@ -93,7 +93,6 @@ def test_the_estimate_is_what_a_step_takes(
 ) -> None:
     tiny_target(**SIZES).model.config.save_pretrained(tmp_path / "target")
     changes = {"rollouts": {}} | changes if method == "distill" else changes
-    changes = changes | {"errors": {}} if method in ("eagle", "distill") else changes
     _, module, run = run_of(tmp_path, tmp_path / "target", method, **changes)
     run.data.max_length = 64
     found = shape_of(module, run).training_operations(reply_share)

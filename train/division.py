@@ -38,10 +38,16 @@ def divided(run: RunConfig, ranks: int) -> Division:
         nearest = [number * ranks for number in (share, share + 1) if number]
         raise UserError(
             f"a step of {several(rows, 'row')} cannot be shared evenly by "
-            f"{several(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}"
+            f"{several(ranks, 'rank')}; use --rows-per-step {' or '.join(map(str, nearest))}, or "
+            f"{several(most_ranks(rows, ranks), 'rank')}"
         )
     passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
     return Division(share // passes, passes)
+
+
+def most_ranks(rows: int, ranks: int) -> int:
+    """Return the most of at most `ranks` ranks that can share `rows` evenly."""
+    return max(number for number in range(1, min(rows, ranks) + 1) if rows % number == 0)
 
 
 def interval(every: int | float, total_steps: int) -> int:

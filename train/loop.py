@@ -37,13 +37,14 @@ from .config import RunConfig
 from .data.batches import Batches
 from .division import divided, interval
 from .endings import Stopped
+from .engines import say_engines
 from .estimate import check_affordable
-from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
+from .evaluation import GivenUp, HeldOutEvaluation, warn_of_difference
 from .inputs import inputs_of
 from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track
 from .method import AnyMethod
 from .objectives import Sums, add_sums, means
-from .outline import ConfigOnly, say_engines, target_of_run
+from .outline import ConfigOnly, target_of_run
 from .parallel import (
     end_training,
     engine_of,
@@ -430,23 +431,23 @@ class TrainingLoop:
         trainer.gather()
         calibration = held_out.calibrate(trainer.drafter)
         artifact = trainer.artifact(calibration, state.step)
-        estimate = held_out.estimate(artifact)
+        metrics = held_out.estimate(artifact)
         candidate = self.folder.path / CANDIDATE
         if self.accelerator.is_main_process:
             artifact.save(candidate)
         # The other ranks load the folder as well, and must not look for it earlier.
         self.accelerator.wait_for_everyone()
         try:
-            measured = held_out.measure(candidate, lambda: trainer.stop.asked)
+            metrics |= held_out.measure(candidate, lambda: trainer.stop.asked)
         except GivenUp:
             # The state says that no evaluation of this step was done, so that the run that goes on
             # begins with it.
             trainer.stopping = True
             self._save(artifact)
             return
-        if measured is not None:
-            warn_of_differences(estimate, measured, trainer.target.dtype)
-        tau = estimate.tau if measured is None else measured.tau
+        if "tau_measured" in metrics:
+            warn_of_difference(metrics)
+        tau = metrics.get("tau_measured", metrics["tau_estimated"])
         # Without a round, as where every reply is one token, tau is NaN, which is above nothing.
         # The first one counts as 0 then: some drafter has to be the best.
         tau = 0.0 if math.isnan(tau) else tau
@@ -455,18 +456,6 @@ class TrainingLoop:
         if tau > state.best_tau or state.best_step < 0:
             state.best_tau, state.best_step = tau, state.step
         self._save(artifact)
-        metrics = {
-            "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
-            **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
-        }  # fmt: skip
-        if measured is not None:
-            low, high = measured.interval
-            metrics |= {
-                "tau_measured": measured.tau,
-                "tau_measured_low": low,
-                "tau_measured_high": high,
-                **{f"tau@{bucket}": value for bucket, value in measured.by_position.items()},
-            }
         best = state.best_tau, state.best_step
         self._log(metrics, evaluation_line(state.step, trainer.total_steps, metrics, *best))
         self._call(lambda callback: callback.on_evaluate(state.step, metrics))

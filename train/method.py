@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_type_hints
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject
+from ..heads.files import JsonObject, read_yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ METHODS: dict[MethodName, tuple[str, str]] = {
 }
 """The training commands, in the order of lists and tables: the module in `methods/` whose `METHOD`
 is the method, and the class of the run's config in `methods/runs.py`."""
+OWN_PARTS = ("heads", "draft_model", "objective")  # sections that differ between methods
 
 
 class Method(ABC, Generic[RunT, DrafterT]):
@@ -194,13 +196,29 @@ def _entry(name: str) -> tuple[str, str]:
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
     """Return the method that the config file at `path` is for.
 
-    It is the one that was `given`, else the one that the file or its folder is named after
-    (configs/eagle/mine.yaml). Raises `UserError` if there is none.
+    It is the one that was `given`; else the only one that knows all keys of the file; else, of
+    several, the one that the file or its folder is named after (configs/eagle/mine.yaml). Raises
+    `UserError` if that leaves a choice, and for a file that is not YAML.
     """
     if given is not None:
         return given
+    run = read_yaml(Path(path))
+    keys = {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
+    fitting: list[MethodName] = [name for name in METHODS if _knows(run_class_named(name), keys)]
+    if len(fitting) == 1:
+        return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
-    named: list[MethodName] = [name for name in METHODS if name in path_names]
-    if not named:
-        raise UserError(f"which method is {path} for? name one with --method")
-    return named[0]
+    named: list[MethodName] = [name for name in fitting or METHODS if name in path_names]
+    if len(named) == 1:
+        return named[0]
+    which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
+    raise UserError(f"which method is {path} for? {which}; name one with --method")
+
+
+def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
+    """Return whether a method's run has all sections in `keys`, with all keys named there."""
+    types = get_type_hints(run_class)
+    return all(
+        section in types and {*names} <= {field.name for field in fields(types[section])}
+        for section, names in keys.items()
+    )

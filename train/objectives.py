@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..distill.divergences import Teacher, loss_of_logits, overlap
 from ..distill.settings import NEEDS_LABELS, Divergence
@@ -179,12 +178,6 @@ def compared(
             label_logits = logits.gather(-1, columns[..., None])[..., 0]
             chances = smoothed((label_logits - found.log_sums).exp() * (labels >= 0))
     return Drafts(losses, right, alpha, chances)
-
-
-def feature_losses(states: Tensor, target_states: Tensor) -> Tensor:
-    """Return SmoothL1 `[..]` between a drafter's and the target's `states` `[.., H]`."""
-    distances = functional.smooth_l1_loss(states, target_states, reduction="none")
-    return distances.mean(-1)
 
 
 def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -> Sums:

@@ -1,9 +1,7 @@
-"""Outline of a run from its configs alone: a drafter without weights, the work to train it, and the
-engines that will take it."""
+"""Outline of a run from its configs alone: a drafter without weights, and the work to train it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
-from ..heads.errors import UserError
-from ..heads.exchange.engines import ENGINES
-from ..heads.exchange.engines.engine import DrafterFacts
-from ..heads.exchange.exporter import load_alone
-from ..heads.exchange.exports import facts_of, refusal, sentences
-from ..heads.fingerprint import numbers_of
 from ..heads.pretrained import clear_errors, read_config
 from ..inference.settings import TargetConfig
 from ..inference.targets.model_head import ConfigFacts
 from ..inference.targets.target_files import base_and_adapter
 from .config import RunConfig
-from .endings import is_main_rank
-from .method import AnyMethod
-
-log = logging.getLogger(__name__)
 
 # Floating point operations of a training step for each number of a matrix and each of its rows: two
 # in the forward pass, two for the gradient of the matrix, two for the gradient of its input.
@@ -133,46 +121,3 @@ def target_of_run(run: RunConfig) -> ConfigOnly:
     path, store = run.target.path, run.features.store
     where = path if store is None else str(Path(store, "target"))
     return ConfigOnly(config_at(where, run.target.trust_remote_code))
-
-
-def say_engines(run: RunConfig, method: AnyMethod) -> None:
-    """Log which engines will take the drafter of a run, and why the others will not.
-
-    The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
-    will not take it.
-    """
-    if not run.for_ and not is_main_rank():  # which has nothing to say
-        return
-    for line in sentences(check_engines(run, method)):
-        log.info("%s", line)
-
-
-def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
-    """Return the drafter that a run will make, as engines see it.
-
-    Raises `UserError` if an engine of `run.for_` will not take it; see `facts_before`.
-    """
-    facts = facts_before(run, method)
-    for name in run.for_:
-        recipe = ENGINES[name].recipes.get(facts.kind)
-        listed = None if recipe is None else recipe.targets
-        reason = refusal(name, facts) or (listed.refused(facts) if listed is not None else None)
-        if reason is not None:
-            raise UserError(f"{reason} (--for {name})")
-    return facts
-
-
-def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
-    """Return the drafter that a run will make, as engines see it, from configs alone.
-
-    Raises `UserError` where the target has no config that can be read, and for heads that do not
-    fit it.
-    """
-    if run.init_from is not None:
-        return facts_of(load_alone(run.init_from))
-    target = target_of_run(run)
-    drafter = outlined(method, run, target).drafter
-    return DrafterFacts(
-        drafter.kind, drafter, target.config.model_type, target.vocab_size,
-        numbers_of(target.config),
-    )  # fmt: skip

@@ -24,7 +24,6 @@ from .endings import Stop
 from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
-from .outline import FORWARD, ConfigOnly, outlined
 from .pace import Pace
 from .parallel import check_optimizer, fuses_optimizer, gather, norm_of, prepare, twin_of
 from .provenance import data_sets, provenance
@@ -75,10 +74,6 @@ class Trainer:
             accelerator, module, optimizer, batches.rows, run.optim.clip_norm
         )
         batches.written = self._written(method)
-        # The shape of a run that begins with a drafter is that drafter's, not the config's.
-        self._outline = outlined(method, run, cast(ConfigOnly, target)) if before is None else None
-        live = target.decoder.parameters() if isinstance(target, Target) else ()
-        self._target_size = sum(p.numel() for p in live)
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         if run.features.store is None and (names := data_sets(run.data.sources)):
             self.provenance["data"]["datasets"] = names
@@ -142,7 +137,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
-        self.pace.flops_per_position = self._flops(micro, positions)
         sums = self._forward_backward(micro, denominators, measured)
         with self.pace.part("optimiser"):
             norm = norm_of(
@@ -154,16 +148,6 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         self.pace.count(positions)
         return sums, norm, positions
-
-    def _flops(self, micro: Sequence[Batch], positions: int) -> float:
-        """Return floating-point operations of a position: the drafter's and the target's forward.
-
-        0 where they are not known.
-        """
-        if self._outline is None:
-            return 0.0
-        written = sum(int(batch.mask.sum()) for batch in micro) / positions
-        return self._outline.training_operations(written) + FORWARD * self._target_size
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this rank in step `index`."""

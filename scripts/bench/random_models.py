@@ -122,8 +122,8 @@ def random_features(target: Target, batch: Batch, taps: Sequence[int]) -> Featur
 
 
 def training_operations(method: str, target: Target, drafter: Any, batch: Batch) -> float:
-    """Return the floating-point operations of a training step, by the formula that `mfu` in a
-    run's log takes: those of the matrices, without attention."""
+    """Return the floating-point operations of a training step, by the formula of
+    `draftsmith data plan`: those of the matrices, without attention."""
     known = method_named(method)  # type: ignore[arg-type]
     run = run_of(known)
     if method == "medusa":

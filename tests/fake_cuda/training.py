@@ -254,10 +254,13 @@ def steps() -> dict[str, Any]:
     for way, drafter in drafters.items():
         method = way.partition(" ")[0]
         drafter.requires_grad_(True)
-        backends = ("sdpa", "flex") if method not in ("medusa", "distill") else ("",)
-        for backend in backends:
-            options = {"attention": backend} if backend else {}
-            found[f"{way} {backend}".strip()] = step(method, target, drafter, options)
+        backends = {"eagle": ("flex",), "dflash": ("sdpa", "flex"), "dspark": ("sdpa", "flex")}
+        for backend in backends.get(method, ("",)):
+            with (
+                patch.object(unroll, "backend_for", lambda *_, one=backend: one),
+                patch.object(blocks, "backend_for", lambda *_, one=backend: one),
+            ):
+                found[f"{way} {backend}".strip()] = step(method, target, drafter, {})
     float32 = step("distill", exact, drafters["distill"], {}, bf16=False)
     return found | {"distill float32": float32}
 

@@ -18,8 +18,8 @@ from ...inference.targets.target_files import names_a_folder
 from ..callbacks import Callback
 from ..config import RunConfig
 from ..endings import is_main_rank
+from ..engines import facts_before
 from ..method import AnyMethod
-from ..outline import facts_before
 from .exporting import write_export
 from .options import ExportOptions
 

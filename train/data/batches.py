@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from torch import Tensor
 
 from ...inference.rounds.device import send
 from .tables import TokenTable
-
-if TYPE_CHECKING:
-    from .rollouts import Written
 
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids and loss mask of a text, `[S]` each."""
@@ -165,8 +162,8 @@ class Batches:
         self.rows, self.accumulation, self._ranks = rows, accumulation, ranks
         self.rows_per_step = rows * accumulation * ranks
         self.max_length, self.seed = max_length, seed
-        self.written: Written | None = None
-        """The part of the stream that is written during training."""
+        self.written: Any = None
+        """Part of the stream that is written during training, a `rollouts.Written`, or None."""
         self._epoch, self._order = -1, np.arange(0)
 
     @property

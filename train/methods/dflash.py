@@ -42,7 +42,7 @@ from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import FeaturesRead, Method
-from ..objectives import Sums, compared, depth_metrics, feature_losses, survival_weights
+from ..objectives import Sums, compared, depth_metrics, survival_weights
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -197,11 +197,6 @@ class BlockObjective:
             outside=outside, overlaps=overlaps, d_pace=config.weighting == "d-pace",
         )  # fmt: skip
         losses, scale = drafts.losses, factors
-        if config.feature_weight:
-            target_state = last[positions][position_of].to(state.dtype)
-            # DSpark's states have columns for the token before the draft after the hidden ones.
-            draft_state = drafter.norm(state[..., : target_state.shape[-1]])
-            losses = losses + config.feature_weight * feature_losses(draft_state, target_state)
         if config.weighting != "decay":
             assert drafts.chances is not None
             scale = factors * survival_weights(drafts.chances, factors > 0)

@@ -163,9 +163,6 @@ class BlockLoss(Memory):
     gamma: float | None = None
     """Length of weighting decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16,
     10, 8)."""
-    feature_weight: float = 0.0
-    """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
-    runs on little text."""
     anchors: int = 512
     """Blocks in a packed row, at roots drawn again each time that the row is seen. Rows with fewer
     roots leave some over."""
@@ -175,8 +172,8 @@ class BlockLoss(Memory):
     def __post_init__(self) -> None:
         if min(self.anchors, self.rows_per_chunk) < 1:
             raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
-        if (self.gamma is not None and self.gamma <= 0) or self.feature_weight < 0:
-            raise UserError("objective.gamma must be above 0, objective.feature_weight at least 0")
+        if self.gamma is not None and self.gamma <= 0:
+            raise UserError("objective.gamma must be above 0")
         if self.gamma is not None and self.weighting != "decay":
             raise UserError(
                 f"objective.gamma is of weighting decay, not {self.weighting}; set it to null"

@@ -28,7 +28,6 @@ from ..objectives import (
     Sums,
     compared,
     depth_metrics,
-    feature_losses,
     static_decay,
 )
 from .runs import EagleLoss, MtpLoss
@@ -169,8 +168,10 @@ class UnrolledObjective:
         if config.feature_weight:
             # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
             target_feature = states.to(hidden.dtype)[:, None].expand_as(hidden)
-            distances = feature_losses(drafter.feature(hidden), target_feature)
-            losses = losses + config.feature_weight * distances
+            distances = functional.smooth_l1_loss(
+                drafter.feature(hidden), target_feature, reduction="none"
+            )
+            losses = losses + config.feature_weight * distances.mean(-1)
         loss = (losses * factors[kept]).sum()
         if not measured:
             return (loss,)

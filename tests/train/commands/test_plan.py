@@ -16,7 +16,7 @@ from draftsmith.train.commands.plan import Options
 from draftsmith.train.data.tables import build
 from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
 from draftsmith.train.method import method_named
-from draftsmith.train.pace import PARTS, Pace
+from draftsmith.train.pace import PARTS
 from draftsmith.train.planning.costs import plan_for
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
@@ -288,13 +288,3 @@ def test_a_run_logs_where_its_time_goes(tmp_path: Path, saved_tiny: Path) -> Non
         assert (
             all(share >= 0 for share in shares) and 0 < sum(shares) <= 1.0 and row["tokens_s"] > 0
         )
-
-
-def test_mfu_is_work_over_what_the_gpu_could_do() -> None:
-    """1,024 operations a position."""
-    pace = Pace(torch.device("cpu"), 2)
-    assert "mfu" not in pace.report()
-    pace._peak, pace.flops_per_position = 1e12, 1024.0
-    pace.count(64)
-    found = pace.report()
-    assert found["mfu"] == pytest.approx(1024 * found["tokens_s"] / 2 / 1e12)

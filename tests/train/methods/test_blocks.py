@@ -348,7 +348,7 @@ def test_a_batch_without_roots_touches_every_parameter_and_teaches_nothing(kind:
         {"weighting": "decay", "loss": "ce-l1", "gamma": 2.0},
         {"weighting": "d-pace", "loss": "ce"},
         {"weighting": "survival", "loss": "lk-alpha"},
-        {"weighting": "decay", "loss": "kl", "feature_weight": 0.5},
+        {"weighting": "decay", "loss": "kl"},
     ],
 )
 def test_chunks_and_recomputing_change_nothing_and_the_loss_is_what_the_formulas_say(
@@ -408,13 +408,6 @@ def dense(
                     "lk-alpha": -alpha.log(),
                     "ce-l1": 0.1 * ce + 0.9 * (p - q).abs().sum(),
                 }[name]
-                if config.get("feature_weight"):
-                    gap = (drafter.norm(state) - features.last[row, a + d - 1]).abs()
-                    loss = (
-                        loss
-                        + config["feature_weight"]
-                        * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
-                    )
                 if spark:
                     said = drafter.confidence(
                         drafter.state(state, batch.ids[row, a + d - 1])

@@ -64,7 +64,7 @@ def trained(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "rows_per_step": 1,
         "log_every": 1,
         "optim": {"lr": 1e-2},
-        "evaluation": {"every": 1.0, "prompts": 1, "max_new_tokens": 16},
+        "evaluation": {"every": 1.0, "limit": 1, "max_new_tokens": 16},
     }
     best = draftsmith.train(METHOD, QUICKSTART, **options)
     assert draftsmith.train(method_named(METHOD).__class__, QUICKSTART, **options) == best

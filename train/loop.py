@@ -69,20 +69,15 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     run was asked to end, and `UserError` for what the user can correct.
     """
     with reported(type(method)):
-        return _prepare_and_train(run, method, callbacks)
-
-
-def _prepare_and_train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback]) -> Path:
-    """Check and resolve a run, and train; see `train`."""
-    check_before_loading(run, method)
-    # From here on the run says what is trained: so do its folder, its trackers and its checks.
-    target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
-    say_engines(run, method)
-    accelerator = make_accelerator(run)
-    log_engine(accelerator)
-    load_models_whole(accelerator)
-    with only_launch(run.out):
-        return _train(run, method, target, accelerator, callbacks)
+        check_before_loading(run, method)
+        # From here on the run says what is trained: so do its folder, its trackers and its checks.
+        target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
+        say_engines(run, method)
+        accelerator = make_accelerator(run)
+        log_engine(accelerator)
+        load_models_whole(accelerator)
+        with only_launch(run.out):
+            return _train(run, method, target, accelerator, callbacks)
 
 
 def _train(

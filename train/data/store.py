@@ -56,14 +56,6 @@ def shard_done(path: Path) -> bool:
     return path.with_suffix(".json").is_file()
 
 
-def learned_positions(batch: Batch) -> Tensor:
-    """Return the positions whose next token is a reply token of the same document `[B, S]`, bool.
-
-    Only there does a drafter learn the target's distribution of the next token.
-    """
-    return batch.reply_run(1, 1)
-
-
 def verify_shard(path: Path) -> None:
     """Raise `UserError` unless a shard is what was written, by its size and checksum."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
@@ -88,7 +80,8 @@ class ShardWriter:
         batch = features.batch
         # Masks are on the CPU: what follows from them is known without waiting for a device.
         real = batch.documents != PADDING
-        has_last = real if self._layout.all_last else learned_positions(batch)
+        # Elsewhere no drafter learns the target's distribution of the next token.
+        has_last = real if self._layout.all_last else batch.reply_run(1, 1)
         for r, length in enumerate(real.sum(-1).tolist()):
             last = features.last[r][has_last[r].to(features.last.device)]
             self._rows["last"].append(last.cpu())
@@ -219,7 +212,7 @@ class StoredFeatures:
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
         # Positions without a stored state stay 0: no loss is about them.
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
-        has_last = batch.documents != PADDING if self._layout.all_last else learned_positions(batch)
+        has_last = batch.documents != PADDING if self._layout.all_last else batch.reply_run(1, 1)
         if self._layout.ring is not None:
             self._release(min(batch.numbers))
         for r, number in enumerate(batch.numbers):

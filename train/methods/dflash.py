@@ -345,7 +345,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         """
         if before is not None:
             warn_of_mask_token(before.drafter.shape.mask_token, target, batches)
-            shape = shape_before(run.heads, str(run.init_from), target, before, self.configs)
+            shape = shape_before(run, target, before, self.configs)
             return self.drafter_class(shape, target.embedding_and_head)
         mask_token = mask_token_for(run.heads.mask_token, target, batches)
         shape = self.configs.shape_for(run.heads, target.config, mask_token)

@@ -88,7 +88,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         vocabulary and norms, which are logged.
         """
         if before is not None:
-            shape = shape_before(run.heads, str(run.init_from), target, before, eagle)
+            shape = shape_before(run, target, before, eagle)
             return drafter_of(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)

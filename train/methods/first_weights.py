@@ -211,24 +211,18 @@ def take_heads_before(run: Any) -> None:
     run.heads = options_class(**stored)
 
 
-def shape_before(
-    options: Any, init_from: str, target: TargetSource, before: Artifact, configs: Any
-) -> Any:
-    """Return the shape of the drafter that the run begins with.
+def shape_before(run: Any, target: TargetSource, before: Artifact, configs: Any) -> Any:
+    """Return the shape of the drafter that the run begins with, that of `run.heads`.
 
-    Differences to what its target would have now are logged as warnings. `options` are the run's
-    `heads`, `configs` the module of `heads/` with `shape_for`.
-    Raises `UserError` if the run asks for another shape.
+    Differences to what its target would have now are logged as warnings. `configs` is the module of
+    `heads/` with `shape_for`.
     """
     shape = before.drafter.shape
-    options_class = type(options)
-    stored = config_of(shape, options_class)
-    check_same(options, init_from, stored)
-    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
-    log.info("going on from %s: %s", init_from, listed)
+    listed = ", ".join(f"{name} {value}" for name, value in asdict(run.heads).items())
+    log.info("going on from %s: %s", run.init_from, listed)
     # Block drafters have a token for the slots that are to be drafted, which no option names.
     own = [shape.mask_token] if hasattr(shape, "mask_token") else []
-    expected = asdict(configs.shape_for(options_class(**stored), target.config, *own))
+    expected = asdict(configs.shape_for(run.heads, target.config, *own))
     for name, value in asdict(shape).items():
         if expected[name] != value:
             log.warning(

@@ -19,7 +19,6 @@ draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -29,7 +28,7 @@ from ...distill.divergences import Teacher, sum_in_chunks, teacher_of
 from ...distill.settings import LABELS_ONLY, Divergence
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
-from ...heads.medusa import MedusaConfig, MedusaHeads
+from ...heads.medusa import MedusaHeads
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
@@ -38,7 +37,7 @@ from ..data.features import Features
 from ..method import Method
 from ..objectives import Sums, compared, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .first_weights import check_same, take_heads_before
+from .first_weights import take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -221,9 +220,7 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         """
         sizes = target.hidden_size, target.vocab_size, target.embedding_and_head
         if before is not None:
-            shape: MedusaConfig = before.drafter.config
-            check_same(run.heads, str(run.init_from), asdict(shape))
-            return MedusaHeads(shape, *sizes)
+            return MedusaHeads(before.drafter.config, *sizes)
         drafter, rows = MedusaHeads(run.heads, *sizes), target.head_weight
         if (ids := draft_vocabulary(drafter.drafted, target, batches)) is not None:
             drafter.set_maps(ids)

@@ -63,7 +63,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> MtpDrafter:
         if before is not None:
-            shape = shape_before(run.heads, str(run.init_from), target, before, mtp)
+            shape = shape_before(run, target, before, mtp)
             return MtpDrafter(shape, target.embedding_and_head)
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         check_layer(drafter, target.config.model_type)

@@ -263,4 +263,5 @@ def collate(rows: Sequence[Sequence[Document]], numbers: tuple[int, ...] = ()) -
             at += len(document)
         # Padding restarts at 0 as a document does, so that it sees none of them.
         positions[r, at:] = np.arange(width - at)
-    return Batch(*map(torch.from_numpy, (ids, positions, documents, mask)), numbers)
+    tensors = map(torch.from_numpy, (ids, positions, documents, mask))
+    return Batch(*tensors, numbers=numbers)

@@ -203,4 +203,4 @@ def test_a_run(tmp_path: Path) -> None:
     assert run.heads == again.config == MedusaConfig(2, draft_vocab_size=60)
     run.heads = MedusaConfig(2, draft_vocab_size=50)
     with pytest.raises(UserError, match="draft_vocab_size 60, heads.draft_vocab_size says 50"):
-        METHOD.make_drafter(run, loaded, batches, before)
+        take_heads_before(run)

@@ -112,7 +112,7 @@ def test_a_family_from_doctor_to_import(
         best = draftsmith.train(
             method, target, out=tmp_path / "run", max_steps=2, device="cpu",
             data={**data, "held_out": {"share": 0.3}}, heads=heads | shape,
-            evaluation={"prompts": 2, "max_new_tokens": 4},
+            evaluation={"limit": 2, "max_new_tokens": 4},
         )  # fmt: skip
     logged = [record.getMessage() for record in caplog.records]
     said = facts_of(load_alone(best))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from draftsmith.inference.proposers.shapes import grow
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
@@ -131,3 +132,24 @@ def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
         for i, (ids, start) in enumerate(texts)
     ]
     return Artifact(heads, target.fingerprint(), METHOD.calibrate(outcomes, tree_nodes=10))
+
+
+def accepted_in_chains(ranks: torch.Tensor, length: int) -> list[int]:
+    """How many drafts of a greedy chain are right at each root, by ranks `[S, D]`, 0 the best."""
+    # A running product stops at the first wrong draft: 1 1 0 1 becomes 1 1 0 0, so 2.
+    return (ranks == 0)[:, :length].int().cumprod(-1).sum(-1).tolist()
+
+
+def accepted_in_tree(ranks: torch.Tensor, calibration: dict) -> list[int]:
+    """How many drafts of the calibrated tree are right at each root, by ranks `[S, D]`.
+
+    At each depth at most one rank is right, so it is the longest prefix that is a node.
+    """
+    paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
+    accepted = []
+    for row in ranks.tolist():
+        depth = 0
+        while depth < len(row) and tuple(row[: depth + 1]) in paths:
+            depth += 1
+        accepted.append(depth)
+    return accepted

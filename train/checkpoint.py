@@ -12,10 +12,10 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from accelerate import Accelerator
@@ -38,6 +38,7 @@ from .command_line.parse import options_from
 from .config import RunConfig
 from .data.rollouts import Written
 from .documents import TrainerState
+from .log_lines import flat
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,12 @@ class RunFolder:
         state: TrainerState,
         run: RunConfig,
         artifact: Artifact,
-        texts: Sequence[Written],
+        written: Written | None,
     ) -> None:
         """Write the checkpoint of `state.step` and link it; all ranks call this.
 
-        The folder gets its name only after every rank has written its files. `texts` are those
-        written during training.
+        The folder gets its name only after every rank has written its files. `written` are
+        the texts written during training.
         """
         # `nullcontext` gives None, in whose place the broadcast puts the main process's folder.
         main = accelerator.is_main_process
@@ -85,7 +86,7 @@ class RunFolder:
                 write_json(aside / "provenance.json", artifact.provenance)
                 (aside / "config.yaml").write_text(run.as_yaml())
                 artifact.save(aside / "drafter")
-                for written in texts:
+                if written is not None:
                     written.save(aside)
             # The checksums must cover the files of all ranks, so all have to be there.
             accelerator.wait_for_everyone()
@@ -101,17 +102,7 @@ class RunFolder:
 
         Returns the state in `trainer.json`.
         """
-        try:
-            accelerator.load_state(str(self.at(step) / "state"))
-        except ValueError as error:
-            # torch finds other parameters in the optimiser than it stored.
-            if "parameter group" not in str(error):
-                raise
-            raise UserError(
-                f"{self.at(step)} was written while other parameters were trained than this "
-                "version of draftsmith trains with the same config; choose another output, and "
-                f"begin with --init-from {self.path / 'last'}"
-            ) from error
+        accelerator.load_state(str(self.at(step) / "state"))
         # accelerate counts micro-batches here to know which of them ends a step. A resume on
         # another number of ranks has another number of them in a step.
         accelerator.step = 0
@@ -184,18 +175,13 @@ def find_resume(
     """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
 
     `fill_in` fills in what the stored config leaves to the target, as `run` has it.
-    Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
-    the run does not resume, without an undamaged one, or of another config: going on would mix two
-    runs, and starting again would destroy one. A damaged checkpoint is passed over with a warning.
+    Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints
+    without an undamaged one, or of another config: going on would mix two runs, and starting again
+    would destroy one. A damaged checkpoint is passed over with a warning.
     """
     steps = folder.steps()
     if not steps:
         return None
-    if not run.checkpoints.resume:
-        raise UserError(
-            f"{folder.path} already holds checkpoints; choose another output, or continue with "
-            "checkpoints.resume=true"
-        )
     while problem := damage(newest := folder.at(steps[-1])):
         log.warning("checkpoint %s is damaged: %s; looking at the one before it", newest, problem)
         steps.pop()
@@ -211,7 +197,7 @@ def find_resume(
         raise UserError(
             f"{folder.path} holds checkpoints of another run ({error}); choose another output"
         ) from error
-    before, now = _flat(stored.as_json()), _flat(run.as_json())
+    before, now = flat(stored.as_json()), flat(run.as_json())
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
             raise UserError(
@@ -226,19 +212,7 @@ def find_resume(
 # be named in another way: its weights are compared (`RunFolder.check_identity`).
 FREE_TO_CHANGE = {
     "target.path", "target.adapter",
-    "batch_rows", "for_", "log_every", "tracker", "project", "push", "push_each_best",
-    "checkpoints.resume", "checkpoints.keep",
-    "evaluation.every", "evaluation.patience", "profile.first",
-    "profile.steps", "optim.max_skipped", "features.store", "features.server",
-    "features.server_model", "features.server_layers", "features.concurrency",
+    "batch_rows", "for_", "log_every", "tracker", "push", "checkpoints.keep", "evaluation.every",
+    "features.store", "features.server", "features.server_model",
+    "features.server_layers",
 }  # fmt: skip
-
-
-def _flat(config: Any, prefix: str = "") -> JsonObject:
-    """Return nested tables as one: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
-    if not isinstance(config, dict):
-        return {prefix: config}
-    flat: JsonObject = {}
-    for name, value in config.items():
-        flat |= _flat(value, f"{prefix}.{name}".lstrip("."))
-    return flat

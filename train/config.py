@@ -54,24 +54,18 @@ class Source(RowSource):
 class HeldOutConfig:
     """Rows that training leaves out, to calibrate trees and to choose the best checkpoint."""
 
-    by: Literal["row", "source", "time"] = "row"
-    """row: a seeded share of all rows; source: whole sources; time: rows from a moment on."""
+    by: Literal["row", "source"] = "row"
+    """row: a seeded share of all rows; source: whole sources."""
     share: float = 0.05
     """Share of the rows that is held out (by row)."""
     sources: list[str] = field(default_factory=list)
     """Name of a source that is held out (by source); may be given several times."""
-    time_field: str = "timestamp"
-    """Field of a row that holds a number or an ISO date (by time)."""
-    since: str = ""
-    """First moment of the rows that are held out (by time)."""
 
     def __post_init__(self) -> None:
         if self.by == "row" and not 0 < self.share < 1:
             raise UserError("data.held_out.share must lie between 0 and 1")
         if self.by == "source" and not self.sources:
             raise UserError("data.held_out.by is source, but data.held_out.sources names none")
-        if self.by == "time" and not self.since:
-            raise UserError("data.held_out.by is time, but data.held_out.since is not given")
 
 
 @dataclass
@@ -121,25 +115,14 @@ class Optim:
     """AdamW's betas."""
     weight_decay: float = 0.0
     """AdamW's weight decay of matrices; biases and norms have none."""
-    momentum: float = 0.95
-    """Muon's momentum."""
-    muon_weight_decay: float = 0.1
-    """Muon's weight decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down to it."""
-    max_skipped: int = 10
-    """Number of steps in a row that may be skipped because their gradient is not finite; one more
-    ends the run."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:
             raise UserError("optim.lr and optim.clip_norm must be above 0")
-        if self.max_skipped < 0:
-            raise UserError("optim.max_skipped must be at least 0")
-        if not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
-            raise UserError("optim.betas and optim.momentum must lie in [0, 1)")
-        if min(self.weight_decay, self.muon_weight_decay) < 0:
-            raise UserError("optim.weight_decay and optim.muon_weight_decay must be at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas) or self.weight_decay < 0:
+            raise UserError("optim.betas must lie in [0, 1), optim.weight_decay be at least 0")
         if not (0 <= self.warmup_share < 1 and 0 <= self.decay_share <= 1):
             raise UserError("optim.warmup_share and optim.decay_share must lie between 0 and 1")
 
@@ -155,25 +138,22 @@ class Evaluation:
     """Number of steps between evaluations, or the share of the run if it is a fraction: 0.5 is
     twice in a run, 1.0 once, 1 after every step. A share is at least 50 steps, or half of a run
     of fewer than 100. There is always one at the end."""
-    prompts: int = 32
+    limit: int = 32
     """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128
     """Largest number of tokens of a reply."""
     tree_nodes: int = 16
-    """Number of drafted nodes of the tree that is decoded with."""
-    chain: bool = False
-    """Decode with a chain, as most engines draft, in place of that tree."""
+    """Number of drafted nodes of the tree that is decoded with; 0 decodes with a chain, as most
+    engines draft."""
     temperature: float = 0.0
     """Temperature of the replies; 0 is greedy decoding. Above it the drafts are the drafter's best
     tokens, as most engines choose them."""
-    patience: int = 0
-    """Number of evaluations without a better measured tau after which training stops; 0 never stops
-    early."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.every < math.inf or min(self.prompts, self.tree_nodes) < 1:
+        if not 0 < self.every < math.inf or self.limit < 1 or self.tree_nodes < 0:
             raise UserError(
-                "evaluation.every must be above 0, evaluation.prompts and tree_nodes at least 1"
+                "evaluation.every must be above 0, evaluation.limit at least 1, "
+                "evaluation.tree_nodes at least 0"
             )
         if self.every > 1 and self.every % 1:
             raise UserError(
@@ -185,8 +165,6 @@ class Evaluation:
                 "evaluation.max_new_tokens must be at least 2: the first token of a reply comes "
                 "without a draft, so that there is no tau of one"
             )
-        if self.patience < 0:
-            raise UserError("evaluation.patience must be at least 0")
         _ = self.sampling  # has its settings checked
 
     @property
@@ -207,8 +185,6 @@ class Checkpoints:
     """Number of steps between checkpoints; every evaluation makes one too."""
     keep: int = 2
     """Number of the latest checkpoints that are kept, besides the best one."""
-    resume: bool = True
-    """Continue from the last whole checkpoint in the output folder, if there is one."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
@@ -230,8 +206,6 @@ class FeatureOptions:
     of the target's layers."""
     server_model: str = "target"
     """Name of the target on the server."""
-    concurrency: int = 8
-    """Number of requests that each rank has under way at one time."""
 
     @property
     def live(self) -> bool:
@@ -242,22 +216,6 @@ class FeatureOptions:
         check_url(self.server, "features.server")
         if self.store is not None and self.server is not None:
             raise UserError("features.store and features.server exclude each other; leave one out")
-        if self.concurrency < 1:
-            raise UserError("features.concurrency must be at least 1")
-
-
-@dataclass
-class ProfilerConfig:
-    """Steps that the profiler records."""
-
-    first: int = 10
-    """Number of steps before the first recorded one, counted from the start of this process."""
-    steps: int = 0
-    """Number of recorded steps; 0 records nothing. OUTPUT/profile/rank-N.json opens in Perfetto."""
-
-    def __post_init__(self) -> None:
-        if min(self.first, self.steps) < 0:
-            raise UserError("profile.first and profile.steps must be at least 0")
 
 
 @dataclass
@@ -289,53 +247,23 @@ class Rollouts:
     """Share of the run that is over when the first of them are written."""
     every: int = 200
     """Steps after which they are written again."""
-    prompts: int = 128
+    limit: int = 128
     """Training prompts that are answered each time."""
     max_new_tokens: int = 128
     """Most tokens that are written after a prompt."""
-    batch_size: int = 32
-    """Texts written together."""
     temperature: float = 1.0
-    """Sampling temperature; best as in serving, like the next two."""
-    top_k: int = 0
-    """Sample from this many likeliest tokens; 0 from all."""
-    top_p: float = 1.0
-    """Sample from the likeliest tokens up to this mass."""
+    """Sampling temperature; best as in serving."""
 
     def __post_init__(self) -> None:
-        section = type(self).__name__.lower()
         if not 0 <= self.share <= 1 or not 0 <= self.begin < 1:
-            raise UserError(f"{section}.share must lie in [0, 1], {section}.begin in [0, 1)")
-        if min(self.every, self.prompts, self.max_new_tokens, self.batch_size) < 1:
-            raise UserError(
-                f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1"
-            )
+            raise UserError("rollouts.share must lie in [0, 1], rollouts.begin in [0, 1)")
+        if min(self.every, self.limit, self.max_new_tokens) < 1:
+            raise UserError("rollouts.every, limit and max_new_tokens must be at least 1")
         # Made only to have its settings checked.
         self.sampling(0)
 
     def sampling(self, seed: int) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, repetition_penalty=1.0, seed=seed)
-
-
-@dataclass
-class Errors(Rollouts):
-    """Texts that the target decodes with the current drafter, learned where drafting went wrong.
-
-    Only the drafts that a round looked at are learned, up to the first rejected one: verification
-    never looks at what comes after it.
-    """
-
-    length: int = 4
-    """Drafts in a round."""
-    accepted_weight: float = 0.5
-    """Weight of accepted drafts; rejected ones have 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.length < 1 or not 0 <= self.accepted_weight <= 1:
-            raise UserError(
-                "errors.length must be at least 1, errors.accepted_weight lie in [0, 1]"
-            )
+        return Sampling(self.temperature, repetition_penalty=1.0, seed=seed)
 
 
 def check_held_out(data: Data) -> None:
@@ -382,7 +310,6 @@ class RunConfig:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     features: FeatureOptions = field(default_factory=FeatureOptions)
-    profile: ProfilerConfig = field(default_factory=ProfilerConfig)
     epochs: float = 1.0
     """Number of passes over the data; fractions are fine."""
     max_steps: int | None = None
@@ -410,14 +337,10 @@ class RunConfig:
     tracker: Tracker = "none"
     """Tracker of accelerate that gets the metrics and this configuration besides the log. Each
     reads its own variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
-    project: str = "draftsmith"
-    """Name of the project in the tracker."""
     push: str | None = None
     """Repository on the hub that gets the best drafter at the end of the training, exported with
     its card as draftsmith export does it, such as me/eagle3-mine; private if it is new. The engine
     is the first of `for`, or else the first that takes the drafter."""
-    push_each_best: bool = False
-    """Push each checkpoint that is the best so far, too; training waits for the upload."""
 
     def __post_init__(self) -> None:
         if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:
@@ -433,8 +356,6 @@ class RunConfig:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
-        if self.push_each_best and self.push is None:
-            raise UserError("push_each_best needs push, a repository on the hub")
         # A feature store has data of its own.
         if self.features.store is None:
             check_held_out(self.data)

@@ -27,8 +27,6 @@ class TrainerState(Document, kw_only=True):
     """Highest tau of all evaluations so far."""
     best_step: Annotated[int, Meta(ge=-1)] = -1
     """Step of that evaluation; -1 before the first one."""
-    evaluations_without_gain: Count = 0
-    """Number of evaluations since then."""
     evaluated: Count = 0
     """Last step that was evaluated. A run that is asked to stop at a step that is to be evaluated
     leaves the evaluation to the resumed run."""

@@ -1,18 +1,16 @@
 """Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
 The texts are the target's own replies to held-out prompts, greedy ones by default, written by the
-same loop that measures. Two pairs of taus have to agree (`warn_of_differences`): `tau_training`,
-replayed from what the training pass computes, and `tau_drafted`, drafted along the text on the same
-features; `tau_estimated`, drafted along the text as decoding would, and `tau_measured`, decoded
-with the saved artifact. The second pair is logged (docs/metrics.md#training-metrics).
+same loop that measures. Two taus have to agree (`warn_of_difference`): `tau_estimated`, drafted
+along the text as decoding would, and `tau_measured`, decoded with the saved artifact
+(docs/metrics.md#training-metrics).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -37,7 +35,7 @@ from ..inference.metrics import (
     tau_by_position,
 )
 from ..inference.proposers.plain import PlainDecoding
-from ..inference.replay import replay, rounds_on_text
+from ..inference.replay import rounds_on_text
 from ..inference.targets.causal_model import Hidden
 from ..inference.targets.masks import with_replies
 from ..inference.targets.stored import HeldOutPrompt, HeldOutText
@@ -48,39 +46,8 @@ from .method import AnyMethod
 
 log = logging.getLogger(__name__)
 
+DEFAULT_NODES = 16  # of the tree that a drafter evaluated as a chain is calibrated for
 PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
-
-
-@dataclass
-class Estimate:
-    """Taus of a drafter on the held-out texts, computed without decoding."""
-
-    tau: float
-    """Tau of the drafter drafting along the texts as in decoding, by `rounds_on_text`: equal to the
-    measured one in fp32, or features in training and decoding differ."""
-    tau_training: float
-    """Tau of replaying what the training pass computes at every position: the tree for Medusa, a
-    chain for the other methods."""
-    tau_drafted: float
-    """Tau of drafting exactly that along the texts: equal to `tau_training` in fp32, or training
-    and drafting disagree."""
-    survival: list[float]
-    """Share of the rounds of `tau` that accepted at least d drafts, d = 1, 2, .."""
-
-
-@dataclass
-class Measurement:
-    """Result of decoding the held-out prompts with a saved drafter."""
-
-    emitted: list[list[int]]
-    """Tokens emitted in each round of each reply."""
-    tau: float
-    interval: tuple[float, float]
-    """95% interval of `tau`."""
-    different: int
-    """Number of replies that are not the target's own: must be 0 in fp32."""
-    by_position: dict[str, float]
-    """Tau by position of the round's root."""
 
 
 class GivenUp(Exception):
@@ -120,6 +87,7 @@ class HeldOutEvaluation:
         `texts` are those of all ranks, from a feature store or a server.
         """
         self._target, self._config = target, config
+        self._chain = config.tree_nodes == 0
         self._accelerator, self._method = accelerator, method
         # Under a target that all ranks run together every rank holds all texts, so that each makes
         # the same forward passes; otherwise the ranks share the texts.
@@ -132,7 +100,7 @@ class HeldOutEvaluation:
             self.texts = texts[share]
         else:
             # Two positions are left for a reply of two tokens: a first root, and a token to draft.
-            prompts = held_out_prompts(tables, config.prompts, target.max_positions - 2)[share]
+            prompts = held_out_prompts(tables, config.limit, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
             self.texts = [write_text(target, prompt, taps, config) for prompt in progress]
@@ -150,62 +118,46 @@ class HeldOutEvaluation:
             yield text.start, torch.tensor(text.ids, device=weight.device), hidden
 
     @torch.no_grad()
-    def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
-        """Return the drafter's calibration on the texts of all ranks, and what it was made from.
-
-        The latter is, for each text, the method's `outcome` with the position at which the reply
-        begins.
-        """
+    def calibrate(self, drafter: nn.Module) -> JsonObject:
+        """Return the drafter's calibration on the texts of all ranks."""
         outcomes = []
         for start, ids, hidden in self._read_by(drafter):
             # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
             outcomes.append((self._method.outcome(drafter, hidden, ids, start).cpu(), start))
-        outcomes = self._gather(outcomes)
-        return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
+        nodes = self._config.tree_nodes or DEFAULT_NODES
+        return self._method.calibrate(self._gather(outcomes), nodes)
 
-    def estimate(self, artifact: Artifact, outcomes: list[tuple[Tensor, int]]) -> Estimate:
-        """Estimate tau of the drafter in memory, without running the target.
+    def estimate(self, artifact: Artifact) -> dict[str, float]:
+        """Return metrics of the drafter in memory, without running the target.
 
-        `outcomes` are those that `calibrate` returned.
+        They are `tau_estimated`, of drafting along the texts as in decoding, which equals the
+        measured one in fp32 or features in training and decoding differ; and `surv@d`, the share of
+        its rounds that accepted at least d drafts.
         """
-        trained = []
-        for outcome, start in outcomes:
-            by_root = self._method.accepted_by_root(outcome, artifact.calibration)
-            trained.append(replay(by_root, start, len(by_root)))
-        chain = self._config.chain
-        emitted = self._replay(artifact, **({"width": 1} if chain else {}))
-        drafted = emitted
-        if chain != self._method.replays_chain:  # what the training pass computes
-            drafted = self._replay(artifact, **({} if chain else {"width": 1}))
-        # A round emits its accepted drafts and the bonus token.
-        accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
-        return Estimate(
-            tau(emitted), tau(trained), tau(drafted),
-            survival(accepted, max(accepted, default=0)),
-        )  # fmt: skip
-
-    def _replay(self, artifact: Artifact, **settings: int) -> list[list[int]]:
-        """Return tokens emitted in each round of each text, of all ranks, drafting along it.
-
-        `settings` are those of the proposer.
-        """
-        proposer = proposer_of(artifact, **settings)
+        proposer = proposer_of(artifact, **({"width": 1} if self._chain else {}))
         emitted = []
         for start, ids, hidden in self._read_by(artifact.drafter):
             emitted.append(rounds_on_text(proposer, ids, start, hidden))
-        return self._gather(emitted)
+        emitted = self._gather(emitted)
+        # A round emits its accepted drafts and the bonus token.
+        accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
+        survived = survival(accepted, max(accepted, default=0))
+        metrics = {"tau_estimated": tau(emitted), "loop_share": self.loop_share}
+        return metrics | {f"surv@{d}": share for d, share in enumerate(survived, 1)}
 
     def measure(
         self, drafter_folder: Path, asked: Callable[[], bool] = lambda: False
-    ) -> Measurement | None:
+    ) -> dict[str, float]:
         """Decode the prompts with the drafter in `drafter_folder`, loaded as a user would load it.
 
-        Returns None if there is no whole target to decode with. Raises `GivenUp` on every rank once
-        `asked`, which is called before each prompt, has returned true on any of them.
+        Returns metrics: `tau_measured` with the ends of its 95% interval, and `tau@` by position of
+        the round's root; none if there is no whole target to decode with. Replies that are not the
+        target's own are logged. Raises `GivenUp` on every rank once `asked`, which is called before
+        each prompt, has returned true on any of them.
         """
         if not isinstance(self._target, Target):
-            return None
-        chain = {"width": 1} if self._config.chain else None
+            return {}
+        chain = {"width": 1} if self._chain else None
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
         given_up = False
@@ -232,13 +184,14 @@ class HeldOutEvaluation:
         # A path has one draft of each level of the tree.
         plan = getattr(proposer, "plan", None)
         levels = proposer.max_drafted if plan is None else plan.length
-        return Measurement(
-            emitted,
-            tau(emitted),
-            tau_interval(emitted, [unit for unit, *_ in results], levels),
-            sum(not equal for *_, equal in results),
-            tau_by_position([(start, rounds) for _, start, rounds, _ in results]),
-        )
+        if different := sum(not equal for *_, equal in results):
+            warn_of_other_replies(different, len(results), self._target.dtype)
+        low, high = tau_interval(emitted, [unit for unit, *_ in results], levels)
+        by_position = tau_by_position([(start, rounds) for _, start, rounds, _ in results])
+        return {
+            "tau_measured": tau(emitted), "tau_measured_low": low, "tau_measured_high": high,
+            **{f"tau@{bucket}": value for bucket, value in by_position.items()},
+        }  # fmt: skip
 
 
 def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPrompt]:
@@ -264,38 +217,29 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
     return [prompts[i] for i in drawn]
 
 
-def warn_of_differences(estimate: Estimate, measured: Measurement, dtype: torch.dtype) -> None:
-    """Warn where training, drafting and decoding disagree by more than chance.
-
-    `dtype` is the target's.
-    """
-    low, high = measured.interval
-    pairs = (
-        ("estimated tau %.3f and measured tau %.3f", estimate.tau, measured.tau),
-        (
-            "tau %.3f by the training pass and %.3f by drafting",
-            estimate.tau_training,
-            estimate.tau_drafted,
-        ),
-    )
-    for names, tau_a, tau_b in pairs:
-        # Half the width of the measured interval, and at least 5%, since equal replies have an
-        # interval without width. Few prompts have no interval, and nothing is said of them.
-        if not math.isnan(low) and abs(tau_a - tau_b) > max(0.05 * tau_b, (high - low) / 2):
-            log.warning(
-                names + " part by more than chance: features in training and decoding differ",
-                tau_a,
-                tau_b,
-            )
-    if measured.different:
-        if dtype.itemsize >= torch.float32.itemsize:
-            why = "in float32 that is a bug; please report it"
-        else:
-            why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell "
-            why += "them from a bug"
+def warn_of_difference(metrics: Mapping[str, float]) -> None:
+    """Warn where the estimated and the measured tau of an evaluation differ by more than chance."""
+    estimated, measured = metrics["tau_estimated"], metrics["tau_measured"]
+    low, high = metrics["tau_measured_low"], metrics["tau_measured_high"]
+    # Half the width of the measured interval, and at least 5%, since equal replies have an interval
+    # without width. Few prompts have no interval, and nothing is said of them.
+    allowed = max(0.05 * measured, (high - low) / 2)
+    if not math.isnan(low) and abs(estimated - measured) > allowed:
         log.warning(
-            "%d of %d held-out replies differ from the target's own text: %s",
-            measured.different,
-            len(measured.emitted),
-            why,
+            "estimated tau %.3f and measured tau %.3f part by more than chance: features in "
+            "training and decoding differ",
+            estimated,
+            measured,
         )
+
+
+def warn_of_other_replies(different: int, replies: int, dtype: torch.dtype) -> None:
+    """Warn of replies that are not the target's own text; `dtype` is the target's."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        why = "in float32 that is a bug; please report it"
+    else:
+        why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell "
+        why += "them from a bug"
+    log.warning(
+        "%d of %d held-out replies differ from the target's own text: %s", different, replies, why
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
         return Inputs(
             target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
         )
-    prompts = held_out_prompts(tables, run.evaluation.prompts, target.max_positions - 2)
+    prompts = held_out_prompts(tables, run.evaluation.limit, target.max_positions - 2)
     replies = folder / HELD_OUT_REPLIES
     return Inputs(
         target,
@@ -138,7 +138,6 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
         options.server,
         options.server_model,
         options.server_layers,
-        options.concurrency,
         hidden_size=target.hidden_size,
     )
     return target
@@ -165,10 +164,11 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
     check(identity)
     said = "features of %s from %s, and its data: data.sources of this config are not read"
     log.info(said, target.name, store)
-    for name, stored in {"temperature": 0.0, **manifest.held_out}.items():
-        if (wanted := getattr(run.evaluation, name, stored)) != stored:
+    wanted = asdict(run.evaluation)
+    for name, stored in manifest.held_out.items():
+        if name in wanted and wanted[name] != stored:
             said = "evaluation.%s is %g in the store, which is used, not %g"
-            log.info(said, name, stored, wanted)
+            log.info(said, name, stored, wanted[name])
 
     main = accelerator.is_main_process
     return Inputs(

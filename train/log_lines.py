@@ -1,19 +1,28 @@
-"""Lines of at most 100 columns by which a person follows a run, and the table at its end."""
+"""Metrics of a run for people and trackers: lines of at most 100 columns, a table at the end."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from rich.table import Table
 
+from ..heads.errors import UserError
 from ..inference.console import clock, plain_table
 from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from ..inference.metrics import conditional
+from .config import RunConfig
 
+PROJECT = "draftsmith"  # name of the project in the tracker
+# mlflow refuses these characters, which names of metrics have: surv@1, tau@<256, tau@>=4096.
+SPELLED = {"mlflow": {"@": "_at_", "<": "below_", ">=": "from_"}}
 SHARES = {
     "share_data": "waiting for data",
     "share_target": "the target",
@@ -95,3 +104,49 @@ def time_spent(rows: list[dict[str, Any]]) -> str:
         what: sum(row[name] for row in timed) / max(len(timed), 1) for name, what in SHARES.items()
     }
     return ", ".join(f"{what} {share:.0%}" for what, share in means.items() if share >= 0.005)
+
+
+def check_tracker(name: str) -> None:
+    """Raise `UserError` for a tracker that accelerate would leave out without a word."""
+    # Its package is missing, or accelerate does not know it in this version.
+    if name != "none" and name not in map(str, get_available_trackers()):
+        raise UserError(
+            f"tracker is {name}, which accelerate {accelerate.__version__} does not find here; "
+            f"pip install {name}, or leave the tracker out"
+        )
+
+
+def start_tracker(accelerator: Accelerator, run: RunConfig) -> None:
+    """Open the run's tracker, if it has one, with the configuration of the run."""
+    if run.tracker != "none":
+        accelerator.init_trackers(PROJECT, config=flat(run.as_json()))
+
+
+def track(accelerator: Accelerator, metrics: Mapping[str, float], step: int) -> None:
+    """Send metrics to the run's tracker, if it has one."""
+    for tracker in accelerator.trackers:
+        tracker.log({spelled(name, tracker.name): x for name, x in metrics.items()}, step)
+
+
+def spelled(metric: str, tracker: str) -> str:
+    """Return the name of a metric as a tracker takes it."""
+    for characters, word in SPELLED.get(tracker, {}).items():
+        metric = metric.replace(characters, word)
+    return metric
+
+
+def flat(values: Any, name: str = "") -> dict[str, Any]:
+    """Return nested tables and lists of tables as one table of dotted names.
+
+    Every value is a text, a number or a truth value, and short: trackers take nothing else, and
+    mlflow leaves out a text of more than 6,000 characters. A list of plain values is JSON.
+    """
+    if isinstance(values, list) and values and isinstance(values[0], dict):
+        values = dict(enumerate(values))
+    if isinstance(values, dict) and values:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            found |= flat(value, f"{name}.{key}" if name else str(key))
+        return found
+    plain = isinstance(values, str | int | float)
+    return {name: values if plain else json.dumps(values, ensure_ascii=False)}

@@ -37,12 +37,13 @@ from .config import RunConfig
 from .data.batches import Batches
 from .division import divided, interval
 from .endings import Stopped
+from .engines import say_engines
 from .estimate import check_affordable
-from .evaluation import GivenUp, HeldOutEvaluation, warn_of_differences
+from .evaluation import GivenUp, HeldOutEvaluation, warn_of_difference
 from .inputs import inputs_of
-from .log_lines import evaluation_line, step_line
+from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track
 from .method import AnyMethod
-from .objectives import Sums, add_sums, check_backend, means
+from .objectives import Sums, add_sums, means
 from .outline import ConfigOnly, target_of_run
 from .parallel import (
     end_training,
@@ -52,14 +53,12 @@ from .parallel import (
     make_accelerator,
     only_launch,
 )
-from .profiling import profiler
 from .schedule import rate_at
-from .serving import say_engines
-from .tracking import check_tracker, start_tracker, track
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+MAX_SKIPPED = 10  # steps in a row without a finite gradient: from more no run has recovered
 CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
 
 
@@ -70,20 +69,15 @@ def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ())
     run was asked to end, and `UserError` for what the user can correct.
     """
     with reported(type(method)):
-        return _prepare_and_train(run, method, callbacks)
-
-
-def _prepare_and_train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback]) -> Path:
-    """Check and resolve a run, and train; see `train`."""
-    check_before_loading(run, method)
-    # From here on the run says what is trained: so do its folder, its trackers and its checks.
-    target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
-    say_engines(run, method)
-    accelerator = make_accelerator(run)
-    log_engine(accelerator)
-    load_models_whole(accelerator)
-    with only_launch(run.out):
-        return _train(run, method, target, accelerator, callbacks)
+        check_before_loading(run, method)
+        # From here on the run says what is trained: so do its folder, its trackers and its checks.
+        target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
+        say_engines(run, method)
+        accelerator = make_accelerator(run)
+        log_engine(accelerator)
+        load_models_whole(accelerator)
+        with only_launch(run.out):
+            return _train(run, method, target, accelerator, callbacks)
 
 
 def _train(
@@ -185,7 +179,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     Newer checkpoints, which are damaged, are renamed.
     """
     state = folder.load(trainer.accelerator, step)
-    for written in trainer.batches.written_parts:
+    if (written := trainer.batches.written) is not None:
         written.load(folder.at(step))
     # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
@@ -208,9 +202,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
 def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.out, "--out")
-    device = resolve_device(run.target.device)
-    if (attention := getattr(getattr(run, "objective", None), "attention", None)) is not None:
-        check_backend(attention, device)
+    resolve_device(run.target.device)
     if run.features.store is None:
         check_there(run.target.path)
         for source in run.data.sources:
@@ -278,7 +270,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from `state.step` to the last step.
 
-        Ends earlier if the run was asked to stop (after a checkpoint) or is out of patience.
+        Ends earlier if the run was asked to stop (after a checkpoint), or by a callback.
         """
         trainer, state, total = self.trainer, self.state, self.trainer.total_steps
         sums: Sums = {}
@@ -287,44 +279,39 @@ class TrainingLoop:
             self._evaluate_and_save()
         finished = self._finished()
         trainer.pace.restart()
-        rank = self.accelerator.process_index
-        with profiler(self.config.profile, self.folder.path, rank) as profiled:
-            while not finished:
-                measured = self._log_possible(state.step + 1)
-                more, norm, positions = trainer.step(state.step, measured)
-                profiled()
-                state.step += 1
-                # Ranks differ a little in padding; an exact number would need one more reduction a
-                # step.
-                state.tokens += positions * self.accelerator.num_processes
-                self.progress.update()
-                if good := math.isfinite(norm):
-                    add_sums(sums, more)
-                    state.skipped_in_a_row = 0
-                else:
-                    self._skip()
-                evaluating = self._evaluation_due()
-                saving = trainer.stopping or (
-                    good and state.step % self.config.checkpoints.every == 0
-                )
-                if sums and (evaluating or saving or state.step % self.config.log_every == 0):
-                    self._log_training(sums, norm)
-                    sums = {}
-                    # The drafter of a run that a callback ends is evaluated as at the last step.
-                    evaluating = evaluating or self._ended
-                # A scheduler that asks a run to stop gives it little time, so it saves without an
-                # evaluation.
-                if evaluating and not trainer.stopping:
-                    self._evaluate_and_save()
-                    finished = self._finished()
-                elif saving:
-                    trainer.gather()
-                    calibration, _ = self.held_out.calibrate(trainer.drafter)
-                    self._save(trainer.artifact(calibration, state.step))
-                # Neither is a part of the steps whose speed is reported.
-                if evaluating or saving:
-                    trainer.pace.restart()
-                finished = finished or trainer.stopping
+        while not finished:
+            measured = self._log_possible(state.step + 1)
+            more, norm, positions = trainer.step(state.step, measured)
+            state.step += 1
+            # Ranks differ a little in padding; an exact number would need one more reduction a
+            # step.
+            state.tokens += positions * self.accelerator.num_processes
+            self.progress.update()
+            if good := math.isfinite(norm):
+                add_sums(sums, more)
+                state.skipped_in_a_row = 0
+            else:
+                self._skip()
+            evaluating = self._evaluation_due()
+            saving = trainer.stopping or (good and state.step % self.config.checkpoints.every == 0)
+            if sums and (evaluating or saving or state.step % self.config.log_every == 0):
+                self._log_training(sums, norm)
+                sums = {}
+                # The drafter of a run that a callback ends is evaluated as at the last step.
+                evaluating = evaluating or self._ended
+            # A scheduler that asks a run to stop gives it little time, so it saves without an
+            # evaluation.
+            if evaluating and not trainer.stopping:
+                self._evaluate_and_save()
+                finished = self._finished()
+            elif saving:
+                trainer.gather()
+                calibration = self.held_out.calibrate(trainer.drafter)
+                self._save(trainer.artifact(calibration, state.step))
+            # Neither is a part of the steps whose speed is reported.
+            if evaluating or saving:
+                trainer.pace.restart()
+            finished = finished or trainer.stopping
         if trainer.stopping and self.accelerator.is_main_process:
             log.warning(
                 "asked to stop: saved step %d of %d; the same command continues from there",
@@ -374,14 +361,9 @@ class TrainingLoop:
             return self.config.init_from is not None
         return step == self.trainer.total_steps or step % self._evaluate_every == 0
 
-    def _out_of_patience(self) -> bool:
-        """Return whether tau has not risen for as many evaluations as the run allows."""
-        # A patience of 0 never stops a run.
-        return 0 < self.config.evaluation.patience <= self.state.evaluations_without_gain
-
     def _finished(self) -> bool:
         """Return whether no step is left to do, now or at all."""
-        done = self.state.step >= self.trainer.total_steps or self._out_of_patience()
+        done = self.state.step >= self.trainer.total_steps
         return done or self._ended or self.trainer.stopping
 
     def _log_training(self, sums: Sums, norm: float) -> None:
@@ -409,7 +391,7 @@ class TrainingLoop:
     def _skip(self) -> None:
         """Count a step that was skipped because its gradient was not finite.
 
-        Raises `UserError`, with the batch written to a file, after more than `optim.max_skipped` in
+        Raises `UserError`, with the batch written to a file, after more than `MAX_SKIPPED` in
         a row, or if a weight is not finite, from which no later step recovers.
         """
         trainer, state = self.trainer, self.state
@@ -419,12 +401,11 @@ class TrainingLoop:
         # Of the whole weights, which are the same everywhere: every rank comes to the same
         # decision.
         ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
-        if ruined or state.skipped_in_a_row > self.config.optim.max_skipped:
-            path = trainer.keep_batch(state.step - 1, self.folder.path)
+        if ruined or state.skipped_in_a_row > MAX_SKIPPED:
             raise UserError(
                 f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a "
-                f"row; lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same "
-                "command continues from the last checkpoint"
+                "row; lower optim.lr or optim.clip_norm; the same command continues from the last "
+                "checkpoint"
             )
         if self.accelerator.is_main_process:
             log.warning(
@@ -440,46 +421,33 @@ class TrainingLoop:
         """
         trainer, state, held_out = self.trainer, self.state, self.held_out
         trainer.gather()
-        calibration, outcomes = held_out.calibrate(trainer.drafter)
+        calibration = held_out.calibrate(trainer.drafter)
         artifact = trainer.artifact(calibration, state.step)
-        estimate = held_out.estimate(artifact, outcomes)
+        metrics = held_out.estimate(artifact)
         candidate = self.folder.path / CANDIDATE
         if self.accelerator.is_main_process:
             artifact.save(candidate)
         # The other ranks load the folder as well, and must not look for it earlier.
         self.accelerator.wait_for_everyone()
         try:
-            measured = held_out.measure(candidate, lambda: trainer.stop.asked)
+            metrics |= held_out.measure(candidate, lambda: trainer.stop.asked)
         except GivenUp:
             # The state says that no evaluation of this step was done, so that the run that goes on
             # begins with it.
             trainer.stopping = True
             self._save(artifact)
             return
-        if measured is not None:
-            warn_of_differences(estimate, measured, trainer.target.dtype)
-        tau = estimate.tau if measured is None else measured.tau
+        if "tau_measured" in metrics:
+            warn_of_difference(metrics)
+        tau = metrics.get("tau_measured", metrics["tau_estimated"])
         # Without a round, as where every reply is one token, tau is NaN, which is above nothing.
         # The first one counts as 0 then: some drafter has to be the best.
         tau = 0.0 if math.isnan(tau) else tau
         # Before `_save`, which writes `state`: a resume has to know that this evaluation is done.
         state.evaluated = state.step
-        state.evaluations_without_gain += 1
         if tau > state.best_tau or state.best_step < 0:
-            state.best_tau, state.best_step, state.evaluations_without_gain = tau, state.step, 0
+            state.best_tau, state.best_step = tau, state.step
         self._save(artifact)
-        metrics = {
-            "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
-            **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
-        }  # fmt: skip
-        if measured is not None:
-            low, high = measured.interval
-            metrics |= {
-                "tau_measured": measured.tau,
-                "tau_measured_low": low,
-                "tau_measured_high": high,
-                **{f"tau@{bucket}": value for bucket, value in measured.by_position.items()},
-            }
         best = state.best_tau, state.best_step
         self._log(metrics, evaluation_line(state.step, trainer.total_steps, metrics, *best))
         self._call(lambda callback: callback.on_evaluate(state.step, metrics))
@@ -487,8 +455,8 @@ class TrainingLoop:
     def _save(self, artifact: Artifact) -> None:
         """Write the checkpoint of the state, link it, and delete old ones."""
         folder, state = self.folder, self.state
-        texts = self.trainer.batches.written_parts
-        folder.save(self.accelerator, state, self.config, artifact, texts)
+        written = self.trainer.batches.written
+        folder.save(self.accelerator, state, self.config, artifact, written)
         if self.accelerator.is_main_process:
             if state.best_step == state.step:
                 # Before the former best is deleted, so that the link never points to nothing.

@@ -54,10 +54,6 @@ class Method(ABC, Generic[RunT, DrafterT]):
     run_class: type[RunT]
     """Class of the run's config."""
     drafter_class: type[DrafterT]
-    replays_chain = True
-    """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
-    by default. True needs `length` and `width` among the settings of the proposer's `KIND`, and
-    `width=1` has to make a chain."""
     proposer_class: Any = None
     """Of a method of another package: class of its proposer, made of an `Artifact` and `settings`,
     a `TreeSettings`."""
@@ -107,15 +103,15 @@ class Method(ABC, Generic[RunT, DrafterT]):
         Raises `UserError` where gradients or sizes do not fit.
         """
 
-    def writers(
+    def writer(
         self, run: RunT, target: Target, drafter: DrafterT
-    ) -> list[tuple[str, Rollouts, Writer]]:
-        """Return what writes texts while the run goes on: name, settings, function.
+    ) -> tuple[Rollouts, Writer] | None:
+        """Return what writes texts while the run goes on, if it does: settings and function.
 
         By default nothing: heads and blocks draft from the target's states, whatever earlier rounds
         drafted.
         """
-        return []
+        return None
 
     def outcome(self, drafter: DrafterT, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
         """Return the table of `teacher_forced` of a text whose reply begins at `start`."""
@@ -126,7 +122,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """Return what the training pass drafts at each root of a text, as `[S, ..]`.
 
         `ids` `[S]` are the text, `hidden` its features. Each method defines the columns, which
-        `calibrate` and `accepted_by_root` read.
+        `calibrate` reads.
         """
 
     @abstractmethod
@@ -136,13 +132,6 @@ class Method(ABC, Generic[RunT, DrafterT]):
         `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
         reply. `tree_nodes`, which is stored too, are the nodes of the tree that the drafter is
         evaluated with. The keys are those of `heads.documents.Calibration`.
-        """
-
-    @abstractmethod
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        """Return how many drafts are right at each root of a text, S numbers.
-
-        `outcome` is the table of `teacher_forced`, `calibration` that of the drafter.
         """
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..heads.errors import UserError
+from ..distill.divergences import Teacher, loss_of_logits, overlap
+from ..distill.settings import NEEDS_LABELS, Divergence
 from .data.batches import Batch
 from .data.features import Features
 
+SMOOTHING = 0.5  # of D-PACE's chances, the paper's value
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metric name -> (sum, count), both scalars. They are added up over steps and ranks before they are
 divided."""
@@ -33,13 +35,6 @@ class Objective(Protocol):
     all_last: bool
     """True if the last hidden state is read at every position, false if only where a reply token
     comes next."""
-
-    def begin(self, progress: float) -> None:
-        """Prepare for an optimiser step; `progress` is the share of the run that lies before it.
-
-        For objectives that change during the run; by default nothing changes.
-        """
-        return
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the sum of weights in this batch for each term of the loss, from masks alone.
@@ -122,12 +117,67 @@ def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
     return survived.flip(-1).cumsum(-1).flip(-1) * valid
 
 
-def smoothed(chances: Tensor, share: float) -> Tensor:
-    """Return (1 - share) c + share, D-PACE's smoothing (arXiv 2605.18810).
+def smoothed(chances: Tensor) -> Tensor:
+    """Return (1 - s) c + s, D-PACE's smoothing (arXiv 2605.18810), s = `SMOOTHING`.
 
     Without it deep positions learn nothing while the shallow ones are still wrong.
     """
-    return (1 - share) * chances + share
+    return (1 - SMOOTHING) * chances + SMOOTHING
+
+
+class Drafts(NamedTuple):
+    """Drafts compared with what they have to learn; tensors of the shape of their labels."""
+
+    losses: Tensor
+    """Losses of the tokens, the only ones that carry a gradient."""
+    right: Tensor | None
+    """1 where the draft's best token is the target's, else 0; None without one to compare."""
+    overlaps: Tensor | None
+    """Overlaps of both distributions; None where they were not asked for."""
+    chances: Tensor | None
+    """Chances of acceptance for `survival_weights`; None where neither was asked for."""
+
+
+def compared(
+    loss: Divergence,
+    logits: Tensor,
+    labels: Tensor,
+    best: Tensor | None,
+    log_p: Tensor | None,
+    p: Tensor | None = None,
+    teacher: Teacher | None = None,
+    outside: Tensor | None = None,
+    overlaps: bool = True,
+    d_pace: bool = False,
+) -> Drafts:
+    """Return drafts with `logits` `[.., Vd]`, as the losses of all objectives judge them.
+
+    `labels` and `best`, the text's and the target's best tokens, are columns of the drafter's head,
+    -1 for a token that it does not have. `log_p`, or the `teacher` made of it, is what teaches;
+    `overlaps` are those with `p`, else with `log_p`. Chances are the overlaps, or with `d_pace` the
+    smoothed probabilities of the labels.
+
+    What cannot be drafted teaches nothing: a draft has no loss where `outside` is true, nor without
+    a column for its label if the loss reads labels.
+    """
+    # A label without a column is clamped to have one; its loss is set to 0.
+    columns = labels.clamp(min=0)
+    found = loss_of_logits(loss, logits, log_p, columns, p, teacher)
+    losses = found.losses
+    if outside is not None:
+        losses = losses.masked_fill(outside, 0.0)
+    if loss in NEEDS_LABELS:
+        losses = losses.masked_fill(labels < 0, 0.0)
+    with torch.no_grad():
+        # A best token of -1 equals no column, so a draft that cannot be made is a miss.
+        right = None if best is None else (found.best == best).float()
+        chances = alpha = found.overlaps
+        if alpha is None and overlaps and log_p is not None:
+            chances = alpha = overlap(logits - found.log_sums[..., None], log_p)
+        if d_pace:
+            label_logits = logits.gather(-1, columns[..., None])[..., 0]
+            chances = smoothed((label_logits - found.log_sums).exp() * (labels >= 0))
+    return Drafts(losses, right, alpha, chances)
 
 
 def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -> Sums:
@@ -171,12 +221,6 @@ def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
     by_depth = [value for key, value in metrics.items() if key.startswith("surv@")]
     # A depth without roots has a mean of NaN.
     return {"tau_rows": 1 + sum(value for value in by_depth if not math.isnan(value))}
-
-
-def check_backend(backend: str, device: torch.device) -> None:
-    """Raise `UserError` for a backend of attention that has no gradients on this device."""
-    if backend == "flex" and device.type == "cpu":
-        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
 
 
 def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from ..inference.costs import gpu_named
-
 PARTS = ("data", "target", "drafter", "optimiser")
 """Parts of a step.
 
@@ -18,22 +16,12 @@ data: making batches and counting their weights; target: the target's features; 
 and backward passes; optimiser: clipping, and the change of the weights."""
 
 
-def peak_of(device: torch.device) -> float | None:
-    """Return the FLOP/s in bf16 on this GPU's data sheet; None for others, and for a CPU."""
-    if device.type != "cuda":
-        return None
-    gpu = gpu_named(torch.cuda.get_device_name(device))
-    return None if gpu is None else 1e12 * gpu.tflops
-
-
 class Pace:
     """Clock of a rank: seconds of each part of the steps since the last report."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
-        self._cuda, self._ranks, self._peak = device.type == "cuda", ranks, peak_of(device)
+        self._cuda, self._ranks = device.type == "cuda", ranks
         self._spans: list[tuple[str, Any, Any]] = []
-        self.flops_per_position = 0.0
-        """Floating-point operations of one position, forward and backward; set by the trainer."""
         self._since = time.perf_counter()
         self._positions = 0
 
@@ -65,7 +53,7 @@ class Pace:
         """Return the speed since the last report, and begin to count again.
 
         `tokens_s` are positions per second over all ranks; `share_*` the share of each part in this
-        rank's time; `mfu`, where the GPU's peak is known, its share that the operations take.
+        rank's time.
         """
         # One wait for each report: the last event has then happened, and so have all before it.
         if self._cuda and self._spans:
@@ -78,7 +66,5 @@ class Pace:
             seconds[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         metrics = {"tokens_s": self._positions * self._ranks / passed}
         metrics |= {f"share_{name}": spent / passed for name, spent in seconds.items()}
-        if self._peak is not None and self.flops_per_position:
-            metrics["mfu"] = self.flops_per_position * self._positions / passed / self._peak
         self.restart()
         return metrics

@@ -5,27 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
+from ..inference.decode import Request
 from ..inference.targets.target import Target, TargetSource
 from .config import RunConfig
-from .data.batches import Batch, Batches
+from .data.batches import Batch, Batches, Document
 from .data.features import FeatureSource
-from .data.rollouts import Writer, Written
+from .data.rollouts import Written
 from .endings import Stop
 from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
-from .outline import FORWARD, ConfigOnly, outlined
 from .pace import Pace
 from .parallel import check_optimizer, fuses_optimizer, gather, norm_of, prepare, twin_of
 from .provenance import data_sets, provenance
@@ -58,7 +56,8 @@ class Trainer:
         before = drafter_before(run, target)
         self._trained: Any = method.make_drafter(run, target, batches, before)
         if before is not None:
-            warm_start(self._trained, before, run.init_from)
+            # Of the same shape: `make_drafter` takes that of `before`.
+            self._trained.load_state_dict(before.drafter.state_dict())
         self.objective: Objective = method.make_objective(run, target, self._trained)
         self.stop = Stop()
         self.source: FeatureSource = inputs.make_source(
@@ -74,11 +73,7 @@ class Trainer:
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, batches.rows, run.optim.clip_norm
         )
-        batches.written_parts = self._written_parts(method)
-        # The shape of a run that begins with a drafter is that drafter's, not the config's.
-        self._outline = outlined(method, run, cast(ConfigOnly, target)) if before is None else None
-        live = target.decoder.parameters() if isinstance(target, Target) else ()
-        self._target_size = sum(p.numel() for p in live)
+        batches.written = self._written(method)
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         if run.features.store is None and (names := data_sets(run.data.sources)):
             self.provenance["data"]["datasets"] = names
@@ -86,37 +81,30 @@ class Trainer:
         self.stopping = False
         """True on every rank once any of them was asked to end."""
 
-    def _written_parts(self, method: AnyMethod) -> list[Written]:
-        """Return the parts of the data that are written during training (rollouts, errors).
+    def _written(self, method: AnyMethod) -> Written | None:
+        """Return the part of the data that is written during training, if there is one.
 
-        Raises `UserError` if they need a target that is not whole, or more than all rows.
+        Raises `UserError` if it needs a target that is not whole.
         """
         target = self.target
-        # Tuples (name, config, function that writes). A target that is not whole is refused below,
-        # before a writer is called.
-        writers = method.writers(self.run, cast(Target, target), self.drafter)
-        used = [writer for writer in writers if writer[1].share]
-        if used and not isinstance(target, Target):
+        # A target that is not whole is refused below, before the writer is called.
+        found = method.writer(self.run, cast(Target, target), self.drafter)
+        if found is None:
+            return None
+        if not isinstance(target, Target):
             raise UserError(
-                f"{used[0][0]}.share needs the whole target, to write or to read texts; leave "
-                "out the features section"
+                "rollouts.share needs the whole target, to judge texts; leave out the features "
+                "section"
             )
-        if sum(config.share for _, config, _ in used) > 1:
-            raise UserError(
-                "rollouts.share and errors.share add up to more than 1; lower one of them"
-            )
-        return [
-            Written(
-                name,
-                config,
-                self._up_to_date(write),
-                self.batches,
-                self.accelerator,
-                self.total_steps,
-                target.together,
-            )
-            for name, config, write in used
-        ]
+        config, write = found
+
+        def written(prompts: Sequence[Request], seed: int) -> list[Document]:
+            self.gather()  # texts are written with the current weights
+            return write(prompts, seed)
+
+        return Written(
+            config, written, self.batches, self.accelerator, self.total_steps, target.together
+        )
 
     def _coverage(self) -> dict[str, float]:
         """Return the share of the target's tokens in the data that lie in the draft vocabulary.
@@ -132,15 +120,6 @@ class Trainer:
         """Copy the trained weights into `drafter`; all ranks call this."""
         gather(self._trained, self.drafter)
 
-    def _up_to_date(self, write: Writer) -> Writer:
-        """Return `write`, preceded by a `gather`: texts are written with the current weights."""
-
-        def gathered(*arguments: Any) -> Any:
-            self.gather()
-            return write(*arguments)
-
-        return gathered
-
     def step(self, index: int, measured: bool = True) -> tuple[Sums, float, int]:
         """Do one optimiser step (`index` from 0); all ranks call this.
 
@@ -149,17 +128,15 @@ class Trainer:
         not finite, nothing was changed: the step is left out here, and DeepSpeed, which steps on
         its own, leaves it out itself.
         """
-        # Before the weights are counted, since the objective may change its terms here.
-        self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
-            self.batches.before_step(index)
+            if self.batches.written is not None:
+                self.batches.written.before_step(index)
             micro = self.micro_batches(index)
             denominators = self._global_weights(micro)
         # Before the forward pass, since DeepSpeed steps within its backward pass.
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
-        self.pace.flops_per_position = self._flops(micro, positions)
         sums = self._forward_backward(micro, denominators, measured)
         with self.pace.part("optimiser"):
             norm = norm_of(
@@ -171,17 +148,6 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         self.pace.count(positions)
         return sums, norm, positions
-
-    def _flops(self, micro: Sequence[Batch], positions: int) -> float:
-        """Return floating-point operations of a position: the drafter's and the target's forward.
-
-        A run that begins with one pass of its drafter (`single_step_share`) is counted as later on.
-        0 where they are not known.
-        """
-        if self._outline is None:
-            return 0.0
-        written = sum(int(batch.mask.sum()) for batch in micro) / positions
-        return self._outline.training_operations(written) + FORWARD * self._target_size
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this rank in step `index`."""
@@ -240,18 +206,6 @@ class Trainer:
             self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step}
         )
 
-    def keep_batch(self, index: int, folder: Path) -> Path:
-        """Write what this rank saw in step `index` into a file in `folder`; return its path."""
-        rank = self.accelerator.process_index
-        path = folder / f"bad-batch-step-{index + 1:06d}-rank-{rank}.safetensors"
-        tensors = {}
-        # Made again, since the rows of a step are a function of its index.
-        for number, batch in enumerate(self.micro_batches(index)):
-            for name in ("ids", "positions", "documents", "mask"):
-                tensors[f"{number}.{name}"] = getattr(batch, name).contiguous()
-        save_file(tensors, path)
-        return path
-
 
 def drafter_before(run: RunConfig, target: TargetSource) -> Artifact | None:
     """Load the drafter `run.init_from` to start from; None if the run names none.
@@ -269,18 +223,3 @@ def drafter_before(run: RunConfig, target: TargetSource) -> Artifact | None:
     for line in differences:
         log.warning("%s; training it for this target", line)
     return loaded
-
-
-def warm_start(drafter: nn.Module, before: Artifact, folder: str | None) -> None:
-    """Fill `drafter` with the weights of the artifact `before`, loaded from `folder`.
-
-    Raises `UserError` if the shapes differ.
-    """
-    try:
-        drafter.load_state_dict(before.drafter.state_dict())
-    except RuntimeError as error:
-        # torch's message has a heading, then a line for each tensor.
-        reason = [line.strip() for line in str(error).splitlines()][1]
-        raise UserError(
-            f"init_from {folder} has another shape than this run's heads: {reason}"
-        ) from error

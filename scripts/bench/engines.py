@@ -81,7 +81,7 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
     arguments += [
         "--rows-per-step",
         "2",
-        "--evaluation.prompts",
+        "--evaluation.limit",
         "2",
         "--evaluation.every",
         "9999",

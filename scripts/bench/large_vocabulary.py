@@ -62,7 +62,6 @@ def make_step(target: Target, name: str, drafted: int | None, options: argparse.
     batches: Any = SimpleNamespace(token_counts=lambda vocab: counts)
     drafter = method.make_drafter(run, target, batches, None)
     objective = method.make_objective(run, target, drafter)
-    objective.begin(1.0)
     module, source = TrainingModule(drafter, objective), LiveTarget(target, drafter.taps)
     optimizer, denominators = make_optimizer(run.optim, module), objective.weights(batch)
 

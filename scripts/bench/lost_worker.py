@@ -147,7 +147,7 @@ def extract(folder: Path, workers: int, table: Table) -> bool:
     config["out"] = str(folder / "run")
     config["data"]["sources"] = [{"path": str(folder / "replies"), "name": "train"}]
     config["data"]["held_out"] = {"by": "row", "share": 0.05}
-    config["evaluation"] |= {"prompts": 2, "max_new_tokens": 16}
+    config["evaluation"] |= {"limit": 2, "max_new_tokens": 16}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     common = ["data", "extract", "--method", "eagle", "--config", folder / "run.yaml"]
     common += ["--rows-per-shard", ROWS_PER_SHARD]

@@ -122,8 +122,8 @@ def random_features(target: Target, batch: Batch, taps: Sequence[int]) -> Featur
 
 
 def training_operations(method: str, target: Target, drafter: Any, batch: Batch) -> float:
-    """Return the floating-point operations of a training step, by the formula that `mfu` in a
-    run's log takes: those of the matrices, without attention."""
+    """Return the floating-point operations of a training step, by the formula of
+    `draftsmith data plan`: those of the matrices, without attention."""
     known = method_named(method)  # type: ignore[arg-type]
     run = run_of(known)
     if method == "medusa":
@@ -156,7 +156,6 @@ def training_step(
     for option, value in objective_options.items():
         setattr(run.objective, option, value)
     objective = known.make_objective(run, target, drafter)
-    objective.begin(1.0)
     module = TrainingModule(drafter, objective, bf16)
     denominators = objective.weights(batch)
     learning = [p for p in drafter.parameters() if p.requires_grad]

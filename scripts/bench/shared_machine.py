@@ -41,7 +41,7 @@ def stages(folder: Path) -> dict[str, list[str]]:
 
     def training(method: str, steps: int) -> list[str]:
         config = f"configs/{method}/quickstart.yaml"
-        every = ["--evaluation.every", str(steps), "--evaluation.prompts", "4"]
+        every = ["--evaluation.every", str(steps), "--evaluation.limit", "4"]
         out = ["--out", str(folder / method), "--max-steps", str(steps)]
         return ["train", method, "--config", config, *out, *every]
 

@@ -147,7 +147,7 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
         "rows_per_step": 1,
         "max_steps": plan.steps,
         "log_every": 1,
-        "evaluation": {"every": 1000, "prompts": 2, "max_new_tokens": plan.tokens, "tree_nodes": 8},
+        "evaluation": {"every": 1000, "limit": 2, "max_new_tokens": plan.tokens, "tree_nodes": 8},
         # One is resumed from; of a large target each takes gigabytes.
         "checkpoints": {"every": 1 if method == "eagle" else 1000, "keep": 1},
         **parts,

@@ -27,7 +27,7 @@ from draftsmith.train.methods.eagle import METHOD
 from tests.architectures import architecture
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle
-from tests.trained import chat_prompts
+from tests.trained import accepted_in_chains, chat_prompts
 
 LENGTH = 4
 
@@ -49,7 +49,7 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = METHOD.teacher_forced(drafter, hidden, ids, LENGTH)
-        trained = replay(METHOD.accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
+        trained = replay(accepted_in_chains(ranks, LENGTH), len(prompt), len(ids))
         for width, nodes in ((1, None), (4, 12)):
             expanded = rounds_on_text(
                 EagleProposer(drafter, TreeSettings(length=LENGTH, width=width, nodes=nodes)),

@@ -17,7 +17,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.medusa import METHOD
 from tests.conftest import random_heads, tiny_target
-from tests.trained import chat_prompts, story_prompts, trained_artifact
+from tests.trained import accepted_in_tree, chat_prompts, story_prompts, trained_artifact
 
 
 def check(
@@ -35,7 +35,7 @@ def check(
         with torch.no_grad():
             last = target.forward(torch.tensor([ids])).last[0]
         ranks = METHOD.teacher_forced(heads, Hidden(last), torch.tensor(ids))
-        estimated = replay(METHOD.accepted_by_root(ranks, calibration), len(prompt), len(ids))
+        estimated = replay(accepted_in_tree(ranks, calibration), len(prompt), len(ids))
         decoded = emitted_per_round(generate_one(target, proposer, prompt, limit))
         assert estimated == decoded
         busy += sum(count > 1 for count in decoded)

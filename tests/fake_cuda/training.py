@@ -31,7 +31,7 @@ from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.method import method_named
-from draftsmith.train.methods import blocks, dflash, ranks, recycling, unroll
+from draftsmith.train.methods import blocks, dflash, ranks, unroll
 from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
 from tests.architectures import architecture
@@ -213,7 +213,6 @@ def beginnings() -> dict[str, Any]:
                 patch.object(dflash, "mask_token_for", lambda *_: 3),
                 patch.object(ranks, "batch_of_text", lambda _: text),
                 patch.object(dflash, "batch_of_text", lambda _: text),
-                patch.object(recycling, "batch_of_text", lambda _: text),
                 patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
                 torch.inference_mode(),
                 Cuda(),
@@ -255,10 +254,13 @@ def steps() -> dict[str, Any]:
     for way, drafter in drafters.items():
         method = way.partition(" ")[0]
         drafter.requires_grad_(True)
-        backends = ("sdpa", "flex") if method not in ("medusa", "distill") else ("",)
-        for backend in backends:
-            options = {"attention": backend} if backend else {}
-            found[f"{way} {backend}".strip()] = step(method, target, drafter, options)
+        backends = {"eagle": ("flex",), "dflash": ("sdpa", "flex"), "dspark": ("sdpa", "flex")}
+        for backend in backends.get(method, ("",)):
+            with (
+                patch.object(unroll, "backend_for", lambda *_, one=backend: one),
+                patch.object(blocks, "backend_for", lambda *_, one=backend: one),
+            ):
+                found[f"{way} {backend}".strip()] = step(method, target, drafter, {})
     float32 = step("distill", exact, drafters["distill"], {}, bf16=False)
     return found | {"distill float32": float32}
 

@@ -93,7 +93,7 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
     target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
     assert target.fingerprint() == live.fingerprint()
-    target.client = Client(url, "target", LAYERS, 4)
+    target.client = Client(url, "target", LAYERS)
     generator = torch.Generator().manual_seed(0)
 
     def document(n):
@@ -121,7 +121,7 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
     target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
-    target.client = Client(url, "target", LAYERS, 4)
+    target.client = Client(url, "target", LAYERS)
     asked: list[int] = []
     post = target.client._http.post
     target.client._http.post = lambda *args, **more: (asked.append(1), post(*args, **more))[1]  # type: ignore[method-assign]
@@ -207,10 +207,10 @@ def test_what_a_server_cannot_give_is_said(server: tuple[str, Path], tmp_path: P
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, *options)
     assert done.returncode != 0 and "this run needs layers [1] of the server too" in done.stderr
     target = embedding_and_head_in(str(QUICKSTART), torch.device("cpu"), "auto", ServedTarget)
-    target.client = Client(url, "target", [2, 8], 1)
+    target.client = Client(url, "target", [2, 8])
     with pytest.raises(UserError, match="gives states of 4 layers, features.server_layers names 2"):
         list(target.client.ask([[5, 6, 7]]))
     with pytest.raises(UserError, match="refuses 600 tokens"):
-        Client(url, "target", LAYERS, 1)._one([5] * 600, 1)
+        Client(url, "target", LAYERS)._one([5] * 600, 1)
     with pytest.raises(UserError, match="does not answer"):
-        Client("http://127.0.0.1:9", "target", LAYERS, 1)._one([5], 1)
+        Client("http://127.0.0.1:9", "target", LAYERS)._one([5], 1)

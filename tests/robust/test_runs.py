@@ -37,7 +37,7 @@ def run(
     config = make_config(
         folder,
         saved_tiny,
-        evaluation={"every": 10, "prompts": 2, "max_new_tokens": 8, "tree_nodes": 6},
+        evaluation={"every": 10, "limit": 2, "max_new_tokens": 8, "tree_nodes": 6},
     )
     disturb(command_of(config), 12, signal.SIGKILL)
     assert RunFolder(str(folder / "run")).steps() == [5, 10]

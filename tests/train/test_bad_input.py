@@ -415,7 +415,7 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
         tmp_path,
         saved_tiny,
         max_steps=100_000,
-        evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4},
+        evaluation={"every": 100_000, "limit": 2, "max_new_tokens": 4},
     )
     process = subprocess.Popen(
         [PYTHON, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),

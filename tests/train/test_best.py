@@ -75,7 +75,7 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
             },
             "heads": {"num_heads": 3}, "epochs": 40, "max_steps": 24, "rows_per_step": 4,
             "optim": {"lr": 3e-3},
-            "evaluation": {"every": 8, "prompts": 12, "max_new_tokens": TOKENS, "tree_nodes": 8},
+            "evaluation": {"every": 8, "limit": 12, "max_new_tokens": TOKENS, "tree_nodes": 8},
             "checkpoints": {"every": 8, "keep": 9},
         }  # fmt: skip
         path = tmp_path / f"{name}.yaml"

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import draftsmith
 from draftsmith.train.config import Tracker
-from draftsmith.train.tracking import flat, spelled
+from draftsmith.train.log_lines import flat, spelled
 from tests.train.commands.test_exporting import Hub, hub  # noqa: F401
 from tests.train.test_loop import make_config
 
@@ -45,7 +45,7 @@ class Recorder(draftsmith.Callback):
 SHORT: dict[str, Any] = {
     "max_steps": 4,
     "log_every": 2,
-    "evaluation": {"every": 4, "prompts": 2, "max_new_tokens": 4, "tree_nodes": 4},
+    "evaluation": {"every": 4, "limit": 2, "max_new_tokens": 4, "tree_nodes": 4},
     "checkpoints": {"every": 100},
 }
 
@@ -94,11 +94,11 @@ def test_the_best_drafter_is_pushed_and_a_failing_push_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = make_config(tmp_path, saved_tiny, **SHORT)
-    given: dict[str, Any] = {"config": config, "push": "me/medusa", "push_each_best": True}
+    given: dict[str, Any] = {"config": config, "push": "me/medusa"}
     with caplog.at_level("INFO"):
         best = draftsmith.train("medusa", **given)
     assert [line for line in caplog.messages if line.startswith("pushed: http")]
-    assert len(Hub.created) == 1, "at the new best; at the end the same drafter is there already"
+    assert len(Hub.created) == 1
     assert "private" in (
         Hub.created[0].get("visibility"),
         *(["private"] * Hub.created[0].get("private", False)),
@@ -106,7 +106,7 @@ def test_the_best_drafter_is_pushed_and_a_failing_push_ends_nothing(
     assert {"README.md", "config.json", "draftsmith.json"} <= Hub.files.keys()
     assert b"# Medusa" in Hub.files["README.md"]
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert draftsmith.train("medusa", **{**given, "push_each_best": False}) == best
+    assert draftsmith.train("medusa", **given) == best
     (warning,) = [line for line in caplog.messages if line.startswith("not pushed: ")]
     assert "the hub does not take it as me/medusa" in warning
     again = f"draftsmith export --drafter {best.resolve()} --to vllm --out {tmp_path}/run/pushed"
@@ -146,8 +146,6 @@ def test_a_push_is_refused_offline(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(tmp_path, saved_tiny, **SHORT)
     with pytest.raises(draftsmith.UserError, match="unset HF_HUB_OFFLINE, or leave push out"):
         draftsmith.train("medusa", config=config, push="me/mine")
-    with pytest.raises(draftsmith.UserError, match="push_each_best needs push"):
-        draftsmith.train("medusa", config=config, push_each_best=True)
 
 
 def test_trackers_are_those_of_accelerate() -> None:
@@ -180,7 +178,7 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.chdir(tmp_path)
     config = make_config(tmp_path, saved_tiny, **SHORT)
-    draftsmith.train("medusa", config=config, tracker=tracker, project="mine")
+    draftsmith.train("medusa", config=config, tracker=tracker)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     wanted = {(row["step"], name) for row in rows for name in row if name != "step"}
     if tracker == "mlflow":
@@ -198,9 +196,9 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
         import trackio  # type: ignore[import-not-found]
         from trackio.sqlite_storage import SQLiteStorage  # type: ignore[import-not-found]
 
-        (run,) = trackio.Api().runs("mine")
+        (run,) = trackio.Api().runs("draftsmith")
         params = run.config
-        logs = SQLiteStorage.get_logs("mine", run.name, run_id=run.id)
+        logs = SQLiteStorage.get_logs("draftsmith", run.name, run_id=run.id)
         found = {(row["step"], name) for row in logs for name in row}
     assert wanted <= found
     assert params["target.path"] == str(saved_tiny) and str(params["optim.lr"]) == "0.001"

@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
 from draftsmith.train.command_line.parse import parse
-from draftsmith.train.commands.cli import named_again
 from draftsmith.train.config import Evaluation
 from draftsmith.train.division import Division, divided, interval
-from draftsmith.train.loop import check_before_loading
-from draftsmith.train.method import method_named
-from draftsmith.train.methods.dflash import DFlashRun
 from draftsmith.train.methods.medusa import MedusaRun
 
 
@@ -97,16 +93,3 @@ def test_an_interval_as_it_is_given(word: str, steps: int, tmp_path: Path) -> No
 def test_a_part_of_a_step_is_refused() -> None:
     with pytest.raises(UserError, match="every is 2.5; give a whole number of steps, or a share"):
         Evaluation(every=2.5)
-
-
-def test_attention_that_a_cpu_has_not_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"target: {{path: none, device: cpu, dtype: bfloat16}}\ndata: {{sources: [d.jsonl]}}\n"
-        f"out: {tmp_path / 'o'}\nobjective: {{attention: flex}}\n"
-    )
-    run = parse(DFlashRun, ["--config", str(config)], "x")
-    with pytest.raises(UserError, match="objective.attention is flex"):
-        check_before_loading(run, method_named("dflash"))
-    # What a run says at its end names the target as it was loaded.
-    assert named_again("none", run) == "--target none --dtype bfloat16 "

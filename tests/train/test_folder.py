@@ -25,7 +25,7 @@ from tests.train.test_bad_input import expect
 from tests.train.test_faults import command_of, disturb
 from tests.train.test_loop import environment, make_config, resumed_at
 
-LONG = {"max_steps": 100_000, "evaluation": {"every": 100_000, "prompts": 2, "max_new_tokens": 4}}
+LONG = {"max_steps": 100_000, "evaluation": {"every": 100_000, "limit": 2, "max_new_tokens": 4}}
 
 
 def lock_of(path: Path) -> Path:

@@ -81,7 +81,6 @@ MEANINGS = {
     "KEY=VALUE": "Change of a key",
     "TEXT": "[Tt]ext|Prompt",
     "JSON": "Variables",
-    "FIELD": "Field",
     "TIME": "moment",
     "N/N": r"such as \d+/\d+",
     "N%": r"such as \d%",
@@ -121,7 +120,7 @@ def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
 
 def test_numbers_and_names_are_not_shown_as_files() -> None:
     page = help_page(CLASSES["train eagle"](), "draftsmith train eagle", True)
-    assert "--evaluation.prompts N\n" in page and "--errors.prompts N " in page
+    assert "--evaluation.limit N " in page and "--evaluation.tree-nodes N\n" in page
     assert "--data.held-out.sources NAME" in page and "--data.sources FILE,FILE,..." in page
 
 

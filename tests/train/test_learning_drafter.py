@@ -27,6 +27,7 @@ from draftsmith.train.config import Evaluation
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.method import Method, method_named
 from tests.conftest import PYTHON, QUICKSTART, ROOT
+from tests.trained import accepted_in_chains
 
 METHOD = "scripts.learning_drafter:Gru"
 PROMPTS = [
@@ -63,7 +64,7 @@ def trained(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "rows_per_step": 1,
         "log_every": 1,
         "optim": {"lr": 1e-2},
-        "evaluation": {"every": 1.0, "prompts": 1, "max_new_tokens": 16},
+        "evaluation": {"every": 1.0, "limit": 1, "max_new_tokens": 16},
     }
     best = draftsmith.train(METHOD, QUICKSTART, **options)
     assert draftsmith.train(method_named(METHOD).__class__, QUICKSTART, **options) == best
@@ -92,7 +93,7 @@ def test_the_training_pass_and_drafting_agree(quickstart: Target, trained: Path)
     ids, method = torch.tensor(text.ids), method_named(METHOD)
     with torch.no_grad():
         outcome = method.teacher_forced(artifact.drafter, text.hidden, ids)
-    accepted = method.accepted_by_root(outcome, artifact.calibration)
+    accepted = accepted_in_chains(outcome, artifact.calibration["length"])
     drafted = rounds_on_text(proposer_of(artifact, width=1), ids, text.start, text.hidden)
     assert replay(accepted, text.start, len(ids)) == drafted and max(drafted) > 1
 

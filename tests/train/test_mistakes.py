@@ -16,12 +16,12 @@ from tests.train.test_bad_input import expect, quick
 HF_NAMES = {
     "report_to": "--tracker", "bf16": "--precision", "fp16": "--precision",
     "gradient_checkpointing": "--objective.recompute", "dataset_name": "--data.sources",
-    "resume_from_checkpoint": "--checkpoints.resume", "push_to_hub": "--push",
+    "push_to_hub": "--push",
     "model_name_or_path": "--target", "num_train_epochs": "--epochs", "max_length":
     "--data.max-length", "logging_steps": "--log-every", "save_steps": "--checkpoints.every",
     "eval_steps": "--evaluation.every", "max_seq_length": "--data.max-length",
     "warmup_ratio": "--optim.warmup-share", "lr_scheduler_type": "--optim.schedule",
-    "weight_decay": "--optim.weight-decay or --optim.muon-weight-decay",
+    "weight_decay": "--optim.weight-decay",
     "dataset": "--data.sources", "per_device_train_batch_size": "--batch-rows",
 }  # fmt: skip
 EAGLE = "train eagle --config configs/eagle/quickstart.yaml"

@@ -17,12 +17,11 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.config import Data, Optim, RunConfig, Source, TargetConfig
 from draftsmith.train.methods.runs import DFlashRun, DSparkRun, EagleRun
-from draftsmith.train.muon import orthogonal
 from draftsmith.train.parallel import check_optimizer
-from draftsmith.train.schedule import hidden_matrices, make_optimizer
+from draftsmith.train.schedule import hidden_matrices, make_optimizer, orthogonal
 from tests.conftest import tiny_target
 
-OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9), momentum=0.7, muon_weight_decay=0.2)
+OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9))
 
 
 def drafter() -> MedusaHeads:
@@ -75,7 +74,7 @@ def test_a_step_is_torchs_muon_for_the_matrices_and_torchs_adamw_for_the_rest(
     rest = [p for p in reference.parameters() if id(p) not in chosen]
     theirs: list[torch.optim.Optimizer] = [
         torch.optim.Muon(
-            matrices, lr=0.01, momentum=0.7, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
+            matrices, lr=0.01, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         ),
         torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0),
     ]

@@ -21,7 +21,7 @@ from tests.train.test_loop import METHODS, make_config, weights
 DERIVED = {
     "medusa": {},
     "eagle": {"objective.steps": 7, "objective.feature_weight": 0.0, "heads.norm_taps": True},
-    "eagle1": {"objective.steps": 1, "objective.noise": 0.1, "heads.norm_taps": False},
+    "eagle1": {"objective.steps": 1, "objective.token_weight": 0.1, "heads.norm_taps": False},
     "mtp": {"objective.steps": 3},
     "dflash": {"objective.gamma": None},
     "dspark": {"objective.gamma": 4.0},

@@ -130,6 +130,8 @@ def known_name(name: str, types: dict[str, Any]) -> str:
     """Return the name of the field that an option means."""
     if name == "target" and "target.path" in types:
         return "target.path"
+    if name not in types and name.endswith(".prompts"):  # what a limit was called before
+        name = name.removesuffix("prompts") + "limit"
     # --from is the field from_, since a field cannot have the name of a Python keyword.
     for meant in (f"{name}_", *(f"{group}.{name}" for group in SHORT_GROUPS)):
         if name not in types and meant in types:

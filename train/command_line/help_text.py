@@ -31,7 +31,7 @@ FORMS = {
     "FILE": "config data json profile prompts report reports vocab_data",
     "FOLDER": "adapter features from init_from out path store target",
     "ADDRESS": "host", "DEVICE": "device", "DRAFTER": "drafter", "ENGINE": "like",
-    "FIELD": "time_field", "JSON": "chat_template_kwargs", "KEY": "api_key", "KEY=VALUE": "set",
+    "JSON": "chat_template_kwargs", "KEY": "api_key", "KEY=VALUE": "set",
     "N%": "fail_on_regression", "N/N": "share", "PATH": "runs", "TEXT": "prompt stop",
     "TIME": "since", "TYPE": "dtype", "URL": "server url",
 }  # fmt: skip

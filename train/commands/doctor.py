@@ -30,11 +30,11 @@ from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import config_with
 from ..config import RunConfig
 from ..data.features import LiveTarget
+from ..engines import check_engines
 from ..loop import check_beginning, check_with_target
 from ..method import MethodName, method_for, method_named, run_class_named
 from ..outline import target_of_run
 from ..provenance import versions
-from ..serving import check_engines
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 

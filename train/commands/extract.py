@@ -11,9 +11,10 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
@@ -39,6 +40,7 @@ from ...inference.targets.stored import (
     SAMPLE_FILE,
     TEXTS_FILE,
     HeldOutText,
+    StoreLayout,
     manifest_of,
     read_manifest,
     save_embedding_and_head,
@@ -53,7 +55,6 @@ from ..data.features import FeatureSource, LiveTarget
 from ..data.served import ServedFeatures, ServedTarget, served_texts
 from ..data.store import (
     AGAIN,
-    Layout,
     ShardWriter,
     announce,
     missing_shards,
@@ -67,7 +68,7 @@ from ..evaluation import held_out_prompts, write_text
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import method_for, method_named
-from ..methods.beginnings import take_heads_before
+from ..methods.first_weights import take_heads_before
 from ..parallel import load_models_whole, only_launch, time_limit
 from ..provenance import provenance
 from .options import ExtractOptions as Options
@@ -99,7 +100,7 @@ def run(options: Options) -> None:
     with only_launch(options.out):
         target = target_for(config, options, accelerator)
         taps, all_last = method.features_of(config, target)
-        layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
+        layout = StoreLayout([*taps], all_last, options.dtype, options.rows_per_shard, options.ring)
         Extraction(Path(options.out), name, config, target, layout, accelerator).run()
     accelerator.end_training()
 
@@ -125,7 +126,7 @@ class Extraction:
     method: str
     config: RunConfig
     target: TargetSource
-    layout: Layout
+    layout: StoreLayout
     accelerator: Accelerator
 
     def run(self) -> None:
@@ -151,10 +152,10 @@ class Extraction:
             # The note that a former training run is done would end this extractor at once.
             on_first(lambda: announce(store, 0) if wanted(store)[1] else None)
         if isinstance(target, ServedTarget):
-            source: FeatureSource = ServedFeatures(target, layout.taps)
+            source: FeatureSource = ServedFeatures(target, tuple(layout.taps))
         else:
             assert isinstance(target, Target), "a store is extracted from a target that runs"
-            source = LiveTarget(target, layout.taps)
+            source = LiveTarget(target, tuple(layout.taps))
         slowest = self.write_shards(source, batches)
         if self.accelerator.is_main_process:
             if layout.ring is None:
@@ -169,8 +170,8 @@ class Extraction:
         The sample has the taps of a text by their numbers, and its token ids as "ids"; it is what
         `StoredTarget.tap_sample` gives back.
         """
-        target, taps, evaluation = self.target, self.layout.taps, self.config.evaluation
-        prompts = held_out_prompts(tables, evaluation.prompts, target.max_positions - 2)
+        target, taps, evaluation = self.target, tuple(self.layout.taps), self.config.evaluation
+        prompts = held_out_prompts(tables, evaluation.limit, target.max_positions - 2)
         if isinstance(target, ServedTarget):
             texts = served_texts(target, prompts, taps, evaluation)
         else:
@@ -209,7 +210,7 @@ class Extraction:
         # Held-out texts are few, and drafters are judged by them, so fp8 is not used for them.
         exact = torch.float32 if self.layout.dtype == "float32" else torch.bfloat16
         with whole_file(store / TEXTS_FILE) as aside:
-            save_texts(texts, self.layout.taps, exact, aside)
+            save_texts(texts, tuple(self.layout.taps), exact, aside)
         with whole_file(store / SAMPLE_FILE) as aside:
             save_file(sample, aside)
         # `shards/` and `data/` have checksums of their own, and `wanted.json` changes.
@@ -229,23 +230,20 @@ class Extraction:
 
     def facts(self, identity: str) -> JsonObject:
         """Return what the manifest holds about a run whose tables have this `identity`."""
-        config, taps = self.config, list(self.layout.taps)
-        temperature = config.evaluation.temperature
-        # Left out where it is 0, as in stores of before there was such a key.
-        sampled = {"temperature": temperature} if temperature else {}
+        config = self.config
         return {
             "schema": SCHEMA,
             "method": self.method,
             "target": self.target.fingerprint().as_dict(),
-            "layout": {**asdict(self.layout), "taps": taps},
-            "taps": taps,
+            "layout": msgspec.to_builtins(self.layout),
+            "taps": self.layout.taps,
             "max_length": config.data.max_length,
             "seed": config.seed,
             "tables": identity,
             "held_out": {
-                "prompts": config.evaluation.prompts,
+                "limit": config.evaluation.limit,
                 "max_new_tokens": config.evaluation.max_new_tokens,
-                **sampled,
+                "temperature": config.evaluation.temperature,
             },
         }
 
@@ -296,7 +294,7 @@ class Extraction:
         return slowest
 
 
-def shards_of(layout: Layout, batches: Batches) -> int:
+def shards_of(layout: StoreLayout, batches: Batches) -> int:
     """Return the number of shards of a whole store."""
     # Rounded up: 10 packs in shards of 4 are 3 shards.
     return -(-batches.packs // layout.rows_per_shard)

@@ -23,7 +23,7 @@ from ..config import FeatureOptions, RunConfig
 from ..division import divided, most_ranks
 from ..estimate import RunSizes, shape_of, size
 from ..method import method_for, method_named
-from ..methods.beginnings import take_heads_before
+from ..methods.first_weights import take_heads_before
 from ..planning.options import PlanOptions as Options
 from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step

@@ -18,8 +18,8 @@ from ...inference.targets.target_files import names_a_folder
 from ..callbacks import Callback
 from ..config import RunConfig
 from ..endings import is_main_rank
+from ..engines import facts_before
 from ..method import AnyMethod
-from ..serving import facts_before
 from .exporting import write_export
 from .options import ExportOptions
 
@@ -30,28 +30,18 @@ class Pushing(Callback):
     """Exports the best drafter for an engine and uploads it; a failure is a warning."""
 
     def __init__(self, run: RunConfig, repository: str, engine: str, target: str | None) -> None:
-        self._repository, self._each_best = repository, run.push_each_best
+        self._repository = repository
         self._engine, self._target = engine, target
         self._out = f"{run.out}/pushed"  # of the command that repeats a failed upload
-        self._pushed: Path | None = None
-
-    def on_checkpoint(self, step: int, folder: Path, best: bool) -> None:
-        if best and self._each_best:
-            self._push(folder)
 
     def on_end(self, best: Path) -> None:
-        if self._pushed != best.resolve():
-            self._push(best)
-
-    def _push(self, drafter: Path) -> None:
-        name, drafter = self._repository, drafter.resolve()
+        name, drafter = self._repository, best.resolve()
         options = ExportOptions(str(drafter), self._engine, "", target=self._target)
         try:
             with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
                 options.out = f"{folder}/{drafter.parent.name}"
                 write_export(options)
                 log.info("pushed: %s", upload(options.out, name))
-            self._pushed = drafter
         except (UserError, OSError) as error:
             target = [] if self._target is None else ["--target", self._target]
             words = ["--drafter", str(drafter), "--to", self._engine, *target]

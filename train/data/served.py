@@ -42,6 +42,7 @@ from ..config import Evaluation
 from .batches import PADDING, Batch
 from .features import Features
 
+REQUESTS = 32  # of each rank under way at a time: a server queues what it cannot run at once
 NAMES = ("token_ids", "hidden_states")  # of the tensors in a file of the server
 ID_TYPES = ("I64", "I32")  # by the names of safetensors
 STATE_TYPES = ("F32", "BF16", "F16")
@@ -85,20 +86,19 @@ class Client:
         url: str,
         model: str,
         layers: list[int],
-        concurrency: int,
         timeout_s: float = 600.0,
         hidden_size: int | None = None,
     ) -> None:
         """`layers` are the ids that the server was started with, the number of layers among them.
 
-        `concurrency` requests are under way at a time; `timeout_s` is the limit of each.
+        `REQUESTS` are under way at a time; `timeout_s` is the limit of each.
         `hidden_size` is the target's width, which states have to have; None if it is not known.
         """
         self.layers, self._model, self._timeout = layers, model, timeout_s
         self.hidden_size = hidden_size
         headers = headers_with_key()
         self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout_s)
-        self._pool = ThreadPoolExecutor(concurrency)
+        self._pool = ThreadPoolExecutor(REQUESTS)
 
     def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
         """Yield the states of each prompt of token ids, in order, with requests running ahead.
@@ -112,7 +112,7 @@ class Client:
     ) -> Iterator[FeatureReply]:
         """Yield a reply of at most `max_tokens` to each prompt, with the states of both.
 
-        States come from the pass that writes the reply, so the last token has none.
+        The last token has none, since nothing is drafted after it.
         """
         numbers = range(len(prompts))
         return self._pool.map(
@@ -129,8 +129,6 @@ class Client:
         }  # fmt: skip
         if temperature:  # what is not given, the server takes from the model's own settings
             request |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": seed}
-        if max_tokens > 1:
-            request["kv_transfer_params"] = {"include_output_tokens": True}
         try:
             answer = self._http.post("/completions", json=request)
         except httpx.HTTPError as error:
@@ -161,22 +159,19 @@ class Client:
                 f"server {self._http.base_url} gives no hidden states; start it with the "
                 "speculative method extract_hidden_states"
             )
-        text = ids + reply.choices[0].token_ids
-        # A server that gives the states of prompts only: it is asked again, with the reply in the
-        # prompt.
-        expected = [ids] if max_tokens == 1 else [text[:-1], ids]
-        states = self._fetch(Path(path), expected)
-        if len(states) < len(expected[0]):
+        text, states = ids + reply.choices[0].token_ids, self._fetch(Path(path), ids)
+        if max_tokens > 1:
+            # A server gives the states of prompts, so it is asked again, with the reply in one.
             states = self._one(text[:-1], 1).states
         return FeatureReply(text, states)
 
-    def _fetch(self, path: Path, texts: list[list[int]]) -> Tensor:
+    def _fetch(self, path: Path, text: list[int]) -> Tensor:
         """Return the states `[S, F, Ht]` that the server has put into a file, and delete it.
 
         The server names the file, so it may be any: it is read only if its header fits, and deleted
-        only if it holds the states of one of `texts`, each a list of token ids. The server holds a
-        lock on a second file while it writes; it deletes neither. Raises `UserError` for a file
-        that cannot be read, is late, or holds something else; such a file stays.
+        only if it holds the states of `text`, a list of token ids. The server holds a lock on a
+        second file while it writes; it deletes neither. Raises `UserError` for a file that cannot
+        be read, is late, or holds something else; such a file stays.
         """
         lock = Path(f"{path}.lock")
         deadline = time.monotonic() + self._timeout
@@ -197,7 +192,7 @@ class Client:
                                 "server"
                             ) from None
                         time.sleep(0.001)
-            self._check_header(path, texts)
+            self._check_header(path, len(text))
             with safe_open(path, framework="pt") as opened:
                 # Copied instead of mapped, since the file is deleted below.
                 tensors = {name: opened.get_tensor(name).clone() for name in NAMES}
@@ -206,7 +201,7 @@ class Client:
                 f"cannot read {path}, where the server put the states ({error}); run where that "
                 "folder is to be seen"
             ) from error
-        if tensors["token_ids"].tolist() not in texts:
+        if tensors["token_ids"].tolist() != text:
             raise UserError(
                 f"server {self._http.base_url} sent the states of another text in {path}; use one "
                 "prompt a request and no prefix"
@@ -215,35 +210,23 @@ class Client:
             read.unlink(missing_ok=True)
         return tensors["hidden_states"]
 
-    def _check_header(self, path: Path, texts: list[list[int]]) -> None:
-        """Raise `UserError` unless the header of a file is that of the states of one of `texts`."""
+    def _check_header(self, path: Path, positions: int) -> None:
+        """Raise `UserError` unless the header of a file is that of states of so many positions."""
         found = header(path)
+        names, says = ", ".join(sorted(found)[:3]), ""
         if found.keys() != set(NAMES):
+            says = f"holds {names} and not {' and '.join(NAMES)}"
+        else:
+            ids, states = (found[name] for name in NAMES)
+            wanted = [positions, len(self.layers), self.hidden_size or states.shape[-1]]
+            if [*states.shape] != wanted or [*ids.shape] != wanted[:1]:
+                says = f"has states {states.shape} for token ids {ids.shape}, not {wanted}"
+            elif ids.dtype not in ID_TYPES or states.dtype not in STATE_TYPES:
+                says = f"has token ids of type {ids.dtype} and states of type {states.dtype}"
+        if says:
             raise UserError(
-                f"{path}, which the server names, holds {', '.join(sorted(found)[:3])} and not "
-                f"{' and '.join(NAMES)}; check the server"
-            )
-        ids, states = (found[name] for name in NAMES)
-        if len(states.shape) != 3 or states.shape[:1] != ids.shape:
-            raise UserError(
-                f"{path} has states {states.shape} for token ids {ids.shape}; check the server"
-            )
-        positions, layers, width = states.shape
-        if layers != len(self.layers):
-            raise UserError(
-                f"the server gives states of {layers} layers, features.server_layers names "
-                f"{len(self.layers)}; name those that it was started with"
-            )
-        if ids.dtype not in ID_TYPES or states.dtype not in STATE_TYPES:
-            raise UserError(
-                f"{path} has token ids of type {ids.dtype} and states of type {states.dtype}; "
-                "check the server"
-            )
-        if positions not in map(len, texts) or self.hidden_size not in (None, width):
-            wanted = " or ".join(str(len(text)) for text in texts)
-            raise UserError(
-                f"{path} has states of {positions} tokens and width {width}, the text has {wanted} "
-                f"and the target {self.hidden_size or width}; check the server"
+                f"{path}, which the server names, {says}; check the server, and that "
+                "features.server_layers names the layers that it was started with"
             )
 
 

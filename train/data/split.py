@@ -1,18 +1,29 @@
-"""Rows of sources, and their split into those that are learned and those that are held out."""
+"""Rows of sources, their split into learned and held-out ones, and the contamination of the former.
+
+A training row is contaminated if it shares a prompt or a run of 13 words with a held-out row.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any
 
 from ...heads.errors import UserError
 from ...inference.conversations.choice import Group
 from ..config import HeldOutConfig
 from .templates import Encoded
+
+log = logging.getLogger(__name__)
+
+NGRAM_WORDS = 13
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
+# A run of words is common if more units have it than the larger of a share of all and a number, and
+# several held-out ones: a question that has leaked into training is that of one held-out unit.
+COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
 @dataclass
@@ -36,29 +47,15 @@ class SourceRow:
     """Source and category."""
 
 
-def is_held_out(
-    held_out: HeldOutConfig, source: str, raw: Any, row_name: str, unit: int, seed: int
-) -> bool:
+def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> bool:
     """Return whether a row is kept away from training.
 
     By row, it depends on the seed and the row's unit (`conversations.choice.Units`) alone, so
-    that all rows of a conversation or prompt lie on one side. Raises `UserError` for a row without
-    the field to split by, or whose field is not a time.
+    that all rows of a conversation or prompt lie on one side.
     """
     if held_out.by == "source":
         return source in held_out.sources
-    if held_out.by == "row":
-        return chance("held out", seed, unit) < held_out.share
-    # A malformed row has no field; it is counted as malformed later.
-    if not isinstance(raw, dict):
-        return False
-    if held_out.time_field not in raw:
-        raise UserError(
-            f"row {row_name} has no field {held_out.time_field!r} to split by time; set "
-            "data.held_out.time_field"
-        )
-    moment = _moment(raw[held_out.time_field], row_name)
-    return moment >= _moment(held_out.since, "data.held_out.since")
+    return chance("held out", seed, unit) < held_out.share
 
 
 def with_one_held_out(rows: Sequence[SourceRow], seed: int) -> list[SourceRow]:
@@ -82,14 +79,113 @@ def chance(*what: object) -> float:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
 
 
-def _moment(value: Any, where: str) -> float:
-    """Return a time, given as a number or an ISO date, as a number.
+def clean(
+    train: Sequence[SourceRow], held_out: Sequence[SourceRow], allowed: float
+) -> list[SourceRow]:
+    """Return the training rows that share no prompt or words with a held-out row.
 
-    Raises `UserError`, which names `where` it is.
+    A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
+    not common (`COMMON_UNITS`): runs that many units share, held-out ones among them (an
+    instruction, a disclaimer, a template), say nothing about a single held-out row. Raises
+    `UserError` if a source loses more than the share `allowed` of its training rows; otherwise the
+    losses are logged.
     """
-    with suppress(TypeError, ValueError):
-        return float(value)
-    try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError as error:
-        raise UserError(f"{where}: {value!r} is neither a number nor an ISO date") from error
+    prompts = {row.prompt for row in held_out}
+    grams = [ngrams(row.words) for row in held_out]
+    # One set of all n-grams, against which each training row is one set operation.
+    forbidden: set[int] = set().union(*grams)
+    shared = [ngrams(row.words) & forbidden for row in train]
+    common = _common(held_out, grams, train, shared)
+    removed: dict[str, list[tuple[SourceRow, set[int]]]] = {}
+    cleaned = []
+    for row, own in zip(train, shared, strict=True):
+        if row.prompt in prompts or own - common:
+            removed.setdefault(row.source, []).append((row, own - common))
+        else:
+            cleaned.append(row)
+    for source, lost in removed.items():
+        _refuse(source, lost, sum(row.source == source for row in train), allowed)
+    return cleaned
+
+
+def _common(
+    held_out: Sequence[SourceRow],
+    grams: Sequence[set[int]],
+    train: Sequence[SourceRow],
+    shared: Sequence[set[int]],
+) -> set[int]:
+    """Return the n-grams that many units have.
+
+    `grams` are those of each held-out row, `shared` those of each training row that are among them.
+    The most frequent one is logged.
+    """
+    rows = [*held_out, *train]
+    units, count = _units(rows, [*grams, *shared])
+    of_held_out, _ = _units(held_out, grams)
+    most = max(COMMON_UNITS, COMMON_SHARE * count)
+    common = {
+        gram: number
+        for gram, number in units.items()
+        if number > most and of_held_out[gram] >= COMMON_HELD_OUT
+    }
+    if common:
+        worst, number = _most_frequent(common, rows)
+        log.info(
+            "runs of %d words that more than %d conversations have do not count as contamination, "
+            'such as "%s" (%d)',
+            NGRAM_WORDS, most, worst, number,
+        )  # fmt: skip
+    return set(common)
+
+
+def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
+    """Return how many units have each n-gram, and how many units there are."""
+    by_unit: dict[int, set[int]] = {}
+    for row, own in zip(rows, grams, strict=True):
+        by_unit.setdefault(row.unit, set()).update(own)
+    return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
+
+
+def _most_frequent(counts: Mapping[int, int], rows: Sequence[SourceRow]) -> tuple[str, int]:
+    """Return the words and the number of the n-gram of most `counts`, of equals the first."""
+    most = max(counts.values())
+    for row in rows:
+        for words in _grams(row.words):
+            if counts.get(hash(words)) == most:
+                return " ".join(words), most
+    raise AssertionError("the n-grams are those of the rows")
+
+
+def _refuse(
+    source: str, removed: Sequence[tuple[SourceRow, set[int]]], total: int, allowed: float
+) -> None:
+    """Raise `UserError` if a source loses more than the share `allowed` of its `total` rows.
+
+    `removed` are these rows and the runs that each shares. Otherwise the loss is logged.
+    """
+    share = len(removed) / total
+    lost = f"{len(removed)} of {total} training rows share words with held-out rows"
+    found = "they have the prompt of a held-out row"
+    if counts := Counter(gram for _, own in removed for gram in own):
+        worst, count = _most_frequent(counts, [row for row, _ in removed])
+        found = f'"{worst}" is in {count} of them'
+    if share > allowed:
+        raise UserError(
+            f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "
+            f"data.max_contaminated_share={min(1.0, share + 0.005):.2f}, or set "
+            "data.decontaminate to false"
+        )
+    log.warning("data source %s: %s and are left out (%s)", source, lost, found)
+
+
+def ngrams(text: str) -> set[int]:
+    """Return hashes of the 13-grams of words and signs in `text`, lower-cased.
+
+    These are the usual unit of contamination. The hashes are valid within this process only.
+    """
+    return {hash(gram) for gram in _grams(text)}
+
+
+def _grams(text: str) -> list[tuple[str, ...]]:
+    words = WORD.findall(text.lower())
+    return [tuple(words[i : i + NGRAM_WORDS]) for i in range(len(words) - NGRAM_WORDS + 1)]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
 from ...inference.rounds.device import send
-from ...inference.targets.stored import manifest_of
+from ...inference.targets.stored import StoreLayout, manifest_of
 from ...inference.targets.target import TargetSource
 from ..config import StoreType
 from ..documents import ShardNote, Wanted
@@ -48,21 +47,6 @@ AGAIN = "run the same draftsmith data extract again"
 PATIENCE_S = 30.0  # seconds of waiting for the extractor between two warnings
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Layout of the features in the shards of a store."""
-
-    taps: tuple[int, ...]
-    all_last: bool
-    """True if the last state is stored at every position, false if only where a reply token comes
-    next."""
-    dtype: StoreType
-    rows_per_shard: int
-    """Packed rows in a shard."""
-    ring: int | None = None
-    """Most shards that a ring has at a time; None for a whole store."""
-
-
 def shard_path(store: Path, index: int) -> Path:
     return store / "shards" / f"shard-{index:06d}.safetensors"
 
@@ -70,14 +54,6 @@ def shard_path(store: Path, index: int) -> Path:
 def shard_done(path: Path) -> bool:
     """Return whether a shard is complete: the file with its checksum is written last."""
     return path.with_suffix(".json").is_file()
-
-
-def learned_positions(batch: Batch) -> Tensor:
-    """Return the positions whose next token is a reply token of the same document `[B, S]`, bool.
-
-    Only there does a drafter learn the target's distribution of the next token.
-    """
-    return batch.reply_run(1, 1)
 
 
 def verify_shard(path: Path) -> None:
@@ -93,7 +69,7 @@ def verify_shard(path: Path) -> None:
 class ShardWriter:
     """Writer of one shard, which collects its rows and writes them at once."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: StoreLayout) -> None:
         self._layout = layout
         names = ["last", *(f"tap{tap}" for tap in layout.taps)]
         self._rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -104,7 +80,8 @@ class ShardWriter:
         batch = features.batch
         # Masks are on the CPU: what follows from them is known without waiting for a device.
         real = batch.documents != PADDING
-        has_last = real if self._layout.all_last else learned_positions(batch)
+        # Elsewhere no drafter learns the target's distribution of the next token.
+        has_last = real if self._layout.all_last else batch.reply_run(1, 1)
         for r, length in enumerate(real.sum(-1).tolist()):
             last = features.last[r][has_last[r].to(features.last.device)]
             self._rows["last"].append(last.cpu())
@@ -198,13 +175,10 @@ class StoredFeatures:
         true once the run was asked to stop. Raises `UserError` if the store lacks what the run
         reads, or is a ring too small for one step.
         """
-        self._store, facts = Path(store), manifest_of(store).layout
-        self._layout = Layout(
-            tuple(facts.taps), facts.all_last, facts.dtype, facts.rows_per_shard, facts.ring
-        )
+        self._store, self._layout = Path(store), manifest_of(store).layout
         if missing := sorted(set(taps) - set(self._layout.taps)):
             raise UserError(
-                f"{store} has taps {list(self._layout.taps)}, not {missing}; extract again with "
+                f"{store} has taps {self._layout.taps}, not {missing}; extract again with "
                 "this run's config"
             )
         if all_last and not self._layout.all_last:
@@ -220,8 +194,9 @@ class StoredFeatures:
         """Shard from which on the extractor knows that shards are needed."""
         # A step may begin at the last row of a shard, and all its rows have to exist at once: with
         # 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
-        needed = batches.rows_per_step + facts.rows_per_shard - 1
-        if facts.ring is not None and (held := facts.ring * facts.rows_per_shard) < needed:
+        layout = self._layout
+        needed = batches.rows_per_step + layout.rows_per_shard - 1
+        if layout.ring is not None and (held := layout.ring * layout.rows_per_shard) < needed:
             raise UserError(
                 f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a "
                 f"time, its ring holds {held}; extract with a larger --ring or --rows-per-shard"
@@ -237,7 +212,7 @@ class StoredFeatures:
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
         # Positions without a stored state stay 0: no loss is about them.
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
-        has_last = batch.documents != PADDING if self._layout.all_last else learned_positions(batch)
+        has_last = batch.documents != PADDING if self._layout.all_last else batch.reply_run(1, 1)
         if self._layout.ring is not None:
             self._release(min(batch.numbers))
         for r, number in enumerate(batch.numbers):
@@ -343,7 +318,7 @@ def missing_shards(store: Path, shards: int) -> list[int]:
     return [index for index in range(shards) if not shard_done(shard_path(store, index))]
 
 
-def shards_of_ring(store: Path, layout: Layout, rank: int, ranks: int) -> Iterator[int]:
+def shards_of_ring(store: Path, layout: StoreLayout, rank: int, ranks: int) -> Iterator[int]:
     """Yield the numbers of the shards of a ring that worker `rank` of `ranks` writes, in order.
 
     The next missing one comes as soon as the trainer no longer needs an older one, until the

@@ -41,8 +41,7 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
-from .contamination import clean
-from .split import SourceRow, chance, is_held_out, with_one_held_out
+from .split import SourceRow, chance, clean, is_held_out, with_one_held_out
 from .templates import Encoded, cut_replies, encode
 
 log = logging.getLogger(__name__)
@@ -78,21 +77,6 @@ class TokenTable:
         """Return token ids and loss mask of a document."""
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.ids[span], self.mask[span]
-
-    def check(self, groups: int) -> None:
-        """Raise `ValueError` unless the arrays fit together, and to this number of groups."""
-        by_document = (self.copies, self.units, self.groups)
-        numbers = (self.ids, self.starts, *by_document)
-        flat = all(array.ndim == 1 for array in (self.mask, *numbers))
-        typed = self.mask.dtype == np.bool_ and all(a.dtype.kind == "i" for a in numbers)
-        fit = len(self.mask) == len(self.ids) and all(len(a) == len(self) for a in by_document)
-        if not (flat and typed and fit and len(self) > 0):
-            raise ValueError("its parts do not fit together")
-        if not 0 <= self.groups.min() <= self.groups.max() < groups:
-            raise ValueError("its groups have no names")
-        ends = self.starts[[0, -1]].tolist()
-        if ends != [0, len(self.ids)] or (np.diff(self.starts) < 0).any():
-            raise ValueError("its documents overlap")
 
     def facts(self) -> JsonObject:
         """Return numbers of documents and tokens, and a hash of every token and who wrote it."""
@@ -205,8 +189,6 @@ def load(folder: Path) -> Tables:
     try:
         train = TokenTable(**load_file(folder / "train.safetensors"))
         held_out = TokenTable(**load_file(folder / "held_out.safetensors"))
-        for table in (train, held_out):
-            table.check(len(note.groups))
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder} holds no tables of tokens ({error}); {again_for(folder)}"
@@ -225,7 +207,6 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     Tables of equal keys are equal; those of different keys may be equal too.
     """
     facts = [
-        "units and groups",  # arrays that older tables lack
         asdict(data),
         seed,
         tokenizer_hash(target.tokenizer),
@@ -337,7 +318,7 @@ def _read(
         unit = 0  # of a malformed row, which is lost
         if not isinstance(conversation, RowError):
             unit = units.of(raw, conversation, name)
-        held_out = is_held_out(data.held_out, name, raw, row_name, unit, seed)
+        held_out = is_held_out(data.held_out, name, unit, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
         # A held-out row stays, whatever its source weighs in training.

@@ -1,9 +1,9 @@
 """Which kernel computes attention in training, by device.
 
-On a CPU it is torch's flash attention, chunk by chunk of queries. On CUDA it is FlexAttention,
-whose block masks have (S / 128)^2 numbers; `sdpa` is the memory-efficient kernel with masks of
-chunks, about half of S x S numbers. Neither of the two ends in the kernel that holds all scores:
-the one is compiled or raises an error, the other is called by its name.
+On a CPU it is torch's flash attention, for EAGLE chunk by chunk of queries. On CUDA it is
+FlexAttention, whose block masks have (S / 128)^2 numbers; it is compiled or raises an error, and
+never ends in the kernel that holds all scores. Elsewhere EAGLE holds all scores, and blocks have
+dense masks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from .runs import Backend
+Backend = Literal["auto", "sdpa", "flex", "plain"]
 
 SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's kernels take it
 GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for each power of two
@@ -36,12 +36,11 @@ def backend_for(
         return "flex"
     if device.type == "cpu":
         return "sdpa"
-    if device.type != "cuda":
-        return "plain"
     # torch 2.11 knows no tiles of FlexAttention for other large heads in float32, and those that it
     # falls back to do not fit into a GPU's shared memory.
     fits = dtype != torch.float32 or head <= 128 or head == 256
-    return "flex" if head >= SMALLEST_HEAD and fits and has_triton() else "sdpa"
+    on_cuda = device.type == "cuda" and has_triton()
+    return "flex" if on_cuda and fits and head >= SMALLEST_HEAD else "plain"
 
 
 @cache

@@ -105,7 +105,7 @@ class BlockAttention:
     An object serves all layers of one batch, for which it makes its masks once. Backends (see
     `backends.py`): sdpa runs groups of neighbouring blocks through torch's own attention with a
     dense mask, over a copy of the context up to the last anchor of the group. flex is FlexAttention
-    with a block mask. plain runs one block after another; the others are tested against it.
+    with a block mask.
     """
 
     def __init__(
@@ -132,29 +132,8 @@ class BlockAttention:
         rows `[B, Gkv, Sa * b, E]`. Slot j of the block at anchor number i is row i * b + j.
         """
         backend = backend_for(self._backend, self._device, queries.shape[-1], queries.dtype)
-        run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[backend]
+        run = self._flex if backend == "flex" else self._sdpa
         return run(queries, context, own)
-
-    def _plain(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
-        """Return the output by a softmax for one block after another."""
-        output = torch.zeros_like(queries)
-        heads = queries.shape[1] // own[0].shape[1]
-
-        def seen(states: Tensor, block_states: Tensor) -> Tensor:
-            """Return the keys or values of one block `[G, N, E]`, from `[Gkv, .., E]` of each."""
-            return torch.cat([states, block_states], dim=1).repeat_interleave(heads, dim=0)
-
-        for row, anchors in enumerate(self._places.tolist()):
-            for block, anchor in enumerate(anchors):
-                slots = slice(block * self._size, (block + 1) * self._size)
-                # The anchor is excluded: while it is the root it has no feature.
-                before = slice(int(self._first[row, block]), anchor)
-                keys = seen(context[0][row, :, before], own[0][row, :, slots])
-                values = seen(context[1][row, :, before], own[1][row, :, slots])
-                block_queries = queries[row, :, slots]
-                scores = block_queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
-                output[row, :, slots] = scores.softmax(-1) @ values
-        return output
 
     def _sdpa(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
         """Return the output by torch's own attention, group by group of blocks."""

@@ -1,10 +1,9 @@
-"""Attention over a causal block and n diagonals, chunk by chunk of queries, with its gradients.
+"""Attention on CPUs over a causal block and n diagonals, chunk by chunk of queries.
 
 Torch's attention gives no gradient through the log-sum of its scores, with which the block and the
-diagonals are merged. But its kernels take output and log-sum as arguments of their backward pass:
-with those of the merged softmax their gradients are those of the merged attention, as in ring
-attention (arXiv 2310.01889). So both directions call the kernels directly; a call that a kernel
-cannot take raises an error instead of ending in one that holds all scores.
+diagonals are merged. But its flash kernel takes output and log-sum as arguments of the backward
+pass: with those of the merged softmax the gradients are those of the merged attention, as in ring
+attention (arXiv 2310.01889). So both directions call the kernel directly.
 
 Shapes: B packed rows, S positions, G attention heads, Gkv key-value heads, r = G / Gkv, E head
 size, n steps after step 0. C query rows of a chunk, N keys that it may see.
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...distill.divergences import wide_dtype
 from ...inference.rounds.attention import aligned
@@ -213,19 +211,10 @@ def _diagonal_grads(
 def kernel_forward(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[Gkv, r, C, E]` and the log-sums of the scores `[Gkv, r, C]`.
-
-    On a CPU this is torch's flash attention, on CUDA its memory-efficient one.
-    """
-    if queries.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, attn_mask=mask
-        )
-    bias = mask.expand(*queries.shape[:3], keys.shape[2])
-    output, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries, keys, values, bias, True
+    """Return the output `[Gkv, r, C, E]` and the log-sums of the scores `[Gkv, r, C]`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, attn_mask=mask
     )
-    return output, log_sums[..., : queries.shape[2]]  # it has whole blocks of 32 rows
 
 
 def kernel_backward(
@@ -238,18 +227,6 @@ def kernel_backward(
     log_sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, in their shapes."""
-    if queries.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, queries, keys, values, output, log_sums, 0.0, False, attn_mask=mask
-        )
-    bias = mask.expand(*queries.shape[:3], keys.shape[2])
-    # The kernel reads row c of the output at c * heads * E, whatever the strides say
-    # (`o_strideM` in torch's kernel_backward.h).
-    output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    log_sums = functional.pad(log_sums, (0, -log_sums.shape[-1] % 32), value=torch.inf)
-    no_seed = torch.zeros((), dtype=torch.long, device=queries.device)  # of a dropout
-    wanted = [True, True, True, False]  # the mask needs no gradient
-    *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        gradient, queries, keys, values, bias, output, log_sums, no_seed, no_seed, 0.0, wanted
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, queries, keys, values, output, log_sums, 0.0, False, attn_mask=mask
     )
-    return grads[0], grads[1], grads[2]

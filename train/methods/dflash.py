@@ -29,13 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import (
-    log_probs,
-    loss_of_logits,
-    overlap,
-    sum_in_chunks,
-)
-from ...distill.settings import LABELS_ONLY, NEEDS_LABELS
+from ...distill.divergences import log_probs, sum_in_chunks
+from ...distill.settings import LABELS_ONLY
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
@@ -47,7 +42,7 @@ from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import FeaturesRead, Method
-from ..objectives import Sums, check_backend, depth_metrics, smoothed, survival_weights
+from ..objectives import Sums, compared, depth_metrics, survival_weights
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -57,12 +52,17 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before, take_heads_before
 from .blocks import Anchors, contexts, run_blocks
-from .first_weights import attend_nearby, block_weights, rescale, start_uncertain
+from .first_weights import (
+    attend_nearby,
+    block_weights,
+    rescale,
+    shape_before,
+    start_uncertain,
+    take_heads_before,
+)
 from .mask_token import mask_token_for, warn_of_mask_token
 from .ranks import (
-    accepted_in_chains,
     batch_of_text,
     comparable_roots,
     rank_calibration,
@@ -105,8 +105,6 @@ class BlockObjective:
         if config.weighting != "decay":
             self._decay = torch.ones(self._drafts)
 
-    def begin(self, progress: float) -> None: ...
-
     def anchors(self, batch: Batch) -> Anchors:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
 
@@ -126,7 +124,7 @@ class BlockObjective:
         batch, device, config = features.batch, features.last.device, self.config
         anchors = self.anchors(batch)
         context = contexts(drafter, batch, features.taps)
-        outputs = run_blocks(drafter, batch, anchors.places, context, config.attention, config)
+        outputs = run_blocks(drafter, batch, anchors.places, context, memory=config)
         # Weights only fall within a block, so a block whose first draft has none has none at all.
         # The index is made on the CPU, where its length is known without waiting.
         blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
@@ -181,7 +179,7 @@ class BlockObjective:
         positions, position_of = (
             send(t, last.device) for t in teachers.unique(return_inverse=True)
         )
-        config, log_p, best, alpha = self.config, None, None, None
+        config, log_p, best, outside = self.config, None, None, None
         overlaps = measured or self.reads_overlaps or config.weighting == "survival"
         # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
         labels = vocabulary.columns(labels)
@@ -191,44 +189,23 @@ class BlockObjective:
                 # of float32 tables, in which a CPU finds the best faster than in bfloat16 logits
                 best = vocabulary.columns(best_of(target_log_p))[position_of]
                 log_p = vocabulary.restrict(target_log_p)[position_of]
-        logits = drafter.logits(state)
-        # A label without a column is clamped to have one; its loss counts as 0 below.
-        losses, log_sums, own_best, _ = loss_of_logits(
-            config.loss, logits, log_p, labels.clamp(min=0)
-        )
-        losses = config.token_weight * losses
-        if vocabulary.reduced:
-            # What cannot be drafted teaches nothing: a label, or with a distribution its best.
-            if config.loss not in LABELS_ONLY:
-                assert best is not None
-                losses = losses.masked_fill(best < 0, 0.0)
-            if config.loss in NEEDS_LABELS:
-                losses = losses.masked_fill(labels < 0, 0.0)
-        if config.feature_weight:
-            target_state = last[positions][position_of].to(state.dtype)
-            # DSpark's states have columns for the token before the draft after the hidden ones.
-            draft_state = drafter.norm(state[..., : target_state.shape[-1]])
-            distances = functional.smooth_l1_loss(draft_state, target_state, reduction="none")
-            losses = losses + config.feature_weight * distances.mean(-1)
-        with torch.no_grad():
-            if log_p is not None and overlaps:
-                alpha = overlap(logits - log_sums[..., None], log_p)
-            scale = factors
-            if config.weighting != "decay":
-                chances = alpha
-                if config.weighting == "d-pace":
-                    label_logits = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-                    label_probs = (label_logits - log_sums).exp() * (labels >= 0)
-                    chances = smoothed(label_probs, config.smoothing)
-                assert chances is not None
-                scale = factors * survival_weights(chances, factors > 0)
-        more, tables = self.further_loss(drafter, state, alpha)
+        if vocabulary.reduced and config.loss not in LABELS_ONLY:
+            assert best is not None
+            outside = best < 0
+        drafts = compared(
+            config.loss, drafter.logits(state), labels, best, log_p,
+            outside=outside, overlaps=overlaps, d_pace=config.weighting == "d-pace",
+        )  # fmt: skip
+        losses, scale = drafts.losses, factors
+        if config.weighting != "decay":
+            assert drafts.chances is not None
+            scale = factors * survival_weights(drafts.chances, factors > 0)
+        more, tables = self.further_loss(drafter, state, drafts.overlaps)
         loss = ((losses + more) * scale).sum()
-        if best is None or alpha is None or not measured:
+        if not measured:
             return (loss,)
-        # A best token of -1 equals no column, so a draft that cannot be made is a miss.
-        right = (own_best == best).float()
-        return loss, losses, right, alpha, *tables
+        assert drafts.right is not None and drafts.overlaps is not None
+        return loss, losses, drafts.right, drafts.overlaps, *tables
 
     def further_loss(
         self, drafter: DFlashDrafter, state: Tensor, alpha: Tensor | None
@@ -289,12 +266,11 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     start_uncertain(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 
 
-def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> None:
+def ready(target: TargetSource, drafter: DFlashDrafter) -> None:
     """Make a drafter, new or from disk, fit to learn.
 
-    Raises `UserError` where gradients cannot pass: with flex on a CPU, or in float16.
+    Raises `UserError` in float16, where gradients cannot pass.
     """
-    check_backend(config.attention, target.device)
     if target.dtype == torch.float16:
         raise UserError(
             "block drafters learn through the target's head, and float16 loses their gradients; "
@@ -369,7 +345,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         """
         if before is not None:
             warn_of_mask_token(before.drafter.shape.mask_token, target, batches)
-            shape = shape_before(run.heads, str(run.init_from), target, before, self.configs)
+            shape = shape_before(run, target, before, self.configs)
             return self.drafter_class(shape, target.embedding_and_head)
         mask_token = mask_token_for(run.heads.mask_token, target, batches)
         shape = self.configs.shape_for(run.heads, target.config, mask_token)
@@ -380,7 +356,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     def make_objective(
         self, run: DFlashRun, target: TargetSource, drafter: DFlashDrafter
     ) -> BlockObjective:
-        ready(run.objective, target, drafter)
+        ready(target, drafter)
         return self.objective_class(run.objective, drafter, target.head, run.seed)
 
     @torch.no_grad()
@@ -402,9 +378,6 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         ranks = comparable_roots(outcomes)
         length = min(ranks.shape[1], tree_nodes)
         return rank_calibration(ranks, tree_nodes) | {"length": length}
-
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        return accepted_in_chains(outcome, calibration)
 
 
 METHOD = DFlashMethod()

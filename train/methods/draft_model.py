@@ -13,26 +13,20 @@ vocabulary, Vd the draft model's.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, takewhile
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import (
-    NEEDS_LABELS,
-    divergence,
-    log_probs,
-    loss_of_logits,
-    overlap,
-    sum_in_chunks,
-)
+from ...distill.divergences import log_probs, sum_in_chunks
 from ...distill.draft_models import (
     DraftModelConfig,
     chosen_layers,
@@ -45,74 +39,51 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ...heads.fingerprint import changed_numbers
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
+from ...inference.proposers.draft_model import DEFAULT_LENGTH
+from ...inference.replay import replay
 from ...inference.rounds.device import best_of, send
-from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
 from ...inference.targets.masks import Pass, with_replies
 from ...inference.targets.spread import decoder_layers
-from ...inference.targets.target import Target, TargetSource, load_target
+from ...inference.targets.target import Target, TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features, check_packing
-from ..data.rollouts import Rollouts, Writer, decoded_rounds, draft_model_texts
+from ..data.rollouts import Rollouts, Writer, draft_model_texts
 from ..memory import recomputed
 from ..method import FeaturesRead, Method
-from ..objectives import Sums, depth_metrics
+from ..objectives import Sums, compared, depth_metrics
 from ..outline import FORWARD, TRAINED, ConfigOnly, Outline, config_at, matrix_numbers
-from .adaptive import accepted_runs, adaptive_calibration
 from .runs import DistillLoss, DistillRun
 
 log = logging.getLogger(__name__)
 _RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 
+LONGEST_CHAIN = 12  # drafts per round, at most, of the chains that are compared
+THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
 
-class DistillObjective(nn.Module):
+class DistillObjective:
     """Objective of a draft model: a divergence at every row that predicts a reply token."""
 
     taps: tuple[int, ...] = ()
     all_last = False
 
-    def __init__(
-        self,
-        config: DistillLoss,
-        draft_model: CausalModel,
-        target: TargetSource,
-        seed: int = 0,
-        accepted_weight: float = 1.0,
-    ) -> None:
-        """`accepted_weight` is that of accepted drafts in texts decoded with the drafter."""
-        super().__init__()
-        self.config, self._target_head, self._seed = config, target.head, seed
-        self._accepted_weight = accepted_weight
-        # In a list, so that it never becomes a submodule: its parameters are the drafter's.
-        self._draft_model = [draft_model]
-        self.projection = None
+    def __init__(self, config: DistillLoss, draft_model: CausalModel, target: TargetSource) -> None:
+        self.config, self._target_head, self._draft_model = config, target.head, draft_model
         if config.recompute and draft_model.mixers:
             raise UserError(
                 "objective.recompute does not run the recurrent layers of this draft model; leave "
                 "it out, and take shorter rows if memory does not suffice"
             )
-        if config.hidden_weight:
-            # begins as the identity, cut or padded with zeros where the widths differ
-            self.projection = nn.Linear(draft_model.hidden_size, target.hidden_size, bias=False)
-            nn.init.eye_(self.projection.weight)
-            self.projection.to(target.device)
-
-    def begin(self, progress: float) -> None: ...
-
-    def row_weights(self, batch: Batch) -> Tensor:
-        """Return `[B, S]` on the CPU: the weights of the rows' losses, 0 where no label counts."""
-        return batch.reply_run(1, 1) * batch.row_weights(self._accepted_weight)
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the sum of a batch's row weights, from masks alone."""
-        return {"rows": float(self.row_weights(batch).sum(dtype=torch.float64))}
+        """Return the number of a batch's rows with a label that counts, from masks alone."""
+        return {"rows": float(batch.reply_run(1, 1).sum())}
 
     def forward(
         self,
@@ -123,7 +94,7 @@ class DistillObjective(nn.Module):
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device = features.batch, features.last.device
-        draft_model = self._draft_model[0]
+        draft_model = self._draft_model
         on_device = partial(send, device=device)
         ids = on_device(batch.ids)
         # Tokens that a trimmed draft model does not have are read as its last one, as in decoding.
@@ -141,49 +112,26 @@ class DistillObjective(nn.Module):
                 written=batch.mask,
             )
             hidden = draft_model.forward(known_ids, packed).last.flatten(0, 1)
-        weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.
-        rows = weights.nonzero()[:, 0]
+        rows = batch.reply_run(1, 1).flatten().nonzero()[:, 0]
         device_rows = on_device(rows)
-        # The denominator is 0 where no rank has a row with weight, and may lie between 0 and 1,
-        # since accepted drafts weigh `accepted_weight`.
-        factors = on_device(weights[rows]) / max(denominators["rows"], 1e-9)
+        # The denominator is 0 where no rank has a row with weight.
+        factors = on_device(torch.ones(len(rows))) / max(denominators["rows"], 1e-9)
         last = features.last.flatten(0, 1)
         # A row with weight has its label in its own packed row, so the remainder never wraps.
         labels = ids.flatten()[(device_rows + 1) % ids.numel()]
         hidden = hidden[device_rows]
-        temperatures = on_device(self._temperatures(batch).flatten()[rows])
         loss, *tables = sum_in_chunks(
             partial(self._table, draft_model, last, measured),
             hidden,
-            (device_rows, labels, temperatures, factors),
+            (device_rows, labels, factors),
             draft_model.head_parameters,
             self.config.rows_per_chunk,
         )
-        if self.projection is not None:
-            projected, target_states = self.projection(hidden), last[device_rows].to(hidden.dtype)
-            distances = functional.smooth_l1_loss(projected, target_states, reduction="none")
-            loss = loss + self.config.hidden_weight * (distances.mean(-1) * factors).sum()
         if not measured:
             return loss, {}
         by_depth = (table[:, None] for table in (*tables, torch.ones_like(factors)))
         return loss, depth_metrics(*by_depth)
-
-    def _temperatures(self, batch: Batch) -> Tensor:
-        """Return each row's temperature `[B, S]`, on the CPU: one for each document.
-
-        It is a pure function of seed and place in the data, whatever the ranks.
-        """
-        choices = np.array(self.config.temperatures, np.float32)
-        if len(choices) == 1:
-            return torch.full(batch.ids.shape, float(choices[0]))
-        # One for each document 0 .. max, and one for padding, which is document -1.
-        count = int(batch.documents.max()) + 2
-        drawn = []
-        for number in batch.numbers:
-            generator = np.random.default_rng([self._seed, number])
-            drawn.append(generator.choice(choices, count))
-        return torch.from_numpy(np.stack(drawn)).gather(1, batch.documents + 1)
 
     def _table(
         self,
@@ -193,14 +141,13 @@ class DistillObjective(nn.Module):
         hidden: Tensor,
         rows: Tensor,
         labels: Tensor,
-        temperatures: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the loss of R rows, then tables `[R]` if it is `measured`.
 
-        The tables are: losses, 1 where the best token is the target's, overlap; the last two at
-        temperature 1. `last` `[positions, Ht]` are the target's states, `hidden` `[R, H]` the draft
-        model's, of `rows` `[R]`; `labels`, `temperatures` and `factors` are `[R]`.
+        The tables are: losses, 1 where the best token is the target's, overlap. `last`
+        `[positions, Ht]` are the target's states, `hidden` `[R, H]` the draft model's, of `rows`
+        `[R]`; `labels` and `factors` are `[R]`.
 
         Tokens that the draft model does not have keep their share of the target's distribution, so
         the overlap counts them as missed.
@@ -212,49 +159,15 @@ class DistillObjective(nn.Module):
         # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
-        log_p, found = None, None
-        if self.config.temperatures == [1.0]:
-            log_p = log_probs(teacher)[:, :size]
-            # A label that the draft model lacks is clamped to have a column; its loss is set to 0.
-            clamped = labels.clamp(max=size - 1)
-            found = loss_of_logits(self.config.loss, logits, log_p, clamped)
-            losses = found.losses
-            if self.config.loss in NEEDS_LABELS:
-                losses = losses.masked_fill(labels >= size, 0.0)
-        else:
-            losses = self._losses_at(temperatures[:, None], logits, teacher, best)
-        loss = (losses * factors).sum()
+        log_p = log_probs(teacher)[:, :size]
+        # A label that the draft model lacks has no column, and so no loss.
+        labels = torch.where(labels < size, labels, -1)
+        drafts = compared(self.config.loss, logits, labels, best, log_p, overlaps=measured)
+        loss = (drafts.losses * factors).sum()
         if not measured:
             return (loss,)
-        # Metrics are at temperature 1, whatever is taught.
-        with torch.no_grad():
-            right = ((best_of(logits) if found is None else found.best) == best).float()
-            if log_p is None:
-                log_p = log_probs(teacher)[:, :size]
-            log_q = log_probs(logits) if found is None else logits - found.log_sums[:, None]
-            alpha = overlap(log_q, log_p)
-        return loss, losses, right, alpha
-
-    def _losses_at(
-        self, temperatures: Tensor, logits: Tensor, teacher: Tensor, best: Tensor
-    ) -> Tensor:
-        """Return the losses `[R]` of rows whose `temperatures` `[R, 1]` differ.
-
-        `logits` `[R, Vd]` are the draft model's, `teacher` `[R, V]` the target's, `best` `[R]` the
-        target's best tokens, which rows at temperature 0 learn.
-        """
-        size = logits.shape[-1]
-        # Rows at temperature 0 are divided by 1 here; they get the cross-entropy below.
-        divisors = torch.where(temperatures > 0, temperatures, 1.0)
-        log_p, log_q = log_probs(teacher / divisors)[:, :size], log_probs(logits / divisors)
-        known = best.clamp(max=size - 1)
-        # The gradient of a divergence of logits / T carries 1 / T; times T all temperatures teach
-        # alike.
-        losses = divergence(self.config.loss, log_q, log_p, known) * divisors[:, 0]
-        if 0.0 not in self.config.temperatures:
-            return losses
-        greedy_losses = divergence("ce", log_q, log_p, known).masked_fill(best >= size, 0.0)
-        return torch.where(temperatures[:, 0] > 0, losses, greedy_losses)
+        assert drafts.right is not None and drafts.overlaps is not None
+        return loss, drafts.losses, drafts.right, drafts.overlaps
 
 
 def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
@@ -267,46 +180,6 @@ def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
     # Layers cannot be judged without weights, but any choice of them has the same size.
     layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
     return smaller(config, cast(Any, target), layers)
-
-
-def whole_of(target: TargetSource, config: TargetConfig) -> Target:
-    """Return `target` itself, or the whole target of which only embedding and head are loaded.
-
-    `config` is the run's, which may tell of an adapter. Raises `UserError` where no draft model can
-    be cut from it.
-    """
-    if target.together:
-        raise UserError(
-            "a draft model is cut from a whole target; give draft_model.path, or leave out "
-            "target.spread"
-        )
-    if isinstance(target, Target):
-        return target
-    # Features come from a store or a server. The layers are read for the cut alone.
-    if config.path != target.name:
-        config = TargetConfig(target.name)
-    dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-    config = replace(config, dtype=dtype, device=device, compile=False, spread="whole")
-    try:
-        whole = load_target(config)
-    except UserError as error:
-        raise UserError(
-            "a draft model is cut from the whole target, not from features alone; give "
-            f"draft_model.path ({error})"
-        ) from error
-    quantised = getattr(whole.model, "is_quantized", False)  # refused where the cut is made
-    known, read = target.fingerprint(), whole.fingerprint()
-    if changes := changed_numbers(known.numbers, read.numbers):
-        raise UserError(
-            f"a draft model is cut from the whole target, and the configuration of {target.name} "
-            f"has changed since these features were made ({changes}); give draft_model.path"
-        )
-    if not quantised and read.other_weights(known):
-        raise UserError(
-            f"a draft model is cut from the whole target, and the weights of {target.name} are not "
-            "those that these features come from; give draft_model.path"
-        )
-    return whole
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
@@ -344,7 +217,6 @@ class DistillMethod(Method[DistillRun, DraftModel]):
 
     run_class = DistillRun
     drafter_class = DraftModel
-    replays_chain = False
 
     def features_of(self, run: DistillRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
         return (), False
@@ -386,11 +258,14 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = before.drafter.requires_grad_(True)
             place(draft_model, target.device, torch.float32)
         else:
-            source = target
-            if run.draft_model.path is None and run.draft_model.config is None:
-                source = whole_of(target, run.target)
+            cut = run.draft_model.path is None and run.draft_model.config is None
+            if cut and (target.together or not isinstance(target, Target)):
+                raise UserError(
+                    "a draft model is cut from a whole target; give draft_model.path, or leave out "
+                    "target.spread, features.store and features.server"
+                )
             draft_model = make_draft_model(
-                run.draft_model, source, lambda: batches.sample(STUDIED_TEXTS)
+                run.draft_model, target, lambda: batches.sample(STUDIED_TEXTS)
             )
         for line in plan_of(draft_model.model, target.model).lines(torch.float32):
             log.info(line)
@@ -400,19 +275,16 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     def make_objective(
         self, run: DistillRun, target: TargetSource, drafter: DraftModel
     ) -> DistillObjective:
-        weight = run.errors.accepted_weight
-        return DistillObjective(run.objective, runner_of(drafter), target, run.seed, weight)
+        return DistillObjective(run.objective, runner_of(drafter), target)
 
-    def writers(
+    def writer(
         self, run: DistillRun, target: Target, drafter: DraftModel
-    ) -> list[tuple[str, Rollouts, Writer]]:
-        """Return what writes rollouts of the draft model, and decodes texts with its drafts."""
+    ) -> tuple[Rollouts, Writer] | None:
+        """Return what writes rollouts of the draft model."""
+        if not run.rollouts.share:
+            return None
         draft_model = runner_of(drafter)
-        write = partial(draft_model_texts, run.rollouts, draft_model, target.eos_ids)
-        return [
-            ("rollouts", run.rollouts, write),
-            ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
-        ]
+        return run.rollouts, partial(draft_model_texts, run.rollouts, draft_model, target.eos_ids)
 
     def outcome(self, drafter: DraftModel, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
         return self.teacher_forced(drafter, hidden, ids, start)
@@ -442,8 +314,81 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         return adaptive_calibration(outcomes)
 
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        return accepted_runs(outcome[:, 0] > 0, calibration["length"])
+
+def accepted_runs(right: Tensor, length: int) -> list[int]:
+    """Return for each row how many rows from it on are `right` without a break, up to `length`.
+
+    `right` `[S]` is a bool for each root: its next token is the drafter's best one.
+    """
+    runs, run = [], 0
+    for value in reversed(right.tolist()):
+        run = run + 1 if value else 0
+        runs.append(run)
+    return [min(run, length) for run in reversed(runs)]
+
+
+def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> JsonObject:
+    """Return the calibration of a draft model: tau and cost of adaptive chains on held-out texts.
+
+    Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
+    more of the last two than the row before; `best_adaptive` picks one.
+
+    `outcomes` has a pair for each text: the table `[S, 2]` of `DistillMethod.teacher_forced` and
+    the start of the reply. Rounds are replayed as in decoding. Drafts past the first wrong one are
+    taken to be as likely as those of the text.
+    """
+    replies = [outcome[start:] for outcome, start in outcomes]
+    right = [accepted_runs(reply[:, 0] > 0, LONGEST_CHAIN) for reply in replies]
+    measured = []
+    for threshold in THRESHOLDS:
+        drafts = [chain_lengths(reply[:, 1], threshold, LONGEST_CHAIN) for reply in replies]
+        for longest in range(1, LONGEST_CHAIN + 1):
+            measured.append([threshold, longest, *tau_and_drafts(right, drafts, longest)])
+    # Only settings that no other one beats in both figures: by ascending drafts per round, those
+    # with a higher tau than all before.
+    front: list[list[float]] = []
+    for row in sorted(measured, key=lambda row: (row[3], -row[2])):
+        if not front or row[2] > front[-1][2]:
+            front.append(row)
+    return {"length": DEFAULT_LENGTH, "adaptive": front}
+
+
+def tau_and_drafts(
+    right: list[list[int]], drafts: list[list[int]], longest: int
+) -> tuple[float, float]:
+    """Return tau and drafts per round of chains of at most `longest` drafts, over all texts.
+
+    At each root of each text, `right` is how many drafts would be accepted and `drafts` how many
+    the chain has without the limit.
+    """
+    emitted = drafted = rounds = 0
+    for right_by_root, drafts_by_root in zip(right, drafts, strict=True):
+        lengths = [min(count, longest) for count in drafts_by_root]
+        # A round accepts what is right, as far as its chain goes.
+        accepted = [min(*pair) for pair in zip(right_by_root, lengths, strict=True)]
+        root = 0
+        for count in replay(accepted, 0, len(accepted)):
+            drafted += lengths[root]
+            root += count
+            emitted += count
+            rounds += 1
+    return emitted / max(rounds, 1), drafted / max(rounds, 1)
+
+
+def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
+    """Return how many drafts an adaptive chain has at each root, at most `longest`.
+
+    `sure` `[S]` is the probability of the draft at each root. A chain ends with the draft that
+    brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
+    """
+    lengths = []
+    # Drafts past the end of the text are as likely as its last one.
+    chances = sure.tolist() + sure[-1:].tolist() * longest
+    for root in range(len(sure)):
+        products = accumulate(chances[root : root + longest], operator.mul)
+        above = sum(1 for _ in takewhile(lambda product: product >= threshold, products))
+        lengths.append(min(above + 1, longest))
+    return lengths
 
 
 METHOD = DistillMethod()

@@ -23,7 +23,7 @@ from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
 from ..outline import TRAINED, ConfigOnly, Outline, matrix_numbers
 from .dflash import BlockObjective, DFlashMethod, forced_blocks
-from .ranks import accepted_in_chains, comparable_roots, ranks_in
+from .ranks import comparable_roots, ranks_in
 from .runs import DFlashRun, DSparkLoss, DSparkRun
 from .vocabulary import VocabularyMap
 
@@ -53,47 +53,6 @@ class DSparkObjective(BlockObjective):
             confidences, alpha.clamp(0, 1), reduction="none"
         )
         return self.config.confidence_weight * losses, (losses.detach(),)
-
-
-def confidence_calibration(texts: Sequence[Tensor]) -> JsonObject:
-    """Return temperatures of the confidences' logits, and calibration errors, by draft.
-
-    `texts` `[R, D, 2]` have a row for each root: ranks of the greedy chain's drafts, and logits.
-    The temperatures are fitted to all texts. `error_before` is that of the logits as they are;
-    `error` that of roots whose temperatures were fitted to the other half of the texts. It is left
-    out where a half has no root.
-    """
-    logits, survived = _parts(texts)
-    raw = scaled(logits, [1.0] * logits.shape[1])
-    found: JsonObject = {
-        "temperatures": scale_sequentially(logits, survived),
-        "error_before": _errors(raw, survived),
-    }
-    halves = [_parts(texts[place::2]) for place in range(min(len(texts), 2))]
-    if len(halves) == 2 and all(len(logits) for logits, _ in halves):
-        (logits, survived), (other_logits, other_survived) = halves
-        chances = [
-            scaled(logits, scale_sequentially(other_logits, other_survived)),
-            scaled(other_logits, scale_sequentially(logits, survived)),
-        ]
-        found["error"] = _errors(torch.cat(chances), torch.cat([survived, other_survived]))
-    return found
-
-
-def _parts(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the logits `[R, D]` of all texts, and 1 as long as the greedy chain is right."""
-    rows = torch.cat(list(texts))
-    # A greedy chain survives to a depth if all drafts up to there have rank 0.
-    return rows[..., 1], (rows[..., 0] == 0).int().cumprod(-1).float()
-
-
-def scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return the chances `[R, D]` that a chain survives to each draft, by scaled confidences."""
-    return (logits / torch.tensor(temperatures)).sigmoid().cumprod(-1)
-
-
-def _errors(chances: Tensor, survived: Tensor) -> list[float]:
-    return [calibration_error(*column) for column in zip(chances.T, survived.T, strict=True)]
 
 
 def scale_sequentially(logits: Tensor, survived: Tensor) -> list[float]:
@@ -158,13 +117,13 @@ class DSparkMethod(DFlashMethod):
         """Return DFlash's calibration, with temperatures for the confidences."""
         ranks = [(table[..., 0].long(), start) for table, start in outcomes]
         calibration = super().calibrate(ranks, tree_nodes)
-        texts = [comparable_roots([outcome]) for outcome in outcomes]
-        if not sum(map(len, texts)):
+        roots = comparable_roots(outcomes)
+        if not len(roots):
             return calibration
-        return calibration | {"confidence": confidence_calibration(texts)}
-
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        return accepted_in_chains(outcome[..., 0], calibration)
+        # A greedy chain survives to a depth if all drafts up to there have rank 0.
+        survived = (roots[..., 0] == 0).int().cumprod(-1).float()
+        temperatures = scale_sequentially(roots[..., 1], survived)
+        return calibration | {"confidence": {"temperatures": temperatures}}
 
 
 METHOD = DSparkMethod()

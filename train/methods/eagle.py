@@ -19,7 +19,6 @@ from ...heads.errors import UserError
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..objectives import check_backend
 from ..outline import (
     FORWARD,
     FROZEN,
@@ -29,13 +28,13 @@ from ..outline import (
     Outline,
     matrix_numbers,
 )
-from .beginnings import shape_before, take_heads_before
-from .first_weights import start_uncertain
-from .recycling import RecyclingMethod
+from .first_weights import shape_before, start_uncertain, take_heads_before
+from .ranks import RecyclingMethod
 from .runs import EagleRun
 from .unrolled_loss import UnrolledObjective
 from .vocabulary import draft_vocabulary
 
+NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
 
@@ -71,8 +70,6 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         head = shape.hidden_size * shape.draft_vocab_size
         frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
-        if loss.weighting != "decay":  # the weights follow from logits that are made before
-            each_root += FORWARD * head
         return Outline(
             drafter,
             logit_rows=loss.rows_per_chunk * steps,
@@ -91,7 +88,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         vocabulary and norms, which are logged.
         """
         if before is not None:
-            shape = shape_before(run.heads, str(run.init_from), target, before, eagle)
+            shape = shape_before(run, target, before, eagle)
             return drafter_of(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
         drafter = drafter_of(shape, target.embedding_and_head)
@@ -117,7 +114,6 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
                 "objective.feature_weight compares states of the target's width; leave out "
                 "heads.hidden_size"
             )
-        check_backend(config.attention, target.device)
         if drafter.borrows_head and target.dtype == torch.float16:
             raise UserError(
                 "the drafter learns through the target's head, and float16 loses its gradients; "
@@ -137,8 +133,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             )
         if config.freeze_head and isinstance(drafter, Eagle3Drafter):
             freeze_head(drafter, norm=bool(config.feature_weight))
-        weight = run.errors.accepted_weight
-        return UnrolledObjective(config, drafter, target.head, run.seed, weight)
+        noise = NOISE if shape.version == 1 else 0.0
+        return UnrolledObjective(config, drafter, target.head, run.seed, noise)
 
 
 @torch.no_grad()

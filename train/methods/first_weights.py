@@ -1,4 +1,4 @@
-"""First weights of untrained block drafters, and the size of an untrained drafter's logits.
+"""Beginning of a run: first weights of an untrained drafter, or the shape of one to train further.
 
 Shapes: n sampled positions, F taps, H hidden size, E size of an attention head, V vocabulary, Vd
 draft vocabulary.
@@ -6,14 +6,26 @@ draft vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.dspark import DSparkDrafter
+from ...heads.errors import UserError
+from ...heads.exchange.exporter import load_alone
+from ...heads.files import JsonObject
+from ...heads.layers import config_of
+from ...heads.medusa import MedusaHeads
+from ...inference.targets.target import TargetSource
+
+log = logging.getLogger(__name__)
 
 # Length of the direction that queries and keys share at first (`attend_nearby`); random weights
 # alone give them a length of about 3 in another direction each, for heads of size 32.
@@ -164,3 +176,56 @@ def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
     return rows.T @ torch.linalg.solve(
         products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
     )
+
+
+def check_same(options: Any, init_from: str, stored: JsonObject) -> None:
+    """Raise `UserError` if the run's `heads`, `options`, ask for others than those in `stored`."""
+    defaults = asdict(type(options)())
+    for name, value in asdict(options).items():
+        # An option given as its default cannot be distinguished from one that was left out.
+        if value not in (defaults[name], stored[name]):
+            # A recipe's key cannot be left out, so what it has to be is said.
+            right = "null" if stored[name] is None else str(stored[name])
+            if defaults[name] is None:
+                right = "null, which takes the drafter's"
+            raise UserError(
+                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; set "
+                f"heads.{name} to {right}"
+            )
+
+
+def take_heads_before(run: Any) -> None:
+    """Set `run.heads` to those of the drafter that the run begins with, if it names one.
+
+    Which features are read follows from them. Raises `UserError` for a folder without a drafter,
+    and if the run asks for other heads than the drafter has.
+    """
+    if run.init_from is None or not hasattr(run, "heads"):
+        return
+    drafter, options_class = load_alone(run.init_from).drafter, type(run.heads)
+    if isinstance(drafter, MedusaHeads):
+        stored = asdict(drafter.config)
+    else:
+        stored = config_of(drafter.shape, options_class)
+    check_same(run.heads, run.init_from, stored)
+    run.heads = options_class(**stored)
+
+
+def shape_before(run: Any, target: TargetSource, before: Artifact, configs: Any) -> Any:
+    """Return the shape of the drafter that the run begins with, that of `run.heads`.
+
+    Differences to what its target would have now are logged as warnings. `configs` is the module of
+    `heads/` with `shape_for`.
+    """
+    shape = before.drafter.shape
+    listed = ", ".join(f"{name} {value}" for name, value in asdict(run.heads).items())
+    log.info("going on from %s: %s", run.init_from, listed)
+    # Block drafters have a token for the slots that are to be drafted, which no option names.
+    own = [shape.mask_token] if hasattr(shape, "mask_token") else []
+    expected = asdict(configs.shape_for(run.heads, target.config, *own))
+    for name, value in asdict(shape).items():
+        if expected[name] != value:
+            log.warning(
+                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
+            )
+    return shape

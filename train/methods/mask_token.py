@@ -19,14 +19,13 @@ from ..data.batches import Batches
 log = logging.getLogger(__name__)
 
 SMALLEST_ROW = 0.1  # smallest fit embedding row, as a share of the usual size of rows
-PROPOSED = 3  # candidates that an error message names
 
 
 def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) -> int:
     """Return a token that no reply holds and that has an embedding.
 
     It is `asked` if given, else the first of `unused` and `spare` that is fit. Raises `UserError`
-    for an `asked` token that is not fit, and, with candidates, where no token is known.
+    for an `asked` token that is not fit, and where no token is known.
     """
     if asked is not None and not 0 <= asked < target.vocab_size:
         raise UserError(
@@ -47,14 +46,11 @@ def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) ->
     text_counts = batches.token_counts(target.vocab_size, prompts=True)
     for token in spare(target):
         if unfit(token, target, text_counts) is None:
-            name = described(token, target)
-            log.info("mask token: %s, a special token that no training text holds", name)
+            log.info("mask token: %d, a special token that no training text holds", token)
             return token
-    listed = ", ".join(described(token, target) for token in candidates(target, text_counts))
-    hint = f"; no training text holds {listed}" if listed else ""
     raise UserError(
         "no unused token is known to mask drafts with; name one that texts never hold with "
-        f"heads.mask_token{hint}"
+        "heads.mask_token"
     )
 
 
@@ -135,24 +131,3 @@ def spare(target: TargetSource) -> list[int]:
         if added.special and not in_conversations and token < target.vocab_size:
             tokens.append(token)
     return sorted(tokens, reverse=True)
-
-
-def candidates(target: TargetSource, texts: Tensor) -> list[int]:
-    """Return some tokens that no text holds and that could be the mask, for a person to choose.
-
-    `texts` `[V]` says how often the training texts hold each token. The last tokens, in most
-    vocabularies the rarest, come first.
-    """
-    # 1024 leave enough for `PROPOSED` of them; a large vocabulary has many more rows.
-    never = (texts == 0).nonzero()[:, 0].flip(0)[:1024]
-    sizes = row_sizes(never, target)
-    large = never[sizes >= SMALLEST_ROW * usual_size(target)].tolist()
-    return [token for token in large if token not in target.eos_ids][:PROPOSED]
-
-
-def described(token: int, target: TargetSource) -> str:
-    """Return a token's id, and as the tokenizer writes it, quoted, or "no text": 5 ('<mask>')."""
-    tokenizer, name = target.tokenizer, None
-    if tokenizer is not None and token < len(tokenizer):
-        name = tokenizer.convert_ids_to_tokens(token)
-    return f"{token} ({'no text' if name is None else repr(name)})"

@@ -19,34 +19,25 @@ draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...distill.divergences import (
-    Teacher,
-    log_probs,
-    loss_of_logits,
-    sum_in_chunks,
-    teacher_of,
-)
-from ...distill.settings import LABELS_ONLY, NEEDS_LABELS, Divergence
+from ...distill.divergences import Teacher, sum_in_chunks, teacher_of
+from ...distill.settings import LABELS_ONLY, Divergence
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
-from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.proposers.tree_plan import grow
+from ...heads.medusa import MedusaHeads
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import Method
-from ..objectives import Sums, depth_metrics, static_decay
+from ..objectives import Sums, compared, depth_metrics, static_decay
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
-from .beginnings import check_same, take_heads_before
+from .first_weights import take_heads_before
 from .ranks import comparable_roots, rank_calibration, ranks_by_root
 from .runs import MedusaLoss, MedusaRun
 from .vocabulary import VocabularyMap, draft_vocabulary
@@ -72,8 +63,6 @@ class MedusaObjective:
         """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
         self.head_weights = static_decay(num_heads, config.head_decay)
-
-    def begin(self, progress: float) -> None: ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of rows with weight of each head, from masks alone."""
@@ -138,80 +127,58 @@ class MedusaObjective:
         labels = vocabulary.columns(send(labels, last.device))
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
-        distributions, index, name = None, teachers, self._config.loss
+        best = log_p = teacher = p = outside = None
+        index, name = teachers, self._config.loss
         if measured or name not in LABELS_ONLY or vocabulary.reduced:
             positions, index = (send(t, last.device) for t in teachers.unique(return_inverse=True))
             with torch.no_grad():
                 # Not kept under a name: no logits of all tokens are there beside those of heads.
-                distributions = Distributions.of(
+                best, log_p, teacher, p = distributions(
                     self._target_head(last[positions]), name, vocabulary, measured
                 )
         tables = []
         for i in range(self._num_heads):
-            logits, mine = drafter.logits(hidden, i), None
-            if distributions is not None:
-                mine = distributions.rows(index[:, i])
-            log_p, teacher, p = (None,) * 3 if mine is None else (mine.log_p, mine.teacher, mine.p)
-            # A label without a column is clamped to have one; its loss counts as 0 below.
-            columns = labels[:, i].clamp(min=0) if vocabulary.reduced else labels[:, i]
-            found = loss_of_logits(name, logits, log_p, columns, p if measured else None, teacher)
-            entry = [found.losses]
-            if mine is not None and vocabulary.reduced:
-                outside = mine.best < 0
-                if name in NEEDS_LABELS:
-                    outside = outside | (labels[:, i] < 0)
-                entry = [found.losses.masked_fill(outside, 0.0)]
-            if mine is not None and measured:
-                # A best token of -1 equals no column.
-                assert found.overlaps is not None
-                entry += [(found.best == mine.best).float(), found.overlaps]
-            tables.append(entry)
+            at = index[:, i]
+            own_teacher = None if teacher is None else teacher.rows(at)
+            shared = own_teacher is not None and teacher is not None and p is teacher.p
+            own_best, own_log_p, own_p = (
+                None if x is None else x[at] for x in (best, log_p, None if shared else p)
+            )
+            if vocabulary.reduced and own_best is not None:
+                outside = own_best < 0
+            drafts = compared(
+                name, drafter.logits(hidden, i), labels[:, i], own_best, own_log_p,
+                own_teacher.p if shared and own_teacher is not None else own_p, own_teacher,
+                outside=outside, overlaps=False,
+            )  # fmt: skip
+            tables.append([x for x in drafts[:3] if x is not None] if measured else [drafts.losses])
         # From tables `[R]` for each head to tables `[R, D]` of all heads.
         losses, *rest = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
         loss = (losses * factors).sum()
         return (loss, losses, *rest) if measured else (loss,)
 
 
-class Distributions(NamedTuple):
-    """The target's distributions at R positions, made once for all heads that they teach."""
+def distributions(
+    logits: Tensor, loss: Divergence, vocabulary: VocabularyMap, measured: bool
+) -> tuple[Tensor, Tensor | None, Teacher | None, Tensor | None]:
+    """Return the target's distributions by `logits` `[R, V]`, as far as loss or metrics need them.
 
-    log_p: Tensor | None
-    """Log-probabilities `[R, Vd]` that teach; None for a loss that reads `teacher` or labels."""
-    teacher: Teacher | None
-    """Distribution that `kl` learns."""
-    p: Tensor | None
-    """Probabilities `[R, Vd]` for overlaps: with a draft vocabulary they sum to less than one."""
-    best: Tensor
-    """Columns `[R]` of the best tokens, -1 for those that cannot be drafted."""
-
-    @classmethod
-    def of(
-        cls, logits: Tensor, loss: Divergence, vocabulary: VocabularyMap, measured: bool
-    ) -> Distributions:
-        """Return the distributions of `logits` `[R, V]`, as far as a loss or metrics read them."""
-        best = vocabulary.columns(best_of(logits))
-        if not vocabulary.reduced:
-            log_p = log_probs(logits)
-            # All tokens are in the table, so that it sums to one already.
-            teacher = teacher_of(log_p, whole=True)
-            return cls(None if loss in ("kl", "ce") else log_p, teacher, teacher.p, best)
-        p = vocabulary.probs(logits) if measured else None
-        if loss in LABELS_ONLY:
-            return cls(None, None, p, best)
+    They are the columns `[R]` of the best tokens, -1 for those that cannot be drafted; the
+    log-probabilities `[R, Vd]` that teach, or in their place what `kl` learns; and the
+    probabilities `[R, Vd]` for overlaps, which sum to less than one with a draft vocabulary.
+    """
+    best = vocabulary.columns(best_of(logits))
+    log_p = teacher = p = None
+    if loss not in LABELS_ONLY:
         log_p = vocabulary.teacher(loss, logits, slice(None))
-        if loss == "kl":  # which is among the losses whose teacher sums to one
-            return cls(None, teacher_of(log_p, whole=True), p, best)
-        return cls(log_p, None, p, best)
-
-    def rows(self, index: Tensor) -> Distributions:
-        """Return those of some positions."""
-        log_p = None if self.log_p is None else self.log_p[index]
-        teacher = None if self.teacher is None else self.teacher.rows(index)
-        if teacher is not None and self.teacher is not None and self.p is self.teacher.p:
-            p = teacher.p  # one large table for both
-        else:
-            p = None if self.p is None else self.p[index]
-        return Distributions(log_p, teacher, p, self.best[index])
+    if loss == "kl":  # which is among the losses whose teacher sums to one
+        assert log_p is not None
+        log_p, teacher = None, teacher_of(log_p, whole=True)
+    if measured:
+        # Without a draft vocabulary one large table is enough for both.
+        whole = teacher is not None and not vocabulary.reduced
+        p = teacher.p if teacher is not None and whole else vocabulary.probs(logits)
+    return best, log_p, teacher, p
 
 
 @torch.no_grad()
@@ -227,7 +194,6 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
 
     run_class = MedusaRun
     drafter_class = MedusaHeads
-    replays_chain = False
 
     def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
         take_heads_before(run)
@@ -254,9 +220,7 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         """
         sizes = target.hidden_size, target.vocab_size, target.embedding_and_head
         if before is not None:
-            shape: MedusaConfig = before.drafter.config
-            check_same(run.heads, str(run.init_from), asdict(shape))
-            return MedusaHeads(shape, *sizes)
+            return MedusaHeads(before.drafter.config, *sizes)
         drafter, rows = MedusaHeads(run.heads, *sizes), target.head_weight
         if (ids := draft_vocabulary(drafter.drafted, target, batches)) is not None:
             drafter.set_maps(ids)
@@ -281,21 +245,6 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the heads, from which their tree is grown."""
         return rank_calibration(comparable_roots(outcomes), tree_nodes)
-
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        """Return how many drafts of the calibrated tree are right at each root.
-
-        At each depth at most one rank is right, so the count is the length of the row's longest
-        prefix that is a node.
-        """
-        paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
-        accepted = []
-        for row in outcome.tolist():
-            depth = 0
-            while depth < len(row) and tuple(row[: depth + 1]) in paths:
-                depth += 1
-            accepted.append(depth)
-        return accepted
 
 
 METHOD = MedusaMethod()

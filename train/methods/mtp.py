@@ -19,12 +19,10 @@ from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..objectives import check_backend
 from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
-from .beginnings import shape_before, take_heads_before
 from .eagle import STATES
-from .first_weights import set_scale, start_uncertain
-from .recycling import RecyclingMethod
+from .first_weights import set_scale, shape_before, start_uncertain, take_heads_before
+from .ranks import RecyclingMethod
 from .runs import MtpLoss, MtpRun
 from .unrolled_loss import UnrolledObjective
 
@@ -50,14 +48,13 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         freeze(drafter, loss)
         steps = loss.steps or 1
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
-        each_root = FROZEN * head + (FORWARD * head if loss.weighting != "decay" else 0)
         layers = operations(drafter.layers, loss.recompute, target.config)
         fused = operations(drafter.fc, False, target.config) / 2
         return Outline(
             drafter,
             logit_rows=loss.rows_per_chunk * steps,
             operations=fused + (layers + fused) * steps,
-            head_operations=each_root * steps,
+            head_operations=FROZEN * head * steps,
             passes=steps,
             layers=1,
         )
@@ -66,7 +63,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> MtpDrafter:
         if before is not None:
-            shape = shape_before(run.heads, str(run.init_from), target, before, mtp)
+            shape = shape_before(run, target, before, mtp)
             return MtpDrafter(shape, target.embedding_and_head)
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         check_layer(drafter, target.config.model_type)
@@ -78,7 +75,6 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, drafter: MtpDrafter
     ) -> UnrolledObjective:
         config = run.objective.resolved()
-        check_backend(config.attention, target.device)
         if target.dtype == torch.float16:
             raise UserError(
                 "an MTP layer learns through the target's head, and float16 loses its gradients; "
@@ -91,7 +87,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
                 "replies at T = 0.8 it reached 0.96 times kl's tau as a chain, 0.99 as a tree "
                 "(docs/results.md#mtp-layers-after-a-fine-tune)"
             )
-        return UnrolledObjective(config, drafter, target.head, run.seed, run.errors.accepted_weight)
+        return UnrolledObjective(config, drafter, target.head, run.seed)
 
 
 def operations(module: nn.Module, recompute: bool, config: Any) -> float:
@@ -125,37 +121,10 @@ def first_weights(
 
 
 def freeze(drafter: MtpDrafter, config: MtpLoss) -> None:
-    """Exclude from training what `config.trained` does not name, and add LoRA matrices for lora.
-
-    Raises `UserError` if peft is missing.
-    """
-    # A plan's drafter has them before its objective is made.
-    has_lora = any(".lora_" in name for name, _ in drafter.named_parameters())
-    if config.trained == "lora" and not has_lora:
-        add_lora(drafter, config.lora_rank)
-    if config.trained != "all":
-        kept = ("norm",) if config.trained == "norms" else ("norm", "fc.", ".lora_")
+    """Exclude from training what `config.trained` does not name."""
+    if config.trained == "norms":
         for name, parameter in drafter.named_parameters():
-            parameter.requires_grad_(any(part in name for part in kept))
-
-
-def add_lora(drafter: MtpDrafter, rank: int) -> None:
-    """Add LoRA matrices (arXiv 2106.09685), by peft, to the projections of the decoder layer.
-
-    Raises `UserError` if peft is missing.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError(
-            "objective.trained lora needs peft; in the checkout: pip install -c constraints.txt -e "
-            "'.[lora]'"
-        ) from error
-    # Experts are no linear layers of torch, and stay as they are.
-    named = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=r"layers\.0\..*_proj(_with_mqa)?"
-    )
-    inject_adapter_in_model(named, drafter)
+            parameter.requires_grad_("norm" in name)
 
 
 METHOD = MtpMethod()

@@ -6,16 +6,21 @@ Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...heads.files import JsonObject
+from ...heads.layers import RecyclingDrafter
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.replay import RANKS, rank_of
+from ...inference.targets.causal_model import Hidden
 from ..data.batches import Batch, collate
 from ..method import DrafterT, Method, RunT
+from .unroll import unroll
+from .vocabulary import VocabularyMap
 
 
 class RankedMethod(Method[RunT, DrafterT]):
@@ -26,8 +31,24 @@ class RankedMethod(Method[RunT, DrafterT]):
         calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
         return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
 
-    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
-        return accepted_in_chains(outcome, calibration)
+
+RecyclingT = TypeVar("RecyclingT", bound=RecyclingDrafter)
+
+
+class RecyclingMethod(RankedMethod[RunT, RecyclingT]):
+    """Base of methods whose drafters continue from their own output: EAGLE drafters, MTP layers."""
+
+    @torch.no_grad()
+    def teacher_forced(
+        self, drafter: RecyclingDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
+    ) -> Tensor:
+        """Return `ranks_by_root` of the training pass."""
+        taps = tuple(tap[None] for tap in hidden.taps)
+        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
+        columns = VocabularyMap(drafter).columns(ids)
+        return ranks_by_root(
+            ids, steps, columns, lambda k, rows: drafter.logits(outputs[k][0, :rows])
+        )
 
 
 def batch_of_text(ids: Tensor) -> Batch:
@@ -84,13 +105,3 @@ def rank_calibration(ranks: Tensor, tree_nodes: int) -> JsonObject:
         hits = [int((ranks[:, depth] == rank).sum()) for rank in range(RANKS)]
         accuracy.append([count / max(len(ranks), 1) for count in hits])
     return {"rank_accuracy": accuracy, "roots": len(ranks), "tree_nodes": tree_nodes}
-
-
-def accepted_in_chains(ranks: Tensor, calibration: JsonObject) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `ranks` `[S, D]` are the text's own tokens among the drafts, 0 the best; the chain has
-    `calibration["length"]` drafts.
-    """
-    # A running product stops at the first wrong draft: 1 1 0 1 becomes 1 1 0 0, so 2.
-    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

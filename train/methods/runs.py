@@ -18,9 +18,8 @@ from ...heads.drafter_configs import (
     MtpConfig,
 )
 from ...heads.errors import UserError
-from ..config import Errors, Memory, Optim, Rollouts, RunConfig, examples_of
+from ..config import Memory, Optim, Rollouts, RunConfig, examples_of
 
-Backend = Literal["auto", "sdpa", "flex", "plain"]
 MUON = partial(Optim, "muon", schedule="wsd", decay_share=0.3)
 """Default optimiser and schedule of the methods that were measured to be better with them."""
 
@@ -55,8 +54,8 @@ class MedusaRun(RunConfig):
 
 
 EAGLE_DEFAULTS = {
-    1: {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1},
-    3: {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0},
+    1: {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1},
+    3: {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0},
 }
 """Values of those settings of `EagleLoss` that are None, by the version of EAGLE."""
 
@@ -70,21 +69,8 @@ class UnrolledLoss(Memory):
     ce-l1: both)."""
     steps: int | None = None
     """Unrolled steps; if not given, 7 for EAGLE-3, 1 for EAGLE-1, 3 for an MTP layer."""
-    single_step_share: float = 0.0
-    """Share of the run that trains the first step alone, at a fraction of the cost, before the
-    others join: worth it for short runs, in which a drafter that is wrong at once learns little
-    from going on."""
-    weighting: Literal["decay", "survival", "d-pace"] = "decay"
-    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
-    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
-    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
     decay: float = 0.8
-    """Base of the steps' weights with weighting decay."""
-    smoothing: float = 0.5
-    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
-    attention: Backend = "auto"
-    """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
-    score), or whichever fits."""
+    """Base of the steps' weights: that of step k is this to the power k, over the sum of all."""
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
 
@@ -92,23 +78,14 @@ class UnrolledLoss(Memory):
         if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
             raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
         super().__post_init__()
-        if not (
-            0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1
-        ):
-            raise UserError(
-                "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
-                "objective.single_step_share in [0, 1)"
-            )
+        if not 0 < self.decay <= 1:
+            raise UserError("objective.decay must lie in (0, 1]")
 
 
 @dataclass
 class EagleLoss(UnrolledLoss):
     """Settings of an EAGLE drafter's loss."""
 
-    out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
-    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
-    miss either way."""
     feature_weight: float | None = None
     """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
     target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
@@ -118,27 +95,15 @@ class EagleLoss(UnrolledLoss):
     freeze_head: bool = False
     """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
     too, since features are compared in its scale."""
-    noise: float | None = None
-    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
-    0.1 for version 1, 0 for version 3."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (self.feature_weight, self.token_weight, self.noise)
-        if any(value is not None and value < 0 for value in sizes):
-            raise UserError("objective.feature_weight, token_weight and noise must not be negative")
+        if min(self.feature_weight or 0, self.token_weight or 0) < 0:
+            raise UserError("objective.feature_weight and token_weight must not be negative")
 
     def resolved(self, version: int) -> EagleLoss:
-        """Return these settings with the defaults of an EAGLE version filled in.
-
-        Raises `UserError` for noise with version 3.
-        """
+        """Return these settings with the defaults of an EAGLE version filled in."""
         defaults = EAGLE_DEFAULTS[version]
-        if self.noise and not defaults["noise"]:
-            raise UserError(
-                "objective.noise is for version 1; the taps of version 3 differ in size too much "
-                "for one noise"
-            )
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -153,7 +118,6 @@ class EagleRun(RunConfig):
     objective: EagleLoss = field(default_factory=EagleLoss)
     # docs/results.md#parts-of-an-eagle-3-recipe: with the norms of `heads`, twice AdamW's tau.
     optim: Optim = field(default_factory=MUON)
-    errors: Errors = field(default_factory=Errors)
 
 
 MTP_STEPS = 3
@@ -164,21 +128,11 @@ MTP_STEPS = 3
 class MtpLoss(UnrolledLoss):
     """Settings of the loss of an MTP layer."""
 
-    trained: Literal["all", "norms", "lora"] = "all"
-    """Parameters that are trained: all of the layer; its norms alone; or its norms, `fc`, and LoRA
-    matrices for the decoder layer's projections (needs peft), which are merged when it is saved."""
-    lora_rank: int = 16
-    """Rank of the LoRA matrices."""
+    trained: Literal["all", "norms"] = "all"
+    """Parameters that are trained: all of the layer, or its norms alone."""
     # What EAGLE drafters have as options.
-    out_of_vocabulary: ClassVar[Literal["drop", "keep"]] = "drop"
     feature_weight: ClassVar[float] = 0.0
     token_weight: ClassVar[float] = 1.0
-    noise: ClassVar[float] = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora_rank < 1:
-            raise UserError("objective.lora_rank must be at least 1")
 
     def resolved(self) -> MtpLoss:
         """Return these settings with the defaults filled in."""
@@ -193,7 +147,6 @@ class MtpRun(RunConfig):
 
     heads: MtpConfig = field(default_factory=MtpConfig)
     objective: MtpLoss = field(default_factory=MtpLoss)
-    errors: Errors = field(default_factory=Errors)
 
 
 @dataclass
@@ -210,27 +163,17 @@ class BlockLoss(Memory):
     gamma: float | None = None
     """Length of weighting decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16,
     10, 8)."""
-    smoothing: float = 0.5
-    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
-    token_weight: float = 1.0
-    """Weight of `loss`."""
-    feature_weight: float = 0.0
-    """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
-    runs on little text."""
     anchors: int = 512
     """Blocks in a packed row, at roots drawn again each time that the row is seen. Rows with fewer
     roots leave some over."""
-    attention: Backend = "auto"
-    """Backend of the blocks' attention: sdpa, flex (GPU), plain (a reference, block by block), or
-    whichever fits."""
     rows_per_chunk: int = 16
     """Blocks whose logits exist at one time."""
 
     def __post_init__(self) -> None:
         if min(self.anchors, self.rows_per_chunk) < 1:
             raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
-        if not 0 <= self.smoothing <= 1 or (self.gamma is not None and self.gamma <= 0):
-            raise UserError("objective.smoothing must lie in [0, 1], objective.gamma be above 0")
+        if self.gamma is not None and self.gamma <= 0:
+            raise UserError("objective.gamma must be above 0")
         if self.gamma is not None and self.weighting != "decay":
             raise UserError(
                 f"objective.gamma is of weighting decay, not {self.weighting}; set it to null"
@@ -240,8 +183,6 @@ class BlockLoss(Memory):
                 f"d-pace weighs ce, not {self.loss}; give objective.weighting decay or survival "
                 "with it"
             )
-        if min(self.token_weight, self.feature_weight) < 0:
-            raise UserError("objective.token_weight and feature_weight must not be negative")
         super().__post_init__()
 
 
@@ -293,30 +234,13 @@ class DistillLoss(Memory):
     loss: Divergence = "kl"
     """Divergence of the draft model's distribution from the target's; ce learns the text's tokens:
     sequence-level distillation if the target wrote them, plain language modelling if not."""
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Temperatures, one of which is drawn for a text each time that it is seen: both distributions
-    are taken at it; 0 teaches the target's best token."""
-    hidden_weight: float = 0.0
-    """Weight of SmoothL1 between the target's last state and a linear projection of the draft
-    model's; the projection is not kept."""
     rows_per_chunk: int = 1024
     """Positions whose logits exist at one time."""
 
     def __post_init__(self) -> None:
-        if self.rows_per_chunk < 1 or self.hidden_weight < 0:
-            raise UserError(
-                "objective.rows_per_chunk must be at least 1, objective.hidden_weight at least 0"
-            )
+        if self.rows_per_chunk < 1:
+            raise UserError("objective.rows_per_chunk must be at least 1")
         super().__post_init__()
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(
-                "objective.temperatures must name at least one temperature of 0 or more"
-            )
-        if self.loss in NEEDS_LABELS and self.temperatures != [1.0]:
-            raise UserError(
-                f"objective.loss {self.loss} learns the text's tokens, to which "
-                "objective.temperatures means nothing"
-            )
 
 
 @dataclass
@@ -328,7 +252,6 @@ class DistillRun(RunConfig):
     draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     objective: DistillLoss = field(default_factory=DistillLoss)
     rollouts: Rollouts = field(default_factory=Rollouts)
-    errors: Errors = field(default_factory=Errors)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -276,7 +276,6 @@ def _memory_of_step(method: AnyMethod, run: Any, reply_share: float, gpus: int) 
             drafter = method.outline(run, cast(ConfigOnly, target)).drafter
             give_numbers(drafter)
         objective = method.make_objective(run, target, drafter)
-        objective.begin(1.0)
         for packed in [target, *([runner_of(drafter)] if isinstance(drafter, DraftModel) else [])]:
             # What `check_packing` finds out with numbers.
             packed.attends_in_documents = packed.window is None

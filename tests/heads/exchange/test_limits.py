@@ -26,8 +26,8 @@ from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import TITLES, facts_of, refusal, sentences
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import options_from
+from draftsmith.train.engines import facts_before, say_engines
 from draftsmith.train.method import method_named
-from draftsmith.train.serving import facts_before, say_engines
 from tests.conftest import QUICKSTART, ROOT
 from tests.heads.exchange.random_artifacts import TARGET, block, eagle, heads, order
 

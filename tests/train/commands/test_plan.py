@@ -15,7 +15,7 @@ from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
 from draftsmith.train.method import method_named
-from draftsmith.train.pace import PARTS, Pace
+from draftsmith.train.pace import PARTS
 from draftsmith.train.planning.verdict import plan_for
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
@@ -261,12 +261,8 @@ def test_all_tokens_are_replies_if_nothing_is_said(
     assert "counted as replies" not in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_logs_where_its_time_goes_and_profiles_a_window(
-    tmp_path: Path, saved_tiny: Path
-) -> None:
-    config = make_config(
-        tmp_path, saved_tiny, "eagle", max_steps=8, profile={"first": 2, "steps": 2}
-    )
+def test_a_run_logs_where_its_time_goes(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, "eagle", max_steps=8)
     train(config, method="eagle")
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -276,21 +272,3 @@ def test_a_run_logs_where_its_time_goes_and_profiles_a_window(
         assert (
             all(share >= 0 for share in shares) and 0 < sum(shares) <= 1.0 and row["tokens_s"] > 0
         )
-    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
-    steps = {
-        event["name"]
-        for event in trace["traceEvents"]
-        if event.get("name", "").startswith("ProfilerStep")
-    }
-    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
-    assert sum(event.get("name", "").startswith("aten::") for event in trace["traceEvents"]) > 100
-
-
-def test_mfu_is_work_over_what_the_gpu_could_do() -> None:
-    """1,024 operations a position."""
-    pace = Pace(torch.device("cpu"), 2)
-    assert "mfu" not in pace.report()
-    pace._peak, pace.flops_per_position = 1e12, 1024.0
-    pace.count(64)
-    found = pace.report()
-    assert found["mfu"] == pytest.approx(1024 * found["tokens_s"] / 2 / 1e12)

@@ -35,7 +35,7 @@ def named(folder: Path, tensors: Tensors) -> Path:
     return path
 
 
-def ask(path: Any, max_tokens: int = 1, **more: Any) -> torch.Tensor:
+def ask(path: Any, **more: Any) -> torch.Tensor:
     """The states that a client gets from a server that answers with `path`."""
     body = {
         "choices": [{"token_ids": REPLY}],
@@ -43,10 +43,9 @@ def ask(path: Any, max_tokens: int = 1, **more: Any) -> torch.Tensor:
         **more,
     }
     with serving(whole(json.dumps(body).encode())) as url:
-        client = Client(url, "target", LAYERS, 1, 2.0)
+        client = Client(url, "target", LAYERS, 2.0)
         client.hidden_size = WIDTH
-        replies = client.ask([IDS]) if max_tokens == 1 else client.write([IDS], max_tokens)
-        return next(iter(replies)).states
+        return next(iter(client.ask([IDS]))).states
 
 
 def test_the_states_of_the_text_are_taken_and_their_files_deleted(tmp_path: Path) -> None:
@@ -57,13 +56,28 @@ def test_the_states_of_the_text_are_taken_and_their_files_deleted(tmp_path: Path
 
 
 def test_a_reply_comes_with_the_states_of_all_tokens_but_the_last(tmp_path: Path) -> None:
+    """The prompt's states come with the reply, those of both from a second request."""
     longer = {
         "token_ids": torch.tensor([*IDS, 9]),
         "hidden_states": torch.cat([STATES, STATES[:1]]),
     }
-    path = named(tmp_path, longer)
-    found = ask(path, 4, choices=[{"token_ids": [9, 11]}])
-    assert torch.equal(found, longer["hidden_states"]) and not list(tmp_path.iterdir())
+    client = Client("http://localhost:1", "target", LAYERS)
+    asked: list[list[int]] = []
+
+    def fetch(path: Path, text: list[int]) -> torch.Tensor:
+        asked.append(text)
+        return longer["hidden_states"][: len(text)]
+
+    client._fetch = fetch  # type: ignore[method-assign]
+    body = {
+        "choices": [{"token_ids": [9, 11]}],
+        "kv_transfer_params": {"hidden_states_path": str(tmp_path / "x")},
+    }
+    with serving(whole(json.dumps(body).encode())) as url:
+        client._http.base_url = url
+        (reply,) = client.write([IDS], 4)
+    assert asked == [IDS, [*IDS, 9]] and reply.ids == [*IDS, 9, 11]
+    assert torch.equal(reply.states, longer["hidden_states"])
 
 
 WRONG: dict[str, tuple[Tensors, str]] = {
@@ -71,10 +85,13 @@ WRONG: dict[str, tuple[Tensors, str]] = {
     "no states": ({"token_ids": torch.tensor(IDS)}, "holds token_ids and not"),
     "one tensor more": (SOUND | {"x": torch.ones(1)}, "and not token_ids and hidden_states"),
     "another text": (SOUND | {"token_ids": torch.tensor([5, 6, 8])}, "states of another text"),
-    "a shorter text": ({name: t[:2].clone() for name, t in SOUND.items()}, "states of 2 tokens"),
+    "a shorter text": ({name: t[:2].clone() for name, t in SOUND.items()}, "has states"),
     "fewer states": (SOUND | {"hidden_states": STATES[:2].clone()}, "for token ids"),
-    "another width": (SOUND | {"hidden_states": torch.ones(3, 2, 5)}, "width 5"),
-    "another number of layers": (SOUND | {"hidden_states": torch.ones(3, 3, 4)}, "of 3 layers"),
+    "another width": (SOUND | {"hidden_states": torch.ones(3, 2, 5)}, "has states"),
+    "another number of layers": (
+        SOUND | {"hidden_states": torch.ones(3, 3, 4)},
+        "server_layers names",
+    ),
     "states without layers": (SOUND | {"hidden_states": torch.ones(3, 8)}, "has states"),
     "whole numbers": (SOUND | {"hidden_states": STATES.int()}, "states of type I32"),
     "ids that are floats": (SOUND | {"token_ids": torch.tensor(IDS).float()}, "ids of type F32"),

@@ -57,9 +57,7 @@ from tests.train.test_loop import (
 )
 
 PLAIN = {
-    "distill": {"rollouts": {}, "errors": {}},
-    "eagle": {"errors": {}},
-    "mtp": {"errors": {}},
+    "distill": {"rollouts": {}},
 }
 
 
@@ -354,10 +352,10 @@ def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
     shutil.copytree(saved_tiny, target)
     config = config_for(tmp_path / "run", target, "medusa", max_steps=2)
     extract(config, store, "medusa")
-    more = ("--features.store", store, "--evaluation.prompts", "3")
+    more = ("--features.store", store, "--evaluation.limit", "3")
     done = train(config, *more, "--target", "/nonexistent/target", "--out", tmp_path / "other")
     assert "no config.json in /nonexistent/target: it was not compared" in done.stderr
-    assert "evaluation.prompts is 4 in the store, which is used, not 3" in done.stderr
+    assert "evaluation.limit is 4 in the store, which is used, not 3" in done.stderr
     assert "evaluation.max_new_tokens" not in done.stderr, "it is the store's"
     assert "next: draftsmith evaluate --target TARGET --drafter" in done.stdout
 

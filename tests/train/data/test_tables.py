@@ -247,21 +247,6 @@ def test_a_share_of_few_prompts_holds_one_out(tmp_path: Path) -> None:
             build(config, TARGET, seed=0)
 
 
-def test_held_out_by_time(tmp_path: Path) -> None:
-    rows = [chat(f"q {i}", f"a {i}", timestamp=f"2026-01-{i + 1:02d}") for i in range(10)]
-    config = Data(
-        [Source(write(tmp_path / "a.jsonl", rows))],
-        held_out=HeldOutConfig("time", since="2026-01-08"),
-    )
-    assert len(build(config, TARGET, seed=0).held_out) == 3
-    config = Data(
-        [Source(write(tmp_path / "b.jsonl", GOOD))],
-        held_out=HeldOutConfig("time", since="2026-01-08"),
-    )
-    with pytest.raises(UserError, match="has no field 'timestamp'"):
-        build(config, TARGET, seed=0)
-
-
 def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
     held = write(tmp_path / "h.jsonl", [chat("held", "out")])
     for weight, low, high in ((0.5, 70, 130), (2.0, 400, 400), (1.5, 270, 330)):

@@ -20,8 +20,7 @@ from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
 from draftsmith.train.methods import eagle, medusa
-from draftsmith.train.methods.beginnings import take_heads_before
-from draftsmith.train.methods.first_weights import start_uncertain
+from draftsmith.train.methods.first_weights import start_uncertain, take_heads_before
 from draftsmith.train.methods.mask_token import warn_of_mask_token
 from tests.conftest import by_default, tiny_target
 from tests.eagles import random_eagle
@@ -60,19 +59,22 @@ def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) ->
     assert first["loss@1"] < math.log(target.vocab_size) + 1, first
 
 
-def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has() -> None:
+def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) -> None:
     target, config = tiny_target(), MedusaConfig(num_heads=2, shared_head=True)
     lender = target.embedding_and_head
     drafter = MedusaHeads(config, target.hidden_size, target.vocab_size, lender)
+    Artifact(drafter, target.fingerprint()).save(tmp_path / "x")
+    run: Any = SimpleNamespace(init_from=str(tmp_path / "x"), heads=MedusaConfig(num_heads=2))
+    take_heads_before(run)
     before: Any = SimpleNamespace(drafter=drafter)
-    run: Any = SimpleNamespace(init_from="x", heads=MedusaConfig(num_heads=2))
     batches: Any = None
-    assert medusa.METHOD.make_drafter(run, target, batches, before).config == config
+    made = medusa.METHOD.make_drafter(run, target, batches, before)
+    assert made.config == run.heads == config
     run.heads = MedusaConfig(num_heads=3)
     with pytest.raises(
         UserError, match="x has num_heads 2, heads.num_heads says 3; set heads.num_heads to 2"
     ):
-        medusa.METHOD.make_drafter(run, target, batches, before)
+        take_heads_before(run)
 
 
 @pytest.mark.parametrize("method", by_default(["eagle1", "dflash", "medusa"], "dflash"))

@@ -25,7 +25,7 @@ from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.beginnings import take_heads_before
+from draftsmith.train.methods.first_weights import take_heads_before
 from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
 from draftsmith.train.methods.ranks import ranks_in
 from tests.conftest import tiny_target
@@ -183,7 +183,7 @@ def test_a_run(tmp_path: Path) -> None:
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     shape = {"num_heads": 2, "draft_vocab_size": 60}
-    evaluation = {"every": 2, "prompts": 2, "max_new_tokens": 8, "tree_nodes": 6}
+    evaluation = {"every": 2, "limit": 2, "max_new_tokens": 8, "tree_nodes": 6}
     changes = {"heads": shape, "max_steps": 2, "evaluation": evaluation}
     train(make_config(tmp_path, tmp_path / "target", **changes))
     folder = tmp_path / "run" / "best"
@@ -203,4 +203,4 @@ def test_a_run(tmp_path: Path) -> None:
     assert run.heads == again.config == MedusaConfig(2, draft_vocab_size=60)
     run.heads = MedusaConfig(2, draft_vocab_size=50)
     with pytest.raises(UserError, match="draft_vocab_size 60, heads.draft_vocab_size says 50"):
-        METHOD.make_drafter(run, loaded, batches, before)
+        take_heads_before(run)

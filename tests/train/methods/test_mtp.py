@@ -12,7 +12,6 @@ from torch import Tensor
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.drafter_configs import MtpConfig
-from draftsmith.heads.errors import UserError
 from draftsmith.heads.mtp import MtpDrafter, shape_for
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
@@ -27,6 +26,7 @@ from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from tests import mtp_models
 from tests.train.methods.test_alignment import batch_of
+from tests.trained import accepted_in_chains
 
 SIZE = 96
 
@@ -134,7 +134,7 @@ def test_estimated_tau_is_that_of_decoding() -> None:
     features = LiveTarget(target).features(batch_of_text(text))
     hidden = Hidden(features.last[0])
     table = METHOD.teacher_forced(drafter, hidden, text, steps=3)
-    accepted = METHOD.accepted_by_root(table, {"length": 3})
+    accepted = accepted_in_chains(table, 3)
     root = len(prompt)
     for round_ in reply.rounds:
         emitted = len(round_.tokens)
@@ -146,7 +146,7 @@ def test_estimated_tau_is_that_of_decoding() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "choice"),
-    [("qwen3.5", "all"), ("qwen3.5", "norms"), ("qwen3.5", "lora"), ("deepseek", "lora")],
+    [("qwen3.5", "all"), ("qwen3.5", "norms"), ("deepseek", "norms")],
 )
 def test_what_is_not_trained_stays(kind: str, choice: str, tmp_path: Path) -> None:
     target, drafter = pair(kind)
@@ -158,7 +158,6 @@ def test_what_is_not_trained_stays(kind: str, choice: str, tmp_path: Path) -> No
     expected = {
         "all": set(before),
         "norms": {name for name in before if "norm" in name},
-        "lora": {n for n in before if "mlp.experts" not in n and "mlp.gate." not in n},
     }[choice]
     assert moved == expected
     artifact = Artifact(drafter, target.fingerprint())
@@ -166,8 +165,3 @@ def test_what_is_not_trained_stays(kind: str, choice: str, tmp_path: Path) -> No
     loaded = Artifact.load(tmp_path / "drafter", target.fingerprint(), target.embedding_and_head)
     saved = loaded.drafter.serving_state()
     assert all(torch.allclose(saved[name], after[name]) for name in after)
-
-
-def test_rank_of_lora_is_checked() -> None:
-    with pytest.raises(UserError, match="lora_rank must be at least 1"):
-        MtpLoss(lora_rank=0)

@@ -32,7 +32,7 @@ CASES = [
         "eagle",
         {
             "heads": {"taps": [0, 1], "norm_taps": True, "num_layers": 2},
-            "objective": {"steps": 2, "freeze_head": True, "weighting": "survival"},
+            "objective": {"steps": 2, "freeze_head": True},
         },
     ),
     ("eagle", {"heads": {"taps": [0, 1], "shared_head": True}}),
@@ -75,7 +75,6 @@ def counted(method: AnyMethod, run: Any, reply_share: float) -> float:
 
     target.head = target_head  # type: ignore[method-assign]
     objective = method.make_objective(run, target, drafter)
-    objective.begin(1.0)
     batch = full_batch(run, reply_share)
     features = LiveTarget(target, objective.taps).features(batch)
     module = TrainingModule(drafter, objective)
@@ -94,7 +93,6 @@ def test_the_estimate_is_what_a_step_takes(
 ) -> None:
     tiny_target(**SIZES).model.config.save_pretrained(tmp_path / "target")
     changes = {"rollouts": {}} | changes if method == "distill" else changes
-    changes = changes | {"errors": {}} if method in ("eagle", "distill") else changes
     _, module, run = run_of(tmp_path, tmp_path / "target", method, **changes)
     run.data.max_length = 64
     found = shape_of(module, run).training_operations(reply_share)

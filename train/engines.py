@@ -56,6 +56,6 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     target = target_of_run(run)
     drafter = outlined(method, run, target).drafter
     return DrafterFacts(
-        drafter.kind, drafter, target.config.model_type, target.vocab_size,
+        str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
         numbers_of(target.config),
     )  # fmt: skip

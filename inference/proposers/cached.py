@@ -88,8 +88,9 @@ class FeatureProposer(CachedProposer):
     def _columns(self, draws: Draws) -> Tensor | None:
         """Return the ids `[Vd]` of the draft vocabulary where drafts can be columns of it."""
         # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
-        # with them knows tokens by their ids: penalties and noise.
-        return self._draft_vocab_ids if draws.sampling.plain_greedy else None
+        # with them knows tokens by their ids: penalties, noise, a plan of somebody else's.
+        greedy = draws.sampling.plain_greedy and isinstance(self.plan, TreePlan)
+        return self._draft_vocab_ids if greedy else None
 
     def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""

@@ -52,8 +52,8 @@ def test_drafts_of_fixed_sizes_are_never_right(quickstart: Target) -> None:
     plain = generate(quickstart, PlainDecoding(), requests, 6, GREEDY)
     for reply, expected in zip(found, plain, strict=True):
         rounds = [record for record in reply.rounds if record.drafted is not None]
-        assert [record.drafted for record in rounds[:4]] == [0, 3, 0, 3]
         assert all(len(record.tokens) == 1 and record.accepted == 0 for record in rounds)
+        assert all(record.t_verify_s > 0 for record in rounds)
         assert reply.token_ids == expected.token_ids, "the target's, whatever was drafted"
 
 

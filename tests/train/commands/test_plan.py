@@ -129,9 +129,7 @@ def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(
         head_dim=128, vocab_size=151936, tie_word_embeddings=False,
     ).save_pretrained(folder)  # fmt: skip
     (tmp_path / "run").mkdir()
-    config = make_config(
-        tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000}, errors={}
-    )
+    config = make_config(tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000})
     plan.run(Options(str(config), "eagle", json=str(tmp_path / "plan.json")))
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["plan"]["feature_bytes"] == pytest.approx(40.96e12)

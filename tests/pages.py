@@ -23,7 +23,6 @@ import yaml
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import parse_spec
-from draftsmith.train.command_line.fields import positional
 from draftsmith.train.command_line.parse import COMMAND_LINE, Values, given_options
 from draftsmith.train.command_line.values import from_word
 from draftsmith.train.commands.verbs import GROUPS, options_of_verb
@@ -185,12 +184,12 @@ def check_command(words: list[str], complete: bool) -> None:
         return
     config_class, argv = found
     values, given = Values(config_class), set[str]()
-    for name, value in given_options(argv, values.types, positional(config_class)):
+    for name, value in given_options(argv, values):
         kind = values.types.get(name)
         if name == "config" and kind is None:
             if complete or Path(value).exists():
                 values.read(value)
-        elif kind is not None or "." in name:
+        elif (kind is not None or "." in name) and name not in values.run_types.keys() - values.types:
             kind = kind or Any
             plain = from_word(kind, value) if isinstance(value, str) else value
             values.put(name, plain, COMMAND_LINE, name in given)

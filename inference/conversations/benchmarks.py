@@ -45,7 +45,7 @@ class Benchmark(Struct, kw_only=True, frozen=True):
     file: str
     """Address of a file with the same prompts, which is read without the package datasets."""
 
-    def rows(self, streaming: bool = False) -> Iterator[Any]:
+    def rows(self) -> Iterator[Any]:
         """Yield what the user says in every row: a text, or a row of turns with its category.
 
         Raises `UserError`, with the file to download, if the rows cannot be read.
@@ -54,7 +54,7 @@ class Benchmark(Struct, kw_only=True, frozen=True):
         where = [f"{what} {name}" for what, name in named.items() if name is not None]
         log.info("%s: %s (licence %s)", self.name, ", ".join([self.path, *where]), self.license)
         split = self.split or "train"
-        source = RowSource(self.path, split, self.config_name, self.revision, streaming)
+        source = RowSource(self.path, split, self.config_name, self.revision)
         try:
             for name, row in hub_rows(source) if self.on_hub else rows_at(self.path):
                 if (asked := row.get(self.key)) is None:
@@ -74,9 +74,9 @@ class Benchmark(Struct, kw_only=True, frozen=True):
         """True if it is a data set on the hub, which the package datasets reads."""
         return "://" not in self.path
 
-    def given(self, chat: bool, streaming: bool = False) -> GivenRows:
+    def given(self, chat: bool) -> GivenRows:
         """Return the rows as prompts; with `chat` a text is a message of the user."""
-        return GivenRows(self.name, self.rows(streaming), chat)
+        return GivenRows(self.name, self.rows(), chat)
 
 
 BENCHMARKS = {
@@ -157,7 +157,7 @@ def benchmark_of(source: str | RowSource) -> Benchmark | None:
             "or rename it to read the benchmark"
         )
     found = BENCHMARKS[name]
-    refuse_settings(source, "a benchmark", *("revision", "streaming") * found.on_hub)
+    refuse_settings(source, "a benchmark", *("revision",) * found.on_hub)
     return replace(found, revision=source.revision)
 
 

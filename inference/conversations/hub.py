@@ -23,7 +23,6 @@ REFUSALS = {
     ("DataFilesNotFoundError", "EmptyDatasetError"): "holds no files of rows; name another",
     ("ConnectionError", "TimeoutError", "HfHubHTTPError", "httpcore", "httpx", "aiohttp"): "is no "
     "local file or folder, and the hub cannot be reached; check the name and the network",
-    ("NotImplementedError",): "is stored in a form that cannot be streamed; leave out streaming",
     ("RuntimeError",): "is made by a script of its own, which is not run; the hub may have its "
     "rows as parquet: --revision refs/convert/parquet",
 }
@@ -86,11 +85,8 @@ def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
     if names and re.fullmatch(r"[\w.-]+", source.split):
         check_split(source, names)
     try:
-        if source.streaming:
-            rows = builder.as_streaming_dataset(split=source.split)
-        else:
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=source.split)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=source.split)
         yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
     except Exception as error:
         raise _refusal(source, error) from error
@@ -105,10 +101,7 @@ def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> 
     while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(before)
     if full := next(filter(None, map(write_failure, causes)), None):
-        return UserError(
-            f"data set {source} cannot be stored: {full}; free some space, or read it with "
-            f"{option('streaming')}"
-        )
+        return UserError(f"data set {source} cannot be stored: {full}; free some space")
     if "find cache" in str(error):
         return UserError(
             f"data set {source}: the hub cannot be reached, and this configuration is not among "

@@ -51,7 +51,7 @@ def words_or_conversations(
         except OSError as error:
             raise UserError(f"cannot read {source}: {error.strerror}; check the path") from error
     elif (benchmark := benchmark_of(source)) is not None:
-        for number, row in enumerate(benchmark.rows(source.streaming)):
+        for number, row in enumerate(benchmark.rows()):
             name = f"{benchmark.name}[{number}]"
             yield name, row if isinstance(row, str) else _conversation(name, row)
     else:

@@ -63,7 +63,7 @@ def read_prompts(
         named = path if isinstance(path, RowSource) else RowSource(str(path))
         if (benchmark := benchmark_of(named)) is not None:
             chat = bool(getattr(tokenizer, "chat_template", None))
-            path = benchmark.given(chat, named.streaming)
+            path = benchmark.given(chat)
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
     notes = Notes()
     rows: list[tuple[str, JsonObject, Conversation]] = []

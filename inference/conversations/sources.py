@@ -139,7 +139,7 @@ def _check_file(file: Path) -> None:
 def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
     """Raise `UserError` if the source has settings that a local one, `what`, does not have."""
     plain = RowSource(source.path)
-    for name in ("config_name", "revision", "streaming", "split"):
+    for name in ("config_name", "revision", "split"):
         if name not in allowed and getattr(source, name) != getattr(plain, name):
             raise UserError(
                 f"data source {source} is {what}, which has no {option(name)}; leave that out"

@@ -200,9 +200,7 @@ def test_wrong_input_of_the_other_commands(
         ),
         "given twice",
     )
-    expect(
-        quick(capsys, "generate", *base, "--prompt", "x", "--stop", ""), "at least one character"
-    )
+    expect(quick(capsys, "generate", *base, "--stop", "x"), "no option --stop any more: give stop")
     expect(
         quick(
             capsys,

@@ -78,9 +78,7 @@ WRONG = [
         (f"data plan --config x --{given} 8", f"unknown option --{given}{says}")
         for given, says in (
             ("nodes", " (see"),
-            ("rows-per-step", "; a key of the run is written --set rows_per_step=VALUE (see"),
-            ("objective.steps", "; a key of the run is written --set objective.steps=VALUE (see"),
-            ("rows-per-stp", "; did you mean --set rows_per_step=VALUE? (see"),
+            ("rows-per-stp", "; did you mean --rows-per-step? (see"),
         )
     ),
     (

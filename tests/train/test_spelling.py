@@ -14,8 +14,7 @@ from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.gains import GPUS
 from draftsmith.inference.evaluation.options import SimulateOptions
 from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
-from draftsmith.train.command_line.fields import fields_of
-from draftsmith.train.command_line.parse import given_options, options_from, parse
+from draftsmith.train.command_line.parse import Values, given_options, options_from, parse
 from draftsmith.train.command_line.values import sized
 from draftsmith.train.commands.options import ExportOptions
 from draftsmith.train.config import Source
@@ -45,6 +44,13 @@ class Example:
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.5))
     stored: Literal["auto", "float32", "bfloat16"] = "auto"
     precision: Literal["no", "bf16"] = "no"
+
+
+@dataclass
+class Bare(Example):
+    """Options, and words that follow none."""
+
+    words: list[str] = field(default_factory=list, metadata={"positional": "WORD"})
 
 
 FORMS: list[tuple[str, dict[str, Any]]] = [
@@ -98,11 +104,10 @@ def test_printed_values_are_a_config_file(
 
 
 def test_a_value_may_begin_with_one_hyphen_and_an_option_may_have_none() -> None:
-    types = {option.name: option.kind for option in fields_of(Example)}
     words = ["--lr", "-1", "word", "--color", "--no-baselines"]
-    assert [*given_options(words, types, "drafter")] == [
+    assert [*given_options(words, Values(Bare))] == [
         ("lr", "-1"),
-        ("drafter", "word"),
+        ("words", "word"),
         ("color", True),
         ("baselines", False),
     ]

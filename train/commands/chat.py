@@ -36,7 +36,7 @@ def chat(decoder: Decoder, options: Options) -> None:
         with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
             import readline  # noqa: F401
         print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
-    print_legend(options)
+    print_legend()
     messages: list[JsonObject] = []
     words: str | None = options.prompt or ""
     while (words := words or next_message()) is not None:

@@ -10,11 +10,11 @@ import importlib
 import shlex
 import shutil
 import sys
-import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..command_line.help_text import wrapped
 from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .threads import choose_threads
@@ -74,18 +74,7 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    def work() -> None:
-        from ...heads.errors import UserError
-        from ..command_line.parse import by_settings
-
-        try:
-            module.run(options)
-        except UserError as error:
-            if not hasattr(options, "set"):
-                raise
-            raise UserError(by_settings(str(error), type(options))) from error
-
-    guarded(work, if_interrupted)
+    guarded(lambda: module.run(options), if_interrupted)
 
 
 def hint_for(word: str) -> str:
@@ -179,26 +168,18 @@ def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
         warn(f"no table of the run: {error}")
     print(
         "this tau is of the held-out prompts on which the checkpoint and its calibration were "
-        "chosen; the one to quote is that of other prompts:"
+        "chosen; quote tau from other prompts:"
     )
     # A run from a feature store does not read its target, which may be on another machine.
     target = run.target.path
-    if names_a_folder(target) and not Path(target).is_dir():
-        target = "TARGET"
-    drafter = f"{method}:folder={best}" if ":" in method else best
-    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {drafter} --prompts FILE")
-
-
-def named_again(target: str, run: RunConfig) -> str:
-    """Return the options by which another command loads the target of a run, with a space after."""
-    from ...inference.settings import TargetConfig
-
-    words = f"--target {target} "
-    default = TargetConfig("")
-    for name, option in (("adapter", "--target.adapter"), ("dtype", "--dtype")):
-        if (value := getattr(run.target, name)) != getattr(default, name):
-            words += f"{option} {value} "
-    return words
+    there = not names_a_folder(target) or Path(target).is_dir()
+    words = ["draftsmith", "evaluate", "--target", target if there else "TARGET"]
+    if run.target.adapter is not None:
+        words += ["--target.adapter", run.target.adapter]
+    if run.target.dtype != "auto":
+        words += ["--dtype", run.target.dtype]
+    words += ["--drafter", f"{method}:folder={best}" if ":" in method else str(best)]
+    print(f"next: {shlex.join(words)} --prompts FILE")
 
 
 def _usage(of: str = "") -> str:
@@ -225,5 +206,4 @@ def _usage(of: str = "") -> str:
 def _folded(head: str, text: str) -> str:
     """Return `head` and `text`, whose further lines are under its first one."""
     columns = max(shutil.get_terminal_size().columns, 60)
-    indent = " " * len(head)
-    return textwrap.fill(text, columns, initial_indent=head, subsequent_indent=indent)
+    return "\n".join(wrapped(text, columns, head, " " * len(head)))

@@ -173,7 +173,11 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> lis
 
 def provenance_of(options: Options) -> dict[str, Any]:
     """Return what every row records of how it was written."""
-    facts: dict[str, Any] = {"target": options.target.path, "sampling": asdict(options.sampling)}
+    sampling = {"max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
+    for name, neutral in (("min_p", 0), ("repetition_penalty", None), ("rule", "auto")):
+        if sampling[name] == neutral:
+            del sampling[name]
+    facts: dict[str, Any] = {"target": options.target.path, "sampling": sampling}
     # None if there are none, so that it is compared with rows that have some.
     facts["chat_template_kwargs"] = options.chat_template_kwargs or None
     if options.server.url is not None:
@@ -188,7 +192,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     long are left out with a warning.
     """
     target = load_for_decoding(options.target)
-    sampling = options.sampling.settings()
+    sampling = options.decoding
     other = other_sampling(target.model.generation_config, sampling)
     if other and not sampling.greedy:
         log.warning("target %s: its %s", target.name, other)
@@ -202,8 +206,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     if why and plain < len(tasks):
         raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
-    fitting = target.max_positions - 1  # one position is left for the reply
-    longest = min(options.max_prompt_tokens or fitting, fitting)
+    longest = target.max_positions - 1  # one position is left for the reply
     waiting: list[tuple[list[int], Task]] = []
     unreadable, overlong = LeftOut(options.data, options.bad_rows), []
     for task in tasks:
@@ -228,7 +231,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         ]
         replies = [list[int]() for _ in batch]
         for steps in decode(
-            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
+            target, PlainDecoding(), requests, options.max_new_tokens, sampling
         ):
             for index, step, reason in steps:
                 replies[index] += step.tokens

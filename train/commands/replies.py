@@ -24,6 +24,9 @@ from .tasks import Sink, Task
 
 log = logging.getLogger(__name__)
 
+RETRIES = 5  # after a failed attempt; with growing pauses a server has 31 s to come back
+REPLY_S = 600.0  # longest wait for a whole reply
+
 
 def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> None:
     """Run every conversation through the server, `concurrency` of them at a time.
@@ -54,7 +57,7 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
     headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
     model = await _model(options, headers)
     refused = asyncio.Event()
-    async with httpx.AsyncClient(headers=headers, timeout=options.server.timeout_s) as client:
+    async with httpx.AsyncClient(headers=headers, timeout=REPLY_S) as client:
 
         async def work(task: Task) -> None:
             """Run one conversation when it is its turn, and append it to `sink`."""
@@ -129,18 +132,20 @@ def _request(task: Task, options: Options, model: str) -> JsonObject:
         "messages": task.said,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
+        "max_tokens": options.max_new_tokens,
         "seed": sampling.seed,
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
-    if sampling.top_k:
-        request["top_k"] = sampling.top_k
-    if task.conversation.tools:
-        request["tools"] = task.conversation.tools
-    if task.conversation.template_kwargs:
-        request["chat_template_kwargs"] = task.conversation.template_kwargs
-    return request
+    more = {
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "tools": task.conversation.tools,
+        "chat_template_kwargs": task.conversation.template_kwargs,
+    }
+    # Not all servers know these, so that only those that change something are sent.
+    return request | {name: value for name, value in more.items() if value}
 
 
 class CompletionChoice(msgspec.Struct):
@@ -185,25 +190,25 @@ async def _post(
 ) -> CompletionAnswer:
     """Return the answer to a request.
 
-    A server that fails, or answers in another form, is asked again `retries` times, with growing
+    A server that fails, or answers in another form, is asked again `RETRIES` times, with growing
     pauses. The first refused connection of a command is logged, and sets `refused`. Raises
     `RowError` if it refuses this request, `UserError` if it does not answer.
     """
     url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
     problem = ""
-    for attempt in range(options.server.retries + 1):
+    for attempt in range(RETRIES + 1):
         await asyncio.sleep(_pause_s(attempt))
         try:
             # The client's own limit is for each read: a server that sends a byte a second would
             # never meet it.
-            async with asyncio.timeout(options.server.timeout_s):
+            async with asyncio.timeout(REPLY_S):
                 response = await client.post(url, json=request)
         except TimeoutError:
-            problem = f"no whole answer within {options.server.timeout_s:g} s"
+            problem = f"no whole answer within {REPLY_S:g} s"
             continue
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
-            left_s = sum(map(_pause_s, range(attempt + 1, options.server.retries + 1)))
+            left_s = sum(map(_pause_s, range(attempt + 1, RETRIES + 1)))
             if isinstance(error, httpx.ConnectError) and left_s and not refused.is_set():
                 refused.set()
                 log.warning(

@@ -15,16 +15,13 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import without_name
 from ...inference.console import Progress
-from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
 from ...inference.conversations.messages import RowError, plain_message
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.plain import plain_ids
 from ...inference.conversations.rendering import prompt_ids
 from ...inference.targets.target import Target
 from ..documents import WrittenRow
-
-ENDED = ("stop", "tool_calls", "function_call")
-"""Reasons of a server for which a reply ends by itself, with its end token."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Task:
     def go_on(self) -> bool:
         """Append the messages before the next reply; return False if none is to be written."""
         # A reply that was cut is not what the next message answers, and a call wants a result.
-        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] not in ENDED
+        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] in CUT_SHORT
         called = bool(self.said) and "tool_calls" in self.said[-1]
         if cut or called or not self.ahead:
             return False
@@ -180,7 +177,7 @@ class Sink:
         self.rows += 1
         for event in task.events:
             self.replies += len(event["finish_reasons"])
-            self.cut += sum(reason not in ENDED for reason in event["finish_reasons"])
+            self.cut += sum(reason in CUT_SHORT for reason in event["finish_reasons"])
         self._progress.update()
 
 

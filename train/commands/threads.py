@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ FIRST_LOOK_S, SECOND_LOOK_S = 0.15, 0.6
 EVERY_S = 0.01  # between two readings of the number of running processes
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
 CROWD = 1.5  # other running processes per core from which one thread trains as fast as several
-WATCH_S = 30.0
 
 
 def choose_threads(options: Any, training: bool = False) -> None:
@@ -63,7 +61,6 @@ def choose_threads(options: Any, training: bool = False) -> None:
         if number is not None:
             os.environ["OMP_NUM_THREADS"] = given = str(number)
     if not busy:
-        threading.Thread(target=_watch, args=(options,), daemon=True, name="load").start()
         return
     chosen = "one thread"
     if given != "1":
@@ -153,23 +150,3 @@ def _number(path: Path, keys: tuple[str, ...]) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whoever reads the file next says what is wrong with it
     return value if isinstance(value, int) and value > 0 else None
-
-
-def _watch(options: Any) -> None:
-    """Print one line when a machine that was quiet at the start is busy for a minute."""
-    while True:
-        # First of all: the main thread imports these modules itself meanwhile.
-        time.sleep(WATCH_S)
-        remarks = sys.modules.get("draftsmith.inference.evaluation.remarks")
-        if remarks is not None and (line := remarks.busy_now()):
-            break
-    if os.environ.get("OMP_NUM_THREADS") != "1" and _continues(options):
-        line += "; interrupt the command and start it again to continue with threads that sleep"
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stderr)
-
-
-def _continues(options: Any) -> bool:
-    """Return true if the command, interrupted and started again, continues where it stopped."""
-    return bool(getattr(options, "out", None) or getattr(options, "json", None))

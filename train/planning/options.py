@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ...heads.errors import UserError
 from ...inference.evaluation.gains import GPUS
 from ...inference.settings import choice_named
-from ..method import MethodName
+from ..command_line.parse import RunFile
 
 
 @dataclass
-class PlanOptions:
+class PlanOptions(RunFile):
     """Estimate the cost of a training run: whether it fits, hours, disk, GPU memory, price.
 
     Target and drafter are built without weights; nothing is run with numbers.
@@ -36,11 +36,6 @@ class PlanOptions:
         "set",
     )
 
-    config: str
-    """Config file of the run; its target, heads (or draft model), objective and batch are used."""
-    method: MethodName | None = None
-    """Method of the run; if not given, the keys of the config file or its path
-    (configs/eagle/...) determine it."""
     tokens: float = 1e9
     """Number of tokens of data, prompts included."""
     reply_share: float | None = None
@@ -66,9 +61,6 @@ class PlanOptions:
     """GB/s that a node of 8 GPUs sends to others; 400: eight cards of 400 Gbit/s."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
-    set: list[str] = field(default_factory=list)
-    """Change of a key of the run, such as target.path=FOLDER (a folder that holds a config.json is
-    enough); may be given several times."""
 
     def __post_init__(self) -> None:
         self.gpu = choice_named(self.gpu, GPUS)

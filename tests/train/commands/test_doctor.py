@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.notes import Notes
@@ -19,8 +17,6 @@ from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
 from draftsmith.train.config import Data, Source
 from draftsmith.train.data.tables import build
-from draftsmith.train.planning.optimiser import optimiser_operations
-from tests.conftest import QUICKSTART
 from tests.published_templates import COLUMNS, Words, row_of
 from tests.train.data.test_row_formats import REFUSED
 from tests.train.data.test_row_formats import ROWS as ROWS_OF_OTHERS
@@ -85,28 +81,6 @@ def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
     assert (text.plain[span.start : span.end], span.style) == ("two<e>\u21b5\n", "green")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "advice"),
-    [
-        (0.5, ""),
-        (1.05, ""),
-        (2.0, ": train on the processor with --target.dtype float32 --precision no"),
-    ],
-)
-def test_the_processor_is_asked_which_type_is_the_faster(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, advice: str
-) -> None:
-    times = {torch.bfloat16: seconds, torch.float32: 1.0}
-    monkeypatch.setattr(doctor, "product_seconds", times.__getitem__)
-    found = f"a product in bfloat16 takes {seconds:.2f} times as long as in float32"
-    assert doctor.bfloat16_products() == found + advice
-
-
-def test_the_product_itself_is_timed() -> None:
-    # 1.07 billion operations take a processor of 10 Tflop/s a tenth of a millisecond.
-    assert doctor.product_seconds(torch.float32) > 1e-4
-
-
 def test_doctor_and_the_run_refuse_the_same(tmp_path: Path, quickstart: Target) -> None:
     """By the same words: the rows of other formats, and those that the template does not carry."""
     rows = [row for row, _ in [*REFUSED, *ROWS_OF_OTHERS.values()]]
@@ -140,22 +114,3 @@ def test_what_nothing_reads_and_ends_that_do_not_end_are_said(
         capsys.readouterr().out)}  # fmt: skip
     assert "<e>, which does not end generation" in found["end of a turn", "warning"]
     assert found["chat rows", "warning"] == "ignored keys: lang, mood of messages of the assistant"
-
-
-def test_the_cost_of_the_optimiser_is_said_before_training(tmp_path: Path) -> None:
-    """By hand: n n m, four times, and 2 n^3, in each of five steps; AdamW by its time."""
-    drafter = nn.Sequential(nn.Linear(3, 5, bias=False), nn.LayerNorm(5))
-    assert optimiser_operations(drafter, muon=False) == 200 * 25
-    assert optimiser_operations(drafter, muon=True) == 200 * 25 + 5 * (4 * 9 * 5 + 2 * 27)
-    rows = write(tmp_path / "rows.jsonl", [{"text": "some words"}])
-    config = tmp_path / "run.yaml"
-    found = {}
-    for length in (16, 2048):
-        config.write_text(
-            f"target: {{path: {QUICKSTART}, device: cpu}}\nout: {tmp_path / 'out'}\n"
-            f"data: {{sources: [{{path: {rows}}}], max_length: {length}}}\n"
-        )
-        findings, _ = doctor.check_run(str(config), "eagle")
-        (found[length],) = (one for one in findings if one.check == "optimiser")
-    assert found[16].status == "warning" and found[16].found.startswith("muon takes some ")
-    assert found[2048].status == "ok"

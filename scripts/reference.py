@@ -120,8 +120,8 @@ def pages() -> dict[str, str]:
 def commands_page() -> str:
     """Return the page of all commands."""
     lines = [COMMANDS, *training_command()]
-    for verb, (*_, purpose) in VERBS.items():
-        lines += ["", f"## {verb}", "", f"*{capital(purpose)}*", *command(verb)]
+    for verb in VERBS:
+        lines += ["", f"## {verb}", *command(verb)]
     lines += [
         "", "## completion", "", "*Completion of commands, options and choices in a shell*", "",
         *folded("`draftsmith completion SHELL` prints a script for bash, zsh or tcsh."),

@@ -189,7 +189,9 @@ def check_command(words: list[str], complete: bool) -> None:
         if name == "config" and kind is None:
             if complete or Path(value).exists():
                 values.read(value)
-        elif (kind is not None or "." in name) and name not in values.run_types.keys() - values.types:
+        elif (
+            kind is not None or "." in name
+        ) and name not in values.run_types.keys() - values.types:
             kind = kind or Any
             plain = from_word(kind, value) if isinstance(value, str) else value
             values.put(name, plain, COMMAND_LINE, name in given)

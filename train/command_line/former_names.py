@@ -29,7 +29,11 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
     "TargetConfig": {"fused": "an attention, such as sdpa, is by transformers' own forward pass"},
 }
 """One line for the user about each option that went."""
-STILL_READ = {"RegenerateOptions": {"sampling.max_new_tokens": "max_new_tokens"}}
+STILL_READ = {
+    "Evaluation": {"prompts": "limit"},
+    "RegenerateOptions": {"sampling.max_new_tokens": "max_new_tokens"},
+    "Rollouts": {"prompts": "limit"},
+}
 """Options that have another name now, which is in the same part or, with a dotted name, anywhere;
 scripts that give the former one go on."""
 

@@ -18,7 +18,7 @@ from ..command_line.help_text import wrapped
 from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .threads import choose_threads
-from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
+from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -193,9 +193,9 @@ def _usage(of: str = "") -> str:
         for number, (verb, what) in enumerate(USUAL_STEPS.items(), 1):
             lines.append(_folded(f"  {number}. {verb:<{width}}  ", what))
         lines += ["", "all other commands (each has --help):"]
-    for verb, (*_, what) in VERBS.items():
+    for verb in VERBS:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
-            lines.append(_folded(f"  {verb:<{width}}  ", what))
+            lines.append(_folded(f"  {verb:<{width}}  ", purpose_of(verb)))
     if not of:
         what = "completion of commands in a shell: bash, zsh, tcsh, fish, powershell"
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"

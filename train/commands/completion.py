@@ -11,7 +11,7 @@ from ..command_line.fields import alternatives, options_of_class, positional
 from ..command_line.help_text import usage_of
 from ..endings import fail
 from ..method import METHODS, run_class_named
-from .verbs import GROUPS, VERBS, options_of_verb
+from .verbs import GROUPS, VERBS, options_of_verb, purpose_of
 
 COMPLETED = {"FOLDER": shtab.DIRECTORY, "DRAFTER": shtab.DIRECTORY, "PATH": shtab.FILE}
 COMPLETED |= dict.fromkeys(("FILE", "[FILE]", "FILE,FILE,..."), shtab.FILE)
@@ -38,9 +38,9 @@ def whole_parser() -> argparse.ArgumentParser:
         name: commands.add_parser(name, help=what, add_help=False).add_subparsers()
         for name, what in GROUPS.items()
     }
-    for verb, (_, _, what) in VERBS.items():
+    for verb in VERBS:
         group, _, last = verb.rpartition(" ")
-        one = groups.get(group, commands).add_parser(last, help=what, add_help=False)
+        one = groups.get(group, commands).add_parser(last, help=purpose_of(verb), add_help=False)
         add_options(one, options_of_verb(verb))
     methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
     for method in METHODS:

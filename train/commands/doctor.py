@@ -16,15 +16,14 @@ from rich.table import Table
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
-from ...heads.layout import dtype_name
 from ...inference.console import Console, several
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import ChatTemplate, endless
 from ...inference.settings import TargetConfig
-from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
-from ...inference.targets.target_files import footprint, gigabytes, too_large
+from ...inference.targets.target import Target, load_target
+from ...inference.targets.target_files import gigabytes
 from ..command_line.parse import config_with
 from ..config import RunConfig, Source
 from ..data.features import LiveTarget
@@ -37,7 +36,6 @@ from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
-SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
 @dataclass
@@ -193,25 +191,21 @@ def check_target(
 ) -> Iterator[Finding]:
     """Yield the findings about a target.
 
-    They are about its memory, weights, head, packed documents, end token and chat template, and
-    what is learned of `rows` (name and value), rendered with `template_kwargs`. If the target
-    cannot be loaded, the others are left out.
+    They are about its weights, head, packed documents, end token and chat template, and what is
+    learned of `rows` (name and value), rendered with `template_kwargs`. If the target cannot be
+    loaded, the others are left out.
     """
     try:
-        fits = check_memory(config)
-        if fits is not None:
-            yield fits
-            if fits.status == "error":
-                return
         target = load_target(config)
     except UserError as error:
         yield Finding("target", "error", str(error))
         return
     parameters = sum(p.numel() for p in target.model.parameters())
+    size = gigabytes(sum(p.nbytes for p in target.model.parameters()))
     text = (
-        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} "
-        f"layers, hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
-        f"{target.max_positions} positions, {target.dtype} on {target.device}"
+        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {size}, "
+        f"{target.num_layers} layers, hidden size {target.hidden_size}, vocabulary "
+        f"{target.vocab_size}, {target.max_positions} positions, {target.dtype} on {target.device}"
     )
     yield Finding("target", "ok", text)
     # `load_target` refuses a target where this does not hold.
@@ -230,38 +224,6 @@ def check_target(
     for line in notes.lines():
         if not (why and line.startswith(why)):
             yield Finding("chat rows", "warning", line)
-
-
-def check_memory(config: TargetConfig) -> Finding | None:
-    """Return the finding about the memory that the target's weights take, before they are loaded.
-
-    None where it is not known: for a target that is no folder with safetensors files, and for one
-    that is spread over ranks or devices.
-    """
-    stored = footprint(config.path)
-    if stored is None or config.spread != "whole":
-        return None
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-    # `dtype` is a text, "auto", where each weight keeps the type that it is stored in.
-    if isinstance(dtype, torch.dtype):
-        needed, kind, name = stored.loaded_bytes(dtype), dtype, dtype_name(dtype)
-    else:
-        needed, kind, name = stored.stored_bytes, torch.bfloat16, "the type it is stored in"
-    if needed > free:
-        text = f"the weights need {too_large(stored, kind, needed, free)}"
-        return Finding("target memory", "error", text)
-    text = (
-        f"{gigabytes(needed)} of weights in {name} ({gigabytes(stored.stored_bytes)} stored), "
-        f"{gigabytes(free)} free"
-    )
-    if needed > SNUG * free:
-        return Finding("target memory", "warning", f"{text}: little is left for training")
-    if not cuda and config.dtype == "auto" and needed > stored.stored_bytes:
-        text += "; --target.dtype bfloat16 keeps them as stored"
-    return Finding("target memory", "ok", text)
 
 
 def check_template(target: Target) -> Finding:

@@ -230,6 +230,9 @@ class Extraction:
     def facts(self, identity: str) -> JsonObject:
         """Return what the manifest holds about a run whose tables have this `identity`."""
         config, taps = self.config, list(self.layout.taps)
+        temperature = config.evaluation.temperature
+        # Left out where it is 0, as in stores of before there was such a key.
+        sampled = {"temperature": temperature} if temperature else {}
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -242,7 +245,7 @@ class Extraction:
             "held_out": {
                 "prompts": config.evaluation.prompts,
                 "max_new_tokens": config.evaluation.max_new_tokens,
-                "temperature": config.evaluation.temperature,
+                **sampled,
             },
         }
 

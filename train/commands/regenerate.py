@@ -37,7 +37,7 @@ from ...inference.targets.target import Target, load_for_decoding
 from ..data.templates import cut_replies
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
-from .tasks import Sink, Task, answered_in, refuse_other, repair
+from .tasks import Answered, Sink, Task, refuse_other, repair
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +63,19 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
-    finished, last = repair(out, ours=options.share is not None)
+    mine = repair(out, ours=options.share is not None)
     # The weights of a target that is loaded here are compared in place of its name.
     here = options.server.url is None
-    refuse_other(out, last, facts, by_weights=here)
-    written = {out: last}
+    refuse_other(out, mine.written, facts, by_weights=here)
+    written, finished = {out: mine.written}, mine.ids
     # Another worker may have another server of the same target.
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        ids, written[other], _ = answered_in(other)
-        refuse_other(other, written[other], shared, by_weights=here)
-        finished |= ids
+        theirs = Answered.of(other)
+        refuse_other(other, theirs.written, shared, by_weights=here)
+        written[other] = theirs.written
+        finished |= theirs.ids
     # Not compared above: files of earlier versions do not have it.
     if source_files(options.source(options.data)) is None:
         facts["dataset"] = options.data
@@ -230,9 +231,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             for prompt, task in batch
         ]
         replies = [list[int]() for _ in batch]
-        for steps in decode(
-            target, PlainDecoding(), requests, options.max_new_tokens, sampling
-        ):
+        for steps in decode(target, PlainDecoding(), requests, options.max_new_tokens, sampling):
             for index, step, reason in steps:
                 replies[index] += step.tokens
                 if reason is None:

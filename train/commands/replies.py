@@ -68,16 +68,13 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
                 except RowError as error:
                     log.warning("%s is left out: %s", task.id, error)
                     return
-            if exact:
-                sink.put(task)
-                return
-            if not warned:
+            if not (exact or warned):
                 log.warning(
                     "the server returns no token ids (vLLM does, with return_token_ids); "
                     "replies are kept as text"
                 )
                 warned = True
-            sink.put_text(task)
+            sink.put(task, exact)
 
         async with asyncio.TaskGroup() as group:
             for task in tasks:

@@ -100,26 +100,16 @@ def other_processes(seconds: float) -> float:
     It is read from Linux's `/proc/stat`, since the mean of the last minute has the command before
     this one in it. Elsewhere it is that mean, and 0 where there is none.
     """
-    counts = []
+    counts: list[int] = []
     end = time.monotonic() + seconds
-    while (running := running_now()) is not None and time.monotonic() < end:
-        counts.append(running - 1)  # without this thread
-        time.sleep(EVERY_S)
-    if counts:
-        return sum(counts) / len(counts)
     try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):
-        return 0.0
-
-
-def running_now() -> int | None:
-    """Return how many threads of the machine run or wait for a core; None where it is not known."""
-    try:
-        text = Path("/proc/stat").read_text()
-        return int(text.split("procs_running", 1)[1].split(None, 1)[0])
+        while not counts or time.monotonic() < end:
+            running = Path("/proc/stat").read_text().split("procs_running", 1)[1]
+            counts.append(int(running.split(None, 1)[0]) - 1)  # without this thread
+            time.sleep(EVERY_S)
     except (OSError, ValueError, IndexError):
-        return None
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return sum(counts) / len(counts)
 
 
 def stored_threads(options: Any) -> int | None:

@@ -270,7 +270,7 @@ COMMAND = """
 import sys
 from draftsmith.train.commands.cli import main
 words = ["data", "regenerate", "--target", sys.argv[1], "--out", sys.argv[2], "--data", "me/sums"]
-words += ["--split", "test", "--sampling.max-new-tokens", "2"]
+words += ["--split", "test", "--max-new-tokens", "2"]
 main([*words, "--config-name", "main", "--limit", "1"])
 main(words)
 """

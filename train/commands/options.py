@@ -385,5 +385,5 @@ class DoctorOptions(SourceOptions, RunFile):
             raise UserError("--chat needs a chat template; name the target with --target")
         if self.set and self.config is None:
             raise UserError(
-                f"{self.set[0].partition('=')[0]} is of a run's config; name that with --config"
+                f"{self.set[0].partition('=')[0]} is a key of a config; name it with --config"
             )

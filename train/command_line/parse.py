@@ -7,7 +7,6 @@ made. Every mistake is answered in one line.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
@@ -259,19 +258,14 @@ def run_keys() -> dict[str, Any]:
 def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     """Return what is said of a word that follows no option, of a command that takes none such.
 
-    It may be a setting as Hydra has it, `optim.lr=1e-4`, or a value without its option's name.
+    It may have one hyphen, be a setting as Hydra has it, or be a value without its option's name.
     """
-    if re.fullmatch(r"-\w+", word):
-        meant = near(word[1:].replace("-", "_"), types)
-        such = f"; did you mean {written(meant[0])}?" if meant else ""
-        return f"there is no option {word}; options have two hyphens{such}"
-    key, equals, value = word.lstrip("+").partition("=")
-    if equals and (name := known_name(key.replace("-", "_"), types)):
-        meant = [name] if name in types else near(name, types)
-        if meant:
-            return f"{word!r} has no hyphens; write {written(meant[0])} {shlex.quote(value)}"
-    texts = {name for name, kind in types.items() if not is_dataclass(kind)}
-    usual = [name for name in USUAL_FIRST if name in texts and name not in given]
+    key, equals, value = word.lstrip("-+").partition("=")
+    name = known_name(key.replace("-", "_"), types)
+    meant = [name] if name in types else near(name, types)
+    if meant and (equals or word.startswith("-")):
+        return f"{word!r} lacks two hyphens; did you mean {written(meant[0])} {shlex.quote(value)}?"
+    usual = [one for one in USUAL_FIRST if one in types and one not in given]
     such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
     return (
         f"{word!r} belongs to no option: a value follows the name of its option{such}; put quotes "

@@ -186,7 +186,7 @@ def serving(
 def test_regenerating_through_it_ends_in_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "RETRIES", 1)
+    monkeypatch.setattr(replies, "PAUSES_S", (0.0, 1.0))
     monkeypatch.setattr(replies, "REPLY_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")

@@ -461,8 +461,8 @@ def test_a_server_that_is_not_there_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one line, not one for each request, says before it how long it is tried."""
-    for retries, said in ((0, []), (1, ["trying for 1 s"])):
-        monkeypatch.setattr(replies, "RETRIES", retries)
+    for pauses, said in (((0.0,), []), ((0.0, 1.0), ["trying for 1 s"])):
+        monkeypatch.setattr(replies, "PAUSES_S", pauses)
         server = ServerOptions("http://127.0.0.1:9/v1")
         with pytest.raises(UserError, match="does not answer"):
             run(options(tmp_path, saved_tiny, ROWS, server=server))

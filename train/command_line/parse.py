@@ -264,7 +264,8 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     name = known_name(key.replace("-", "_"), types)
     meant = [name] if name in types else near(name, types)
     if meant and (equals or word.startswith("-")):
-        return f"{word!r} lacks two hyphens; did you mean {written(meant[0])} {shlex.quote(value)}?"
+        such = f"{written(meant[0])} {shlex.quote(value)}" if equals else written(meant[0])
+        return f"{word!r} lacks two hyphens; did you mean {such}?"
     usual = [one for one in USUAL_FIRST if one in types and one not in given]
     such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
     return (

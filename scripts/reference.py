@@ -79,7 +79,7 @@ COMMANDS = f"""# Commands
 {MADE}
 
 Every command of `draftsmith`, with all of its options. `draftsmith COMMAND --help` explains the
-options that matter most, `--help-all` all of them. `draftsmith --version` prints the version.
+command's own options, `--help-all` all of them. `draftsmith --version` prints the version.
 
 An option is written `--name VALUE` or `--name=VALUE`. A switch takes no value; `--no-NAME` turns
 off one that is on. Numbers may end in K, M, B or T, such as `300M`.

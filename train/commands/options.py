@@ -39,7 +39,6 @@ class ExtractOptions(RunFile):
         "runs/quickstart/store",
         "accelerate launch -m draftsmith.train data extract --config run.yaml --out STORE",
     )
-    first: ClassVar[tuple[str, ...]] = ("config", "out", "dtype", "rows_per_shard", "ring")
 
     out: str
     """Folder of the feature store."""
@@ -97,10 +96,6 @@ class RegenerateOptions(RowOptions):
         "draftsmith data regenerate --target TARGET --data openai/gsm8k --config-name main "
         "--split train --out replies.jsonl",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path", "data", "out", "max_new_tokens", "sampling.temperature", "server.url",
-        "share",
-    )  # fmt: skip
 
     target: TargetConfig
     data: str
@@ -157,7 +152,6 @@ class SplitOptions(RowOptions):
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith data split --data logs.jsonl --out rows --share 0.1",
     )
-    first: ClassVar[tuple[str, ...]] = ("data", "out", "share", "last_turn")
 
     data: str
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
@@ -187,13 +181,6 @@ class ExportOptions(SourceOptions):
         "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine",
         "draftsmith export --drafter runs/mine/best --to hf --out exports/mine --report "
         "out.json --push me/mine",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "drafter",
-        "to",
-        "out",
-        "serve_as",
-        "report",
     )
 
     drafter: str
@@ -265,12 +252,6 @@ class ImportOptions:
         "meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3",
         "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --taps 2,16,29",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "from_",
-        "target",
-        "out",
-        "taps",
-    )
 
     from_: str
     """Folder of the checkpoint, or its name on the hub."""
@@ -312,10 +293,6 @@ class GenerateOptions(SourceOptions):
         "0.7 < prompt.txt",
         "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path", "drafter", "prompt", "prompts", "chat", "compare", "max_new_tokens",
-        "sampling.temperature",
-    )  # fmt: skip
 
     target: TargetConfig
     prompt: str | None = None
@@ -368,7 +345,6 @@ class DoctorOptions(SourceOptions, RunFile):
         "draftsmith doctor --target scripts/quickstart/target --config "
         "configs/medusa/quickstart.yaml",
     )
-    first: ClassVar[tuple[str, ...]] = ("target.path", "config", "set", "chat", "json")
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target to load and check."""

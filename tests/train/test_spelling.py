@@ -16,7 +16,7 @@ from draftsmith.inference.evaluation.options import SimulateOptions
 from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
 from draftsmith.train.command_line.parse import Values, given_options, options_from, parse
 from draftsmith.train.command_line.values import sized
-from draftsmith.train.commands.options import ExportOptions
+from draftsmith.train.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
 from draftsmith.train.config import Source
 from draftsmith.train.method import run_class_named
 from draftsmith.train.planning.options import PlanOptions
@@ -111,6 +111,22 @@ def test_a_value_may_begin_with_one_hyphen_and_an_option_may_have_none() -> None
         ("color", True),
         ("baselines", False),
     ]
+
+
+def test_a_former_name_that_is_still_read_is_the_option_of_today() -> None:
+    words = ["--target", "T", "--data", "a", "--out", "b"]
+    for name in ("max-new-tokens", "sampling.max-new-tokens"):
+        assert parse(RegenerateOptions, [*words, f"--{name}", "5"], "x").max_new_tokens == 5
+    given = {"target": "T", "data": "a", "out": "b", "sampling": {"max_new_tokens": 5}}
+    assert options_from(RegenerateOptions, given).max_new_tokens == 5
+
+
+def test_a_command_on_a_run_takes_the_options_of_the_run() -> None:
+    words = ["--config", "c", "--out", "o", "--set", "seed=1", "--target", "T"]
+    words += ["--optim.lr", "1e-4", "--no-push-each-best"]
+    options = parse(ExtractOptions, words, "x")
+    changes = ["seed=1", "target.path=T", "optim.lr=1e-4", "push_each_best=false"]
+    assert (options.config, options.set) == ("c", changes)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def known_name(name: str, types: dict[str, Any], owner: Any = None) -> str:
 
 def former_hint(name: str, types: dict[str, Any], owner: Any) -> str | None:
     """Return what to use in place of an option that went, or None where there was none."""
-    for full in (name, *(f"{part}.{name}" for part in SHORT_GROUPS)):
+    plain = name.removeprefix("no_")
+    for full in (plain, *(f"{part}.{plain}" for part in SHORT_GROUPS)):
         if hint := entry_of(FORMER_NAMES, full, owner, types.get(full.rpartition(".")[0])):
             return hint
     return None

@@ -122,10 +122,6 @@ def commands_page() -> str:
     lines = [COMMANDS, *training_command()]
     for verb in VERBS:
         lines += ["", f"## {verb}", *command(verb)]
-    lines += [
-        "", "## completion", "", "*Completion of commands, options and choices in a shell*", "",
-        *folded("`draftsmith completion SHELL` prints a script for bash, zsh or tcsh."),
-    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

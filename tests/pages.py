@@ -165,7 +165,7 @@ def options_of(words: list[str]) -> tuple[Any, list[str]] | None:
         words = [] if at is None else ["draftsmith", "train", *words[at + 1 :]]
         if words[2:4] == ["data", "extract"]:
             words = ["draftsmith", *words[2:]]
-    if len(words) < 2 or words[1].startswith("-") or words[1] in ("completion", "COMMAND"):
+    if len(words) < 2 or words[1].startswith("-") or words[1] == "COMMAND":
         return None
     if {"METHOD", "..."} & {*words[2:4]} or words[1:3] in (["train", "--help"], ["train", "-h"]):
         return None

@@ -16,6 +16,7 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
     },
     "RegenerateOptions": {
         "max_prompt_tokens": "prompts that do not fit the target are left out",
+        "server.api_key_file": "set the variable DRAFTSMITH_SERVER_KEY to the key of the server",
         "server.retries": "a failed request is tried again for half a minute",
         "server.timeout_s": "a reply may take 10 minutes",
     },

@@ -49,11 +49,6 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "train":
         _train_main(argv[1:], "draftsmith train")
         return
-    if argv[0] == "completion":
-        from .completion import print_completion
-
-        print_completion(argv[1:])
-        return
     from ..command_line.parse import parse
 
     verb_words = 2 if argv[0] in GROUPS and len(argv) > 1 and not argv[1].startswith("-") else 1
@@ -84,7 +79,7 @@ def hint_for(word: str) -> str:
     """
     from ..method import METHODS
 
-    known = [*VERBS, "train", "completion"]
+    known = [*VERBS, "train"]
     meant = {verb: [verb] for verb in known} | {name: [f"train {name}"] for name in METHODS}
     for verb in VERBS:
         meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
@@ -197,9 +192,8 @@ def _usage(of: str = "") -> str:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
             lines.append(_folded(f"  {verb:<{width}}  ", purpose_of(verb)))
     if not of:
-        what = "completion of commands in a shell: bash, zsh, tcsh, fish, powershell"
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
-        lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
+        lines += ["", _folded("methods: ", methods)]
     return "\n".join(lines)
 
 

@@ -60,22 +60,21 @@ class ExtractOptions(RunFile):
 
 @dataclass
 class ServerOptions:
-    """OpenAI-compatible server that runs the target."""
+    """OpenAI-compatible server that runs the target.
+
+    An API key that it wants is in the variable DRAFTSMITH_SERVER_KEY.
+    """
 
     url: str | None = None
     """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
     process."""
     model: str | None = None
     """Name of the model on the server; the target's path if not given."""
-    api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File with the API key that the server wants; DRAFTSMITH_SERVER_KEY if not given."""
     concurrency: int = 32
     """Number of requests under way at one time."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "--server.url")
-        if self.url is None and self.api_key_file is not None:
-            raise UserError("--server.api-key-file is of a server; name it with --server.url")
         if self.concurrency < 1:
             raise UserError("--server.concurrency must be at least 1")
 

@@ -91,7 +91,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     if not tasks and (not here or names <= {facts["target"]}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
-        headers_with_key(options.server.api_key_file, "--server.api-key-file")
+        headers_with_key()
     try:
         with (
             out.open("a", encoding="utf-8") as file,

@@ -49,7 +49,7 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
 
 async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
     """Run every conversation, and append each to `sink` when it is finished."""
-    headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
+    headers = headers_with_key()
     model = await _model(options, headers)
     async with httpx.AsyncClient(headers=headers, timeout=REPLY_S) as client:
         writer = _Writer(client, model, options)
@@ -217,7 +217,7 @@ class _Writer:
             if response.status_code in (400, 413, 422):
                 raise RowError(problem)
             if response.status_code in (401, 403):
-                problem += f"; give its API key with --server.api-key-file, or in {OF_SERVER}"
+                problem += f"; give its API key in the variable {OF_SERVER}"
             if response.status_code == 404 and not self._url.endswith("/v1/chat/completions"):
                 problem = f"status 404; OpenAI's API is mostly at {self._options.server.url}/v1"
             if response.status_code != 429 and response.status_code < 500:

@@ -76,9 +76,6 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
         refuse_other(other, theirs.written, shared, by_weights=here)
         written[other] = theirs.written
         finished |= theirs.ids
-    # Not compared above: files of earlier versions do not have it.
-    if source_files(options.source(options.data)) is None:
-        facts["dataset"] = options.data
     notes = Notes()
     all_tasks = tasks_of(rows, options, notes)
     tasks = [task for task in share.part_of(all_tasks) if task.id not in finished]
@@ -181,6 +178,8 @@ def provenance_of(options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {"target": options.target.path, "sampling": sampling}
     # None if there are none, so that it is compared with rows that have some.
     facts["chat_template_kwargs"] = options.chat_template_kwargs or None
+    if source_files(options.source(options.data)) is None:
+        facts["dataset"] = options.data
     if options.server.url is not None:
         facts["server"] = options.server.url
     return facts

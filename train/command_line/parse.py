@@ -266,7 +266,8 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     if meant and (equals or word.startswith("-")):
         such = f"{written(meant[0])} {shlex.quote(value)}" if equals else written(meant[0])
         return f"{word!r} lacks two hyphens; did you mean {such}?"
-    usual = [one for one in USUAL_FIRST if one in types and one not in given]
+    texts = {name for name, kind in types.items() if not is_dataclass(kind)}
+    usual = [one for one in USUAL_FIRST if one in texts and one not in given]
     such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
     return (
         f"{word!r} belongs to no option: a value follows the name of its option{such}; put quotes "

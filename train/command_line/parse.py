@@ -64,16 +64,16 @@ COMMAND_LINE = Place(written, quote=written)
 PYTHON = Place(argument)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RunFile:
     """Options of a command that reads the config file of a run; it takes the run's options too."""
 
     config: str
     """Config file of the run."""
-    method: MethodName | None = None
+    method: MethodName | None = field(default=None, kw_only=True)
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
-    set: list[str] = field(default_factory=list)
+    set: list[str] = field(default_factory=list, kw_only=True)
     """Change of a key of the run, such as target.dtype=float32; may be given several times, or
     written as an option of the run: --target.dtype float32."""
 

@@ -425,7 +425,7 @@ DEEPSEEK = ["data", "plan", "--config", str(ROOT / "configs" / "mtp" / "deepseek
     [
         (["--gpus", "64"], "by 64 ranks; use --rows-per-step 64, or 8 ranks"),
         (["--set", "batch_rows=x"], "--batch-rows takes a whole number, not x"),
-        (["--set", "batch_rws=1"], "unknown option --batch_rws; did you mean --batch-rows"),
+        (["--set", "batch_rws=1"], "unknown option --batch-rws; did you mean --batch-rows"),
         (
             ["--set", "data.held_out.by=source", "--set", "data.held_out.sources=x"],
             "or hold out a share of all rows: --data.held-out.by row",

@@ -34,20 +34,12 @@ from .metrics import conditional, emitted_per_round, survival, tau, time_per_tok
 from .own_drafters import guarded, with_name
 from .proposer import Proposer
 from .rounds.compiled import prepare_to_compile
-from .settings import Sampling, TargetConfig
+from .settings import OTHER_NAMES, Sampling, TargetConfig
 from .targets.target import Target, load_for_decoding, target_of
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "n": "samples",
-    "num_return_sequences": "samples",
-    "do_sample": "temperature",
-}
-"""Options of other libraries, and ours for the same."""
 T = TypeVar("T")
 
 
@@ -427,7 +419,7 @@ def _known(make: Callable[..., T], settings: dict[str, Any], called: Callable[..
     ]
     for name in settings:
         if name not in names:
-            near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+            near = [one for one in OTHER_NAMES.get(name, "").split() if one in names + parameters]
             near += difflib.get_close_matches(name, [*names, *parameters], 1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise UserError(f"unknown option {name!r}; {meant}")

@@ -16,6 +16,35 @@ LARGEST_PENALTY = 1e5  # the same for logits multiplied or divided by a repetiti
 Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
 
 
+OTHER_NAMES = {
+    "model": "target.path", "model_name_or_path": "target.path", "model_name": "target.path",
+    "dataset": "data.sources", "dataset_name": "data.sources", "train_file": "data.sources",
+    "output": "out", "output_dir": "out", "resume_from_checkpoint": "checkpoints.resume",
+    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup_share", "warmup_steps": "optim.warmup_share",
+    "max_grad_norm": "optim.clip_norm", "adam_beta1": "optim.betas", "adam_beta2": "optim.betas",
+    "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "steps": "max_steps", "max_train_steps": "max_steps",
+    "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "rows_per_step",
+    "accumulation": "rows_per_step", "global_batch_size": "rows_per_step",
+    "train_batch_size": "rows_per_step", "max_seq_length": "data.max_length",
+    "max_length": "data.max_length max_new_tokens", "max_tokens": "max_new_tokens",
+    "bf16": "precision", "fp16": "precision", "mixed_precision": "precision",
+    "gradient_checkpointing": "objective.recompute", "torch_dtype": "target.dtype",
+    "logging_steps": "log_every", "save_steps": "checkpoints.every",
+    "save_total_limit": "checkpoints.keep", "eval_steps": "evaluation.every",
+    "report_to": "tracker", "log_with": "tracker", "run_name": "project",
+    "push_to_hub": "push", "hub_model_id": "push",
+    "temp": "temperature", "do_sample": "temperature", "m": "target.path",
+    "draft_model": "drafter", "speculative_model": "drafter", "speculative_config": "drafter",
+    "model_draft": "drafter", "spec_draft_model": "drafter", "md": "drafter",
+    "n_predict": "max_new_tokens", "predict": "max_new_tokens", "n": "samples max_new_tokens",
+    "num_return_sequences": "samples", "p": "prompt prompts",
+}  # fmt: skip
+"""Options of other tools by the last part of their names, and ours for the same, of which a command
+has the first that it knows."""
+
+
 def check_url(url: str | None, option: str) -> None:
     """Raise `UserError` that names `option` unless `url` is the address of a server, or None."""
     if url is None:
@@ -95,8 +124,6 @@ class RowSource:
     """Configuration of a data set on the hub, or of a clone; not needed where there is one."""
     revision: str | None = None
     """Branch, tag or commit of a data set on the hub; its main branch if not given."""
-    streaming: bool = False
-    """Read a data set on the hub as it is downloaded, row by row, and keep no copy."""
 
     def __str__(self) -> str:
         return self.path
@@ -113,12 +140,18 @@ class SourceOptions:
     revision: str | None = None
     """Name of a branch or tag of a data set on the hub, or a commit; the main branch if not
     given."""
-    streaming: bool = False
-    """Read a data set on the hub as it is downloaded, row by row, and keep no copy."""
 
     def source(self, path: str) -> RowSource:
         """Return the source that the options and `path` name."""
-        return RowSource(path, self.split, self.config_name, self.revision, self.streaming)
+        return RowSource(path, self.split, self.config_name, self.revision)
+
+
+@dataclass(kw_only=True)
+class RowOptions(SourceOptions):
+    """Options of a command that needs every row of a data set."""
+
+    bad_rows: BadRows = "stop"
+    """Treatment of a malformed row: stop the command, or skip the row; it is named either way."""
 
 
 @dataclass
@@ -135,12 +168,10 @@ class TargetConfig:
     adapter: str | None = None
     """Folder of a LoRA adapter, which is merged into the weights on loading (needs peft)."""
     attention: str | None = None
-    """Attention implementation of transformers; transformers' own choice if not given."""
-    fused: bool = True
-    """Decode by a forward pass with fewer operators if the model has Llama's form and both agree,
-    and on a CPU with matrices in the order that is fastest there; false: by transformers' own pass
-    over matrices as they are stored, which is the reference. A given `attention` is always
-    transformers'."""
+    """Attention implementation of transformers, such as sdpa: the target then decodes by
+    transformers' own forward pass over matrices as they are stored, which is the reference. If not
+    given, it decodes by a pass with fewer operators where the model has Llama's form and both
+    agree, and on a CPU with matrices in the order that is fastest there."""
     compile: bool = False
     """Run a round as one function over buffers of fixed size: on a GPU a CUDA graph, recorded in
     about a second; on a CPU compiled, which takes up to two minutes and is kept on disk."""
@@ -158,6 +189,11 @@ class TargetConfig:
         # From Python a type of torch may be given.
         if isinstance(self.dtype, str):
             self.dtype = check_dtype(self.dtype)
+
+    @property
+    def fused(self) -> bool:
+        """True if the target decodes by our own forward pass, where that agrees with its own."""
+        return self.attention is None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ python scripts/quickstart/functions.py --split valid --count 32 --out $run/valid
 python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
 
 say "2/5 the target writes the replies (sampled: small models loop under greedy decoding)"
-write=(draftsmith data regenerate --target $target --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64)
+write=(draftsmith data regenerate --target $target --sampling.temperature 0.8 --max-new-tokens 160 --batch-size 64)
 "${write[@]}" --data $run/valid.prompts.jsonl --out $run/valid.jsonl
 # Two processes of one thread each write nearly twice as fast as one of two threads.
 OMP_NUM_THREADS=1 "${write[@]}" --data $run/train.prompts.jsonl --out $run/replies --share 0/2 & other=$!

@@ -75,7 +75,7 @@ COMMANDS = f"""# Commands
 {MADE}
 
 Every command of `draftsmith`, with all of its options. `draftsmith COMMAND --help` explains the
-options that matter most, `--help-all` all of them. `draftsmith --version` prints the version.
+command's own options, `--help-all` all of them. `draftsmith --version` prints the version.
 
 An option is written `--name VALUE` or `--name=VALUE`. A switch takes no value; `--no-NAME` turns
 off one that is on. Numbers may end in K, M, B or T, such as `300M`.
@@ -116,12 +116,8 @@ def pages() -> dict[str, str]:
 def commands_page() -> str:
     """Return the page of all commands."""
     lines = [COMMANDS, *training_command()]
-    for verb, (*_, purpose) in VERBS.items():
-        lines += ["", f"## {verb}", "", f"*{capital(purpose)}*", *command(verb)]
-    lines += [
-        "", "## completion", "", "*Completion of commands, options and choices in a shell*", "",
-        *folded("`draftsmith completion SHELL` prints a script for bash, zsh or tcsh."),
-    ]  # fmt: skip
+    for verb in VERBS:
+        lines += ["", f"## {verb}", *command(verb)]
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,6 @@ import yaml
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import parse_spec
-from draftsmith.train.command_line.fields import positional
 from draftsmith.train.command_line.parse import COMMAND_LINE, Values, given_options
 from draftsmith.train.command_line.values import from_word
 from draftsmith.train.commands.verbs import GROUPS, options_of_verb
@@ -166,7 +165,7 @@ def options_of(words: list[str]) -> tuple[Any, list[str]] | None:
         words = [] if at is None else ["draftsmith", "train", *words[at + 1 :]]
         if words[2:4] == ["data", "extract"]:
             words = ["draftsmith", *words[2:]]
-    if len(words) < 2 or words[1].startswith("-") or words[1] in ("completion", "COMMAND"):
+    if len(words) < 2 or words[1].startswith("-") or words[1] == "COMMAND":
         return None
     if {"METHOD", "..."} & {*words[2:4]} or words[1:3] in (["train", "--help"], ["train", "-h"]):
         return None
@@ -185,12 +184,14 @@ def check_command(words: list[str], complete: bool) -> None:
         return
     config_class, argv = found
     values, given = Values(config_class), set[str]()
-    for name, value in given_options(argv, values.types, positional(config_class)):
+    for name, value in given_options(argv, values):
         kind = values.types.get(name)
         if name == "config" and kind is None:
             if complete or Path(value).exists():
                 values.read(value)
-        elif kind is not None or "." in name:
+        elif (
+            kind is not None or "." in name
+        ) and name not in values.run_types.keys() - values.types:
             kind = kind or Any
             plain = from_word(kind, value) if isinstance(value, str) else value
             values.put(name, plain, COMMAND_LINE, name in given)

@@ -2,12 +2,10 @@
 
 `draftsmith.train` is this package, and a function that trains a drafter:
 
-    train(method, target=None, data=None, out=None, *, config=None, callbacks=(), **options) -> Path
-
     best = draftsmith.train("eagle", target=TARGET, data="replies.jsonl", out="runs/mine")
 
-`help(draftsmith.train.__call__)` explains the arguments. Its signature and its docstring are also
-those of `draftsmith.train`, where notebooks and editors look for them.
+`help(draftsmith.train.__call__)` explains the arguments; notebooks and editors find the signature
+and the docstring at `draftsmith.train`.
 """
 
 import sys
@@ -18,7 +16,7 @@ from types import ModuleType
 
 
 class _Callable(ModuleType):
-    """This package as a function."""
+    """This package as a function: one name cannot be both otherwise."""
 
     @property
     def __call__(self) -> Callable[..., Path]:  # a property, so that `help` finds the function

@@ -34,7 +34,6 @@ REFUSALS = {
     ("DataFilesNotFoundError", "EmptyDatasetError"): "holds no files of rows; name another",
     ("ConnectionError", "TimeoutError", "HfHubHTTPError", "httpcore", "httpx", "aiohttp"): "is no "
     "local file or folder, and the hub cannot be reached; check the name and the network",
-    ("NotImplementedError",): "is stored in a form that cannot be streamed; leave out streaming",
     ("RuntimeError",): "is made by a script of its own, which is not run; the hub may have its "
     "rows as parquet: --revision refs/convert/parquet",
 }
@@ -143,7 +142,7 @@ def _check_file(file: Path) -> None:
 def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
     """Raise `UserError` if the source has settings that a local one, `what`, does not have."""
     plain = RowSource(source.path)
-    for name in ("config_name", "revision", "streaming", "split"):
+    for name in ("config_name", "revision", "split"):
         if name not in allowed and getattr(source, name) != getattr(plain, name):
             raise UserError(
                 f"data source {source} is {what}, which has no {option(name)}; leave that out"
@@ -254,11 +253,8 @@ def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
     if names and re.fullmatch(r"[\w.-]+", source.split):
         check_split(source, names)
     try:
-        if source.streaming:
-            rows = builder.as_streaming_dataset(split=source.split)
-        else:
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=source.split)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=source.split)
         yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
     except Exception as error:
         raise _refusal(source, error) from error
@@ -273,10 +269,7 @@ def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> 
     while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(before)
     if full := next(filter(None, map(write_failure, causes)), None):
-        return UserError(
-            f"data set {source} cannot be stored: {full}; free some space, or read it with "
-            f"{option('streaming')}"
-        )
+        return UserError(f"data set {source} cannot be stored: {full}; free some space")
     if "find cache" in str(error):
         return UserError(
             f"data set {source}: the hub cannot be reached, and this configuration is not among "

@@ -80,7 +80,7 @@ class Target(CausalModel, TargetSource):
     """True if its matrices, and those of drafters for it, are in the order best for decoding."""
     reference = False
     """True if it decodes by transformers' own pass over matrices as they are stored, and draft
-    models for it do too (`TargetConfig.fused` is false)."""
+    models for it do too (`TargetConfig.attention` is given)."""
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name, self.digest)
@@ -159,7 +159,7 @@ def load_target(config: TargetConfig) -> Target:
     target.spread, target.digest = config.spread, digest
     target.reference = not config.fused
     target.allow_added_tokens = config.allow_added_tokens
-    return checked(target, fused=config.fused and config.attention is None, move=True)
+    return checked(target, fused=config.fused, move=True)
 
 
 def target_of(model: Any, tokenizer: Any = None) -> Target:

@@ -36,14 +36,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     arguments = parser.parse_args()
     targets = {}
-    for name, fused, packed in (
-        ("transformers", False, False),
-        ("fused", True, False),
-        ("packed", False, True),
-        ("both", True, True),
+    for name, attention, packed in (
+        ("transformers", "sdpa", False),
+        ("fused", None, False),
+        ("packed", "sdpa", True),
+        ("both", None, True),
     ):
         targets[name] = load_target(
-            TargetConfig(arguments.target, dtype=arguments.dtype, device="cpu", fused=fused)
+            TargetConfig(arguments.target, dtype=arguments.dtype, device="cpu", attention=attention)
         )
         if packed:
             targets[name].pack()

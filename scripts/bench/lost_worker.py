@@ -98,7 +98,7 @@ def regenerate(folder: Path, workers: int, conversations: int, table: Table) -> 
     command = [*functions, "--count", str(conversations), "--out", str(prompts)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     common = ["data", "regenerate", "--target", TARGET, "--data", prompts, "--batch-size", 4]
-    common += ["--sampling.temperature", 0.8, "--sampling.max-new-tokens", 48]
+    common += ["--sampling.temperature", 0.8, "--max-new-tokens", 48]
     shares = folder / "replies"
 
     def begun(count: int) -> list[subprocess.Popen[str]]:

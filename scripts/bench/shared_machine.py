@@ -48,7 +48,7 @@ def stages(folder: Path) -> dict[str, list[str]]:
     return {
         "replies": [
             "data", "regenerate", "--target", TARGET, "--data", str(RUN / "train.prompts.jsonl"),
-            "--limit", "128", "--sampling.temperature", "0.8", "--sampling.max-new-tokens", "160",
+            "--limit", "128", "--sampling.temperature", "0.8", "--max-new-tokens", "160",
             "--batch-size", "64", "--out", str(folder / "replies.jsonl"),
         ],
         "medusa": training("medusa", 30),

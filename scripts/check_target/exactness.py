@@ -53,7 +53,7 @@ def check(options: argparse.Namespace) -> int:
     sure."""
     config = TargetConfig(options.target, dtype=options.dtype, compile=options.compile)
     # The reference: it is dropped before the target is loaded, which would double the memory.
-    reference = load_target(replace(config, fused=False, compile=False))
+    reference = load_target(replace(config, attention=config.attention or "sdpa", compile=False))
     prompts = read_prompts(options.prompts, reference.tokenizer, reference.name)
     oracle = [by_transformers(reference, prompt, options.max_new_tokens) for prompt in prompts]
     del reference

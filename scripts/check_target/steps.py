@@ -169,7 +169,7 @@ def preparation(plan: Plan) -> list[Step]:
         "data",
         "regenerate",
         *plan.its_target,
-        "--sampling.max-new-tokens",
+        "--max-new-tokens",
         str(max(plan.tokens, 24)),
     ]
     sets = [

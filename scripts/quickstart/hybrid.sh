@@ -21,7 +21,7 @@ all_of() { # target
     local target=scripts/quickstart/$1 out=$run/$1 drafters=() method name
     for name in valid train; do
         draftsmith data regenerate --target "$target" --data "$run/$name.prompts.jsonl" --out "$out/$name.jsonl" \
-            --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64
+            --sampling.temperature 0.8 --max-new-tokens 160 --batch-size 64
     done
     for method in eagle dflash; do
         sed "s|scripts/quickstart/target|$target|; s|runs/quickstart/|$out/|" "configs/$method/quickstart.yaml" >"$out/$method.yaml"

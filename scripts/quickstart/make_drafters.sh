@@ -18,7 +18,7 @@ if [ -z "${SKIP_DATA:-}" ]; then
     python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
     regenerate() { # split, name, seed
         draftsmith data regenerate --target $target --data "$run/$1.prompts.jsonl" --out "$run/$2.jsonl" \
-            --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64 --sampling.seed "$3"
+            --sampling.temperature 0.8 --max-new-tokens 160 --batch-size 64 --sampling.seed "$3"
     }
     regenerate valid valid 0
     regenerate train train1 1

@@ -38,19 +38,19 @@ if [ "$1" = --broad ] || [ "$1" = --wide ]; then
     parts=(--parts 0 1) splits=(valid-broad train-broad)
     if [ "$1" = --wide ]; then parts=(--parts 1 4) splits=(train-wide); fi
     python scripts/smollm2/prompts/make.py broad-seeds "${parts[@]}" --out "$out/$name-seeds.jsonl"
-    "${write[@]}" --data "$out/$name-seeds.jsonl" --out "$questions" --sampling.temperature 0.8 --sampling.max-new-tokens 320
+    "${write[@]}" --data "$out/$name-seeds.jsonl" --out "$questions" --sampling.temperature 0.8 --max-new-tokens 320
     python scripts/smollm2/prompts/make.py broad "${parts[@]}" --questions "$questions" --out "$out" \
         --leave-out ${SPEC_BENCH:-../shared/data/spec_bench_question.jsonl}
     for split in "${splits[@]}"; do
-        "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --sampling.max-new-tokens 192
+        "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --max-new-tokens 192
     done
     exit
 fi
 python scripts/smollm2/prompts/make.py seeds --count 4000 --out "$out/seeds.jsonl"
-"${write[@]}" --data "$out/seeds.jsonl" --out "$questions" --sampling.temperature 0.9 --sampling.max-new-tokens 64
+"${write[@]}" --data "$out/seeds.jsonl" --out "$questions" --sampling.temperature 0.9 --max-new-tokens 64
 python scripts/smollm2/prompts/make.py prompts --questions "$questions" --out "$out"
 for split in valid train; do
-    "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --sampling.max-new-tokens 384
+    "${write[@]}" --data "$out/$split.prompts.jsonl" --out "$out/$split.jsonl" --sampling.temperature 0.7 --max-new-tokens 384
 done
 "${write[@]}" --data "$out/train-greedy.prompts.jsonl" --out "$out/train-greedy.jsonl" --sampling.temperature 0 \
-    --sampling.max-new-tokens 256
+    --max-new-tokens 256

@@ -336,7 +336,7 @@ def test_recorded_rounds_of_a_real_target(
         pytest.skip("run scripts/smollm2/get.sh first")
     monkeypatch.setattr(loop, "runs_ahead", lambda device: ahead)
     # Packed matrices, which only CPUs have, are no memory that a tape can follow.
-    config = TargetConfig(str(folder), dtype="float32", device="cpu", fused=False)
+    config = TargetConfig(str(folder), dtype="float32", device="cpu", attention="sdpa")
     target = load_for_decoding(config)
     prompts = ["Explain what a hash table is.", "def read_lines(path):", "List three rivers of"]
     requests = [Request(target.tokenizer(text)["input_ids"], i) for i, text in enumerate(prompts)]

@@ -50,7 +50,7 @@ def regenerate(folder: Path, target: Path) -> list[str]:
     sampled = [
         "--sampling.temperature",
         "0.8",
-        "--sampling.max-new-tokens",
+        "--max-new-tokens",
         "64",
         "--batch-size",
         "1",

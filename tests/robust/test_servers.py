@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.train.commands import replies
 from tests.conftest import QUICKSTART, by_default
 from tests.robust.mutations import outcome
 
@@ -182,7 +183,11 @@ def serving(
         for kind in MISBEHAVIOUR
     ],
 )
-def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_regenerating_through_it_ends_in_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "PAUSES_S", (0.0, 1.0))
+    monkeypatch.setattr(replies, "REPLY_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     with serving(MISBEHAVIOUR[kind]) as url:
@@ -201,10 +206,6 @@ def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> 
                 *base,
                 "--server.url",
                 url,
-                "--server.retries",
-                "1",
-                "--server.timeout-s",
-                str(SECONDS),
             ]
         )
     assert found.wrong() is None and found.code == 2 and found.seconds < 10, found

@@ -60,7 +60,7 @@ def test_a_switch_that_is_on_says_what_is_lost_without_it(monkeypatch: pytest.Mo
     page = help_page(options_of_verb("evaluate"), "draftsmith evaluate", False)
     assert "--no-baselines        Do not measure ngram" in page
     assert "--json FILE " in page
-    assert "greedy decoding. (1)" in help_page(options_of_verb("serve"), "draftsmith serve", False)
+    assert "greedy decoding. (1)" in help_page(options_of_verb("serve"), "draftsmith serve", True)
     assert "(1e9)" in help_page(options_of_verb("data plan"), "draftsmith data plan", False)
 
 

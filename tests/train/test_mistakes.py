@@ -62,9 +62,16 @@ WRONG = [
     ("generate --target T --prompt", "--prompt needs a value: a text"),
     ("generate --target T hello", "as in --prompt hello; put quotes around a value with spaces"),
     ("generate T hello", "'T' belongs to no option: a value follows the name of its option, as in"),
-    (f"{EAGLE} optim.lr=1e-4", "'optim.lr=1e-4' has no hyphens; write --optim.lr 1e-4"),
-    (f"{EAGLE} +rows-per-step=8", "write --rows-per-step 8"),
+    (f"{EAGLE} optim.lr=1e-4", "'optim.lr=1e-4' lacks two hyphens; did you mean --optim.lr 1e-4?"),
+    (f"{EAGLE} +rows-per-step=8", "did you mean --rows-per-step 8?"),
     *((f"{EAGLE} --{name} x", f"; did you mean {ours}? (see") for name, ours in HF_NAMES.items()),
+    ("generate --target T --raw", "there is no option --raw any more: give a JSON row"),
+    (f"{EAGLE} --target.fused false", "there is no option --target.fused any more: an attention"),
+    ("evaluate --target T --no-fused", "there is no option --no-fused any more: an attention"),
+    (
+        "train eagle --data.sources '[{path: a, streaming: true}]'",
+        "--data.sources: there is no streaming any more: save the rows that you need as JSONL",
+    ),
     ("evaluate --target T --prompts x --limit many", "--limit takes a whole number, not many"),
     ("evaluate --target T --prompts x --baselines maybe", "--baselines takes true or false, not"),
     ("export --drafter x", "--to and --out are missing"),
@@ -78,9 +85,7 @@ WRONG = [
         (f"data plan --config x --{given} 8", f"unknown option --{given}{says}")
         for given, says in (
             ("nodes", " (see"),
-            ("rows-per-step", "; a key of the run is written --set rows_per_step=VALUE (see"),
-            ("objective.steps", "; a key of the run is written --set objective.steps=VALUE (see"),
-            ("rows-per-stp", "; did you mean --set rows_per_step=VALUE? (see"),
+            ("rows-per-stp", "; did you mean --rows-per-step? (see"),
         )
     ),
     (

@@ -14,10 +14,9 @@ from draftsmith.inference.costs import GPUS
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.options import SimulateOptions
 from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
-from draftsmith.train.command_line.fields import fields_of
-from draftsmith.train.command_line.parse import given_options, options_from, parse
+from draftsmith.train.command_line.parse import Values, given_options, options_from, parse
 from draftsmith.train.command_line.values import sized
-from draftsmith.train.commands.options import ExportOptions
+from draftsmith.train.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
 from draftsmith.train.config import Source
 from draftsmith.train.method import run_class_named
 from draftsmith.train.planning.options import PlanOptions
@@ -45,6 +44,13 @@ class Example:
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.5))
     stored: Literal["auto", "float32", "bfloat16"] = "auto"
     precision: Literal["no", "bf16"] = "no"
+
+
+@dataclass
+class Bare(Example):
+    """Options, and words that follow none."""
+
+    words: list[str] = field(default_factory=list, metadata={"positional": "WORD"})
 
 
 FORMS: list[tuple[str, dict[str, Any]]] = [
@@ -98,14 +104,29 @@ def test_printed_values_are_a_config_file(
 
 
 def test_a_value_may_begin_with_one_hyphen_and_an_option_may_have_none() -> None:
-    types = {option.name: option.kind for option in fields_of(Example)}
     words = ["--lr", "-1", "word", "--color", "--no-baselines"]
-    assert [*given_options(words, types, "drafter")] == [
+    assert [*given_options(words, Values(Bare))] == [
         ("lr", "-1"),
-        ("drafter", "word"),
+        ("words", "word"),
         ("color", True),
         ("baselines", False),
     ]
+
+
+def test_a_former_name_that_is_still_read_is_the_option_of_today() -> None:
+    words = ["--target", "T", "--data", "a", "--out", "b"]
+    for name in ("max-new-tokens", "sampling.max-new-tokens"):
+        assert parse(RegenerateOptions, [*words, f"--{name}", "5"], "x").max_new_tokens == 5
+    given = {"target": "T", "data": "a", "out": "b", "sampling": {"max_new_tokens": 5}}
+    assert options_from(RegenerateOptions, given).max_new_tokens == 5
+
+
+def test_a_command_on_a_run_takes_the_options_of_the_run() -> None:
+    words = ["--config", "c", "--out", "o", "--set", "seed=1", "--target", "T"]
+    words += ["--optim.lr", "1e-4", "--no-push-each-best"]
+    options = parse(ExtractOptions, words, "x")
+    changes = ["seed=1", "target.path=T", "optim.lr=1e-4", "push_each_best=false"]
+    assert (options.config, options.set) == ("c", changes)
 
 
 @pytest.mark.parametrize(

@@ -11,37 +11,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
+from ...inference.settings import OTHER_NAMES
+from .former_names import FORMER_NAMES, STILL_READ, entry_of
+
 SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
 SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no value
-OTHER_NAMES = {
-    "model": "target.path", "model_name_or_path": "target.path", "model_name": "target.path",
-    "dataset": "data.sources", "dataset_name": "data.sources", "train_file": "data.sources",
-    "output": "out", "output_dir": "out", "resume_from_checkpoint": "checkpoints.resume",
-    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule",
-    "warmup_ratio": "optim.warmup_share", "warmup_steps": "optim.warmup_share",
-    "max_grad_norm": "optim.clip_norm", "adam_beta1": "optim.betas", "adam_beta2": "optim.betas",
-    "num_train_epochs": "epochs", "num_epochs": "epochs",
-    "steps": "max_steps", "max_train_steps": "max_steps",
-    "per_device_train_batch_size": "batch_rows", "gradient_accumulation_steps": "rows_per_step",
-    "accumulation": "rows_per_step", "global_batch_size": "rows_per_step",
-    "train_batch_size": "rows_per_step", "max_seq_length": "data.max_length",
-    "max_length": "data.max_length max_new_tokens", "max_tokens": "max_new_tokens",
-    "bf16": "precision", "fp16": "precision", "mixed_precision": "precision",
-    "gradient_checkpointing": "objective.recompute", "torch_dtype": "target.dtype",
-    "logging_steps": "log_every", "save_steps": "checkpoints.every",
-    "save_total_limit": "checkpoints.keep", "eval_steps": "evaluation.every",
-    "report_to": "tracker", "log_with": "tracker", "run_name": "project",
-    "push_to_hub": "push", "hub_model_id": "push",
-    "temp": "temperature", "draft_model": "drafter", "speculative_model": "drafter",
-    "model_draft": "drafter", "spec_draft_model": "drafter", "md": "drafter", "m": "target.path",
-    "n_predict": "max_new_tokens", "predict": "max_new_tokens", "n": "max_new_tokens",
-    "speculative_config": "drafter",
-    "p": "prompt prompts",
-}  # fmt: skip
-"""Options of other tools by the last part of their names, and ours for the same."""
-
-
 MANY = "..."  # at the end of a form: values that are given without the option's name
 
 
@@ -126,17 +101,28 @@ def positional(config_class: Any) -> str | None:
     return next((one.name for one in fields(config_class) if "positional" in one.metadata), None)
 
 
-def known_name(name: str, types: dict[str, Any]) -> str:
-    """Return the name of the field that an option means."""
+def known_name(name: str, types: dict[str, Any], owner: Any = None) -> str:
+    """Return the name of the field that an option of the dataclass `owner` means."""
     if name == "target" and "target.path" in types:
         return "target.path"
-    if name not in types and name.endswith(".prompts"):  # what a limit was called before
-        name = name.removesuffix("prompts") + "limit"
+    if name in types:
+        return name
+    group = name.rpartition(".")[0]
+    if now := entry_of(STILL_READ, name, owner, types.get(group)):
+        same_part = f"{group}.{now}"
+        return same_part if same_part in types else now
     # --from is the field from_, since a field cannot have the name of a Python keyword.
-    for meant in (f"{name}_", *(f"{group}.{name}" for group in SHORT_GROUPS)):
-        if name not in types and meant in types:
-            return meant
-    return name
+    fields_meant = (f"{name}_", *(f"{part}.{name}" for part in SHORT_GROUPS))
+    return next((meant for meant in fields_meant if meant in types), name)
+
+
+def former_hint(name: str, types: dict[str, Any], owner: Any) -> str | None:
+    """Return what to use in place of an option that went, or None where there was none."""
+    plain = name.removeprefix("no_")
+    for full in (plain, *(f"{part}.{plain}" for part in SHORT_GROUPS)):
+        if hint := entry_of(FORMER_NAMES, full, owner, types.get(full.rpartition(".")[0])):
+            return hint
+    return None
 
 
 def written(name: str) -> str:

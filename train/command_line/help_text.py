@@ -96,8 +96,8 @@ def explanation_of(option: Option) -> str:
 def help_page(config_class: Any, prog: str, everything: bool) -> str:
     """Return the help page of a dataclass of options, as wide as the terminal.
 
-    It explains the options that `config_class.first` names, and lists the others; with `everything`
-    it explains all of them, group by group.
+    It explains the command's own options and those that have to be given, and lists the others;
+    with `everything` it explains all of them, group by group.
     """
     width = min(shutil.get_terminal_size().columns, MOST_COLUMNS) - 1
     options = {option.name: option for option in options_of_class(config_class)}
@@ -123,9 +123,14 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
         lines += ["", *wrapped(CONFIG_TEXT, width)] * ("config" not in options)
         lines += ["", *wrapped(SAID_TEXT, width)]
         return "\n".join(lines)
-    first = [options[name] for name in config_class.first]
-    lines += ["", "the options that matter most:", *explained(first, width)]
-    rest = ", ".join(written(option.name) for option in options.values() if option not in first)
+    required = [one for one in options.values() if one.default is MISSING]
+    target = [one for one in options.values() if one.name == "target.path"]
+    # Those that several commands share, such as the split of a data set, are keywords alone.
+    shared = {one.name for one in fields(config_class) if one.kw_only}
+    own = [one for one in options.values() if not one.group and one.name not in shared]
+    shown = {one.name: one for one in (*required, *target, *own)}
+    lines += ["", "options:", *explained(shown.values(), width)]
+    rest = ", ".join(written(name) for name in options if name not in shown)
     more = ["", "more, which --help-all explains:", *wrapped(rest, width, "  ", "  ")]
     return "\n".join(lines + more * bool(rest))
 

@@ -7,10 +7,9 @@ made. Every mistake is answered in one line.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
@@ -21,7 +20,18 @@ import yaml
 from ...heads.errors import UserError
 from ...heads.files import read_yaml
 from ..endings import fail
-from .fields import SWITCHES, fields_of, item_of, joined, known_name, near, positional, written
+from ..method import METHODS, MethodName, run_class_named
+from .fields import (
+    SWITCHES,
+    fields_of,
+    former_hint,
+    item_of,
+    joined,
+    known_name,
+    near,
+    positional,
+    written,
+)
 from .help_text import help_page
 from .values import TABLES, WrongValue, converted, from_python, from_word, shown, takes
 
@@ -43,9 +53,29 @@ class Place:
     """Words before the name in a message about a value."""
 
 
+def argument(name: str) -> str:
+    """Return an option as a function of `import draftsmith` takes it: `**{"optim.lr": ...}`."""
+    name = {"target.path": "target", "data.sources": "data"}.get(name, name)
+    name = name.removeprefix("target.").removeprefix("sampling.")
+    return f'**{{"{name}": ...}}' if "." in name else name
+
+
 COMMAND_LINE = Place(written, quote=written)
-SETTING = Place(lambda name: f"--set {name}", quote=lambda name: f"--set {name}")
-PYTHON = Place(lambda name: {"target.path": "target", "data.sources": "data"}.get(name, name))
+PYTHON = Place(argument)
+
+
+@dataclass
+class RunFile:
+    """Options of a command that reads the config file of a run; it takes the run's options too."""
+
+    config: str
+    """Config file of the run."""
+    method: MethodName | None = field(default=None, kw_only=True)
+    """Method of the run; if not given, the keys of the config file or its path
+    (configs/eagle/...) determine it."""
+    set: list[str] = field(default_factory=list, kw_only=True)
+    """Change of a key of the run, such as target.dtype=float32; may be given several times, or
+    written as an option of the run: --target.dtype float32."""
 
 
 class Values(Generic[T]):
@@ -56,14 +86,38 @@ class Values(Generic[T]):
         options = [*fields_of(config_class)]
         self.types = {option.name: option.kind for option in options}
         self.flat = {one.name: one.default for one in options if one.default is not MISSING}
+        self.run_types: dict[str, Any] = {}
+        """Options of a run, which a command that reads its file takes as changes."""
+        if issubclass(config_class, RunFile):
+            self.run_types = run_keys()
+
+    def name_of(self, name: str) -> str:
+        """Return the field that an option means, one of a run if the command takes those."""
+        mine = known_name(name, self.types, self.config_class)
+        return mine if mine in self.types else known_name(name, self.run_types)
+
+    def check_known(self, name: str, place: Place) -> None:
+        """Raise `UserError` for an option that there is not, with what may be meant by it."""
+        if name in self.types:
+            return
+        plain = name.replace("-", "_")
+        if hint := former_hint(plain, self.types, self.config_class):
+            raise UserError(f"there is no option {place.quote(name)} any more: {hint}")
+        if name == "set" and place is COMMAND_LINE:
+            meant = "; write each key as an option, such as --optim.lr 1e-5"
+        else:
+            similar = [place.name(one) for one in near(plain, self.types | self.run_types)]
+            meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
 
     def put(self, name: str, value: Any, place: Place, append: bool = False) -> None:
         """Set an option, or each one that a table names; `append` to a list. Raises `UserError`."""
-        name = name if isinstance(value, Mapping) else known_name(name, self.types)
+        if not isinstance(value, Mapping):
+            name = known_name(name, self.types, self.config_class)
         table, _, key = name.rpartition(".")
         if self.types.get(table) in TABLES:
             name, value = table, {**self.flat[table], key: value}
-        check_known(name, self.types, place)
+        self.check_known(name, place)
         kind = self.types[name]
         if is_dataclass(kind) and isinstance(value, Mapping):
             for one, inner in value.items():
@@ -129,9 +183,13 @@ def parse(
         raise SystemExit(0)
     values, given = Values(config_class), set()
     try:
-        for name, value in given_options(argv, values.types, positional(config_class)):
+        for name, value in given_options(argv, values):
             if name == "config" and name not in values.types:
                 values.read(value)
+            elif name in values.run_types and name not in values.types:
+                word = value if isinstance(value, str) else str(value).lower()
+                values.put("set", [f"{name}={word}"], COMMAND_LINE, append="set" in given)
+                name = "set"
             elif name != "print_config":
                 kind = values.types.get(name, Any)
                 plain = from_word(kind, value) if isinstance(value, str) else value
@@ -164,34 +222,11 @@ def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
         kind = values.types.get(name, Any)
         again = name in given
         if again and get_origin(kind) is not list:
-            raise UserError(f"--set {name} is given twice; it takes one value")
-        values.put(name, from_word(kind, value), SETTING, again)
+            raise UserError(f"{written(name)} is given twice; it takes one value")
+        values.put(name, from_word(kind, value), COMMAND_LINE, again)
         given.add(name)
-    values.check_complete(SETTING)
+    values.check_complete(COMMAND_LINE)
     return values.made()
-
-
-def by_settings(message: str, own: Any) -> str:
-    """Return a message about a run for a command that takes the run's options by `--set`.
-
-    `own` is the dataclass of that command. `--rows-per-step 8` becomes `--set rows_per_step=8`.
-    """
-    from ..config import RunConfig
-
-    types = {option.name: option.kind for option in fields_of(RunConfig)}
-
-    def setting(found: re.Match[str]) -> str:
-        name = known_name(found[1].replace("-", "_"), types)
-        kind = types.get(name)
-        if kind is None or is_dataclass(kind) or name in {one.name for one in fields_of(own)}:
-            return found[0]
-        if kind is bool:
-            return f"--set {name}=true{found[2]}"
-        return f"--set {name}={found[2].strip() or '...'}"
-
-    # A value is what follows a space, as far as it cannot be a word of the sentence.
-    values = r"((?: (?:\d[\w.]*|bfloat16|float32|sdpa|row|skip)\b)?)"
-    return re.sub(rf"--([a-z][a-z.-]*[a-z]){values}", setting, message)
 
 
 def options_from(
@@ -213,29 +248,8 @@ def options_from(
     return values.made()
 
 
-def check_known(name: str, types: dict[str, Any], place: Place) -> None:
-    """Raise `UserError` for an option that there is not, with those that are spelled like it."""
-    if name not in types:
-        plain = name.replace("-", "_")
-        similar = [place.name(one) for one in near(plain, types)]
-        if place is COMMAND_LINE and "set" in types:
-            keys = run_keys()
-            if (key := known_name(plain, keys)) in keys:
-                raise UserError(
-                    f"{place.unknown}{place.quote(name)}; a key of the run is written "
-                    f"--set {key}=VALUE"
-                )
-            similar = similar or [f"{SETTING.name(one)}=VALUE" for one in near(plain, keys)]
-        meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
-        if name == "set" and place is COMMAND_LINE:
-            meant = "; write each key as an option, such as --optim.lr 1e-5"
-        raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
-
-
 def run_keys() -> dict[str, Any]:
     """Return the keys of the runs of all methods, which `--set` takes, and their types."""
-    from ..method import METHODS, run_class_named
-
     runs = map(run_class_named, METHODS)
     options = (one for run in runs for one in fields_of(run))
     return {one.name: one.kind for one in options if not is_dataclass(one.kind)}
@@ -244,19 +258,16 @@ def run_keys() -> dict[str, Any]:
 def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     """Return what is said of a word that follows no option, of a command that takes none such.
 
-    It may be a setting as Hydra has it, `optim.lr=1e-4`, or a value without its option's name.
+    It may have one hyphen, be a setting as Hydra has it, or be a value without its option's name.
     """
-    if re.fullmatch(r"-\w+", word):
-        meant = near(word[1:].replace("-", "_"), types)
-        such = f"; did you mean {written(meant[0])}?" if meant else ""
-        return f"there is no option {word}; options have two hyphens{such}"
-    key, equals, value = word.lstrip("+").partition("=")
-    if equals and (name := known_name(key.replace("-", "_"), types)):
-        meant = [name] if name in types else near(name, types)
-        if meant:
-            return f"{word!r} has no hyphens; write {written(meant[0])} {shlex.quote(value)}"
+    key, equals, value = word.lstrip("-+").partition("=")
+    name = known_name(key.replace("-", "_"), types)
+    meant = [name] if name in types else near(name, types)
+    if meant and (equals or word.startswith("-")):
+        such = f"{written(meant[0])} {shlex.quote(value)}" if equals else written(meant[0])
+        return f"{word!r} lacks two hyphens; did you mean {such}?"
     texts = {name for name, kind in types.items() if not is_dataclass(kind)}
-    usual = [name for name in USUAL_FIRST if name in texts and name not in given]
+    usual = [one for one in USUAL_FIRST if one in texts and one not in given]
     such = f", as in {written(usual[0])} {shlex.quote(word)}" if usual else ""
     return (
         f"{word!r} belongs to no option: a value follows the name of its option{such}; put quotes "
@@ -264,16 +275,15 @@ def about_bare(word: str, types: dict[str, Any], given: Collection[str]) -> str:
     )
 
 
-def given_options(
-    argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
-) -> Iterator[tuple[str, Any]]:
+def given_options(argv: Sequence[str], values: Values[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the options of a command line by their fields' names, with a text, true or false.
 
-    `--lr 3e-4` is `--lr=3e-4`. Words that are not the value of an option belong to the list
-    `bare_goes_to`, if there is one. Raises `UserError` for an option that is unknown, lacks a
-    value, or is given twice and takes one.
+    `--lr 3e-4` is `--lr=3e-4`. Words that are not the value of an option belong to the positional
+    list, if there is one. Raises `UserError` for an option that is unknown, lacks a value, or is
+    given twice and takes one.
     """
-    types = {"config": list[str], "print_config": bool, **types}
+    types = {"config": list[str], "print_config": bool, **values.run_types, **values.types}
+    bare_goes_to = positional(values.config_class)
     words, given = [*argv], set()
     while words:
         word, equals, value = words[0].partition("=")
@@ -285,12 +295,12 @@ def given_options(
         bare = len(words) > 1 and not words[1].startswith("--") and not equals
         value = words[1] if bare else value if equals else None
         del words[: 1 + bare]
-        name = known_name(word[2:].replace("-", "_"), types)
-        off = known_name(name.removeprefix("no_"), types)
+        name = values.name_of(word[2:].replace("-", "_"))
+        off = values.name_of(name.removeprefix("no_"))
         if value is None and name not in types and types.get(off) in SWITCHES:
             name, value = off, False
-        if types.get(name.rpartition(".")[0]) not in TABLES:
-            check_known(name, types, COMMAND_LINE)
+        if name not in types and types.get(name.rpartition(".")[0]) not in TABLES:
+            values.check_known(name, COMMAND_LINE)
         kind = types.get(name)
         if value is None and kind not in SWITCHES:
             what = VALUES.get(name) or takes(kind, name)

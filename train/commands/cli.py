@@ -10,15 +10,15 @@ import importlib
 import shlex
 import shutil
 import sys
-import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..command_line.help_text import wrapped
 from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .threads import choose_threads
-from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb
+from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -49,11 +49,6 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "train":
         _train_main(argv[1:], "draftsmith train")
         return
-    if argv[0] == "completion":
-        from .completion import print_completion
-
-        print_completion(argv[1:])
-        return
     from ..command_line.parse import parse
 
     verb_words = 2 if argv[0] in GROUPS and len(argv) > 1 and not argv[1].startswith("-") else 1
@@ -74,18 +69,7 @@ def _main(argv: list[str]) -> None:
             return module.if_interrupted(options)
         return "nothing was written"
 
-    def work() -> None:
-        from ...heads.errors import UserError
-        from ..command_line.parse import by_settings
-
-        try:
-            module.run(options)
-        except UserError as error:
-            if not hasattr(options, "set"):
-                raise
-            raise UserError(by_settings(str(error), type(options))) from error
-
-    guarded(work, if_interrupted)
+    guarded(lambda: module.run(options), if_interrupted)
 
 
 def hint_for(word: str) -> str:
@@ -95,7 +79,7 @@ def hint_for(word: str) -> str:
     """
     from ..method import METHODS
 
-    known = [*VERBS, "train", "completion"]
+    known = [*VERBS, "train"]
     meant = {verb: [verb] for verb in known} | {name: [f"train {name}"] for name in METHODS}
     for verb in VERBS:
         meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
@@ -179,26 +163,18 @@ def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
         warn(f"no table of the run: {error}")
     print(
         "this tau is of the held-out prompts on which the checkpoint and its calibration were "
-        "chosen; the one to quote is that of other prompts:"
+        "chosen; quote tau from other prompts:"
     )
     # A run from a feature store does not read its target, which may be on another machine.
     target = run.target.path
-    if names_a_folder(target) and not Path(target).is_dir():
-        target = "TARGET"
-    drafter = f"{method}:folder={best}" if ":" in method else best
-    print(f"next: draftsmith evaluate {named_again(target, run)}--drafter {drafter} --prompts FILE")
-
-
-def named_again(target: str, run: RunConfig) -> str:
-    """Return the options by which another command loads the target of a run, with a space after."""
-    from ...inference.settings import TargetConfig
-
-    words = f"--target {target} "
-    default = TargetConfig("")
-    for name, option in (("adapter", "--target.adapter"), ("dtype", "--dtype")):
-        if (value := getattr(run.target, name)) != getattr(default, name):
-            words += f"{option} {value} "
-    return words
+    there = not names_a_folder(target) or Path(target).is_dir()
+    words = ["draftsmith", "evaluate", "--target", target if there else "TARGET"]
+    if run.target.adapter is not None:
+        words += ["--target.adapter", run.target.adapter]
+    if run.target.dtype != "auto":
+        words += ["--dtype", run.target.dtype]
+    words += ["--drafter", f"{method}:folder={best}" if ":" in method else str(best)]
+    print(f"next: {shlex.join(words)} --prompts FILE")
 
 
 def _usage(of: str = "") -> str:
@@ -212,18 +188,16 @@ def _usage(of: str = "") -> str:
         for number, (verb, what) in enumerate(USUAL_STEPS.items(), 1):
             lines.append(_folded(f"  {number}. {verb:<{width}}  ", what))
         lines += ["", "all other commands (each has --help):"]
-    for verb, (*_, what) in VERBS.items():
+    for verb in VERBS:
         if verb.startswith(of) and (of or verb not in USUAL_STEPS):
-            lines.append(_folded(f"  {verb:<{width}}  ", what))
+            lines.append(_folded(f"  {verb:<{width}}  ", purpose_of(verb)))
     if not of:
-        what = "completion of commands in a shell: bash, zsh, tcsh, fish, powershell"
         methods = f"{', '.join(METHODS)}; configs/README.md helps to choose"
-        lines += [_folded(f"  {'completion':<{width}}  ", what), "", _folded("methods: ", methods)]
+        lines += ["", _folded("methods: ", methods)]
     return "\n".join(lines)
 
 
 def _folded(head: str, text: str) -> str:
     """Return `head` and `text`, whose further lines are under its first one."""
     columns = max(shutil.get_terminal_size().columns, 60)
-    indent = " " * len(head)
-    return textwrap.fill(text, columns, initial_indent=head, subsequent_indent=indent)
+    return "\n".join(wrapped(text, columns, head, " " * len(head)))

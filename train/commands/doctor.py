@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,29 +16,26 @@ from rich.table import Table
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
-from ...heads.layout import dtype_name
 from ...inference.console import Console, several
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import endless
 from ...inference.settings import TargetConfig
-from ...inference.targets.packed import one_thread
-from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
-from ...inference.targets.target_files import footprint, gigabytes, too_large
+from ...inference.targets.target import Target, load_target
+from ...inference.targets.target_files import gigabytes
 from ..command_line.parse import config_with
-from ..config import RunConfig
+from ..config import RunConfig, Source
 from ..data.features import LiveTarget
 from ..engines import check_engines
 from ..loop import check_beginning, check_with_target
-from ..method import MethodName, method_for, method_named, run_class_named
+from ..method import AnyMethod, method_for, method_named
 from ..outline import target_of_run
 from ..provenance import versions
 from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
-SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
 @dataclass
@@ -69,7 +65,7 @@ def run(options: Options) -> None:
     template_kwargs: JsonObject = {}
     if options.config is not None:
         # A target that was named is checked in place of the config's.
-        run_findings, config = check_run(options.config, options.method, target, options.set)
+        run_findings, config = check_run(options, options.config)
         findings += run_findings
         target = config.target
         template_kwargs = config.data.chat_template_kwargs
@@ -111,7 +107,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("versions", "error" if missing else "ok", text)
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     text = f"{several(cores, 'core')}, torch uses {several(threads, 'thread')}"
-    yield Finding("processor", "ok", f"{text}; {bfloat16_products()}")
+    yield Finding("processor", "ok", text)
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = (size / GIB for size in torch.cuda.mem_get_info(i))
@@ -127,95 +123,67 @@ def machine() -> Iterator[Finding]:
     yield room("disk", disk, text, "checkpoints need room")
 
 
-def bfloat16_products() -> str:
-    """Return how fast the processor multiplies bfloat16 matrices, and what to train with there.
-
-    It is measured: a processor that has instructions for bfloat16 can be the slower with them.
-    """
-    ratio = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
-    found = f"a product in bfloat16 takes {ratio:.2f} times as long as in float32"
-    if ratio < 1.1:  # less than that may be noise
-        return found
-    return f"{found}: train on the processor with --target.dtype float32 --precision no"
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """Return the seconds that a product of 512 rows takes a thread, the least of five.
-
-    They are the processor's, so that the advice does not depend on how busy the machine is.
-    """
-    rows = torch.ones(512, 1024, dtype=dtype)
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    with one_thread():
-        return min(timeit.repeat(lambda: rows @ matrix, timer=time.thread_time, number=1, repeat=5))
-
-
 def room(check: str, free: int, text: str, advice: str) -> Finding:
     """Return the finding about `free` bytes: a warning, with `advice`, for less than 2 GiB."""
     low = free < 2 * GIB
     return Finding(check, "warning" if low else "ok", f"{text}; {advice}" if low else text)
 
 
-def check_run(
-    path: str,
-    given: MethodName | None,
-    target: TargetConfig | None = None,
-    changes: Sequence[str] = (),
-) -> tuple[list[Finding], RunConfig]:
+def tried(check: str, good: str, act: Callable[[], object]) -> Finding:
+    """Return the finding `good`, or the `UserError` that `act` raises."""
+    try:
+        act()
+    except UserError as error:
+        return Finding(check, "error", str(error))
+    return Finding(check, "ok", good)
+
+
+def check_run(options: Options, path: str) -> tuple[list[Finding], RunConfig]:
     """Return the findings about the config file `path` and its data sources, and the run.
 
-    A `target` with a path replaces the config's, and `changes` other keys, each KEY=VALUE. Raises
-    `UserError` if the file is not a config of the method.
+    Options of the target and changes of keys replace the config's. Raises `UserError` if the file
+    is not a config of the method.
     """
-    method = method_for(path, given)
-    if target is not None and target.path:
+    name = method_for(path, options.method)
+    method, target, changes = method_named(name), options.target, options.set
+    if target.path:
         changes = [f"target.path={target.path}", *changes]
-    config = config_with(run_class_named(method), path, [*changes])
-    if target is not None and target.path:
+    config = config_with(method.run_class, path, changes)
+    if target.path:
         config.target = target
-    findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
-    for source in config.data.sources:
-        finding = Finding(f"data {source.name or source.path}", "ok", f"{source.path} can be read")
-        try:
-            if source_files(source) is None:
-                finding.found = f"{source.path} is no local file; it will be asked of the hub"
-            else:
-                # One row is enough to see that the file can be read and has the form of its name.
-                next(rows_of(source))
-        except StopIteration:
-            finding.status = "error"
-            finding.found = f"{source.path} is empty; give it at least one row"
-        except UserError as error:
-            finding.status, finding.found = "error", str(error)
-        findings.append(finding)
-    if config.init_from is not None:
-        begins = Finding("init_from", "ok", f"{config.init_from} is a drafter")
-        try:
-            check_beginning(config.init_from, method_named(method))
-        except UserError as error:
-            begins.status, begins.found = "error", str(error)
-        findings.append(begins)
-    # Last: it resolves the run.
-    if (fitting := check_fit(method, config)) is not None:
-        findings.append(fitting)
+    findings = [Finding("config", "ok", f"{path} parses as a run of {name}")]
+    findings += [check_source(source) for source in config.data.sources]
+    if (begin := config.init_from) is not None:
+        is_drafter = f"{begin} is a drafter"
+        findings.append(tried("init_from", is_drafter, lambda: check_beginning(begin, method)))
+    # What training checks before it loads the target; last, since it resolves the run. Where the
+    # target's config cannot be read, the finding about the target says so.
+    with suppress(UserError):
+        target_of_run(config)
+        fits = "the settings fit the target"
+        findings.append(tried("config and target", fits, lambda: check_fit(config, method)))
     return findings, config
 
 
-def check_fit(method: MethodName, config: RunConfig) -> Finding | None:
-    """Return the finding about the config with its target: what training checks before it loads.
+def check_fit(config: RunConfig, method: AnyMethod) -> None:
+    """Raise `UserError` where training would before it loads the target."""
+    check_with_target(config, method, 1)
+    check_engines(config, method)
 
-    None where the target's config cannot be read, which the finding about the target explains.
-    """
+
+def check_source(source: Source) -> Finding:
+    """Return the finding about a source of data, of which one row is read."""
+    check, path = f"data {source.name or source.path}", source.path
     try:
-        target_of_run(config)
-    except UserError:
-        return None
-    try:
-        check_with_target(config, method_named(method), 1)
-        check_engines(config, method_named(method))
+        if source_files(source) is None:
+            return Finding(check, "ok", f"{path} is no local file; it will be asked of the hub")
+        # One row is enough to see that the file can be read and has the form of its name.
+        next(rows_of(source))
+    except StopIteration:
+        return Finding(check, "error", f"{path} is empty; give it at least one row")
     except UserError as error:
-        return Finding("config and target", "error", str(error))
-    return Finding("config and target", "ok", "the settings fit the target")
+        return Finding(check, "error", str(error))
+    return Finding(check, "ok", f"{path} can be read")
 
 
 def check_target(
@@ -223,34 +191,27 @@ def check_target(
 ) -> Iterator[Finding]:
     """Yield the findings about a target.
 
-    They are about its memory, weights, head, packed documents, end token and chat template, and
-    what is learned of `rows` (name and value), rendered with `template_kwargs`. If the target
-    cannot be loaded, the others are left out.
+    They are about its weights, head, packed documents, end token and chat template, and what is
+    learned of `rows` (name and value), rendered with `template_kwargs`. If the target cannot be
+    loaded, the others are left out.
     """
     try:
-        fits = check_memory(config)
-        if fits is not None:
-            yield fits
-            if fits.status == "error":
-                return
         target = load_target(config)
     except UserError as error:
         yield Finding("target", "error", str(error))
         return
     parameters = sum(p.numel() for p in target.model.parameters())
+    size = gigabytes(sum(p.nbytes for p in target.model.parameters()))
     text = (
-        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} "
-        f"layers, hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
-        f"{target.max_positions} positions, {target.dtype} on {target.device}"
+        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {size}, "
+        f"{target.num_layers} layers, hidden size {target.hidden_size}, vocabulary "
+        f"{target.vocab_size}, {target.max_positions} positions, {target.dtype} on {target.device}"
     )
     yield Finding("target", "ok", text)
     # `load_target` refuses a target where this does not hold.
     yield Finding("head", "ok", "head(last hidden state) gives the target's own logits")
-    try:
-        LiveTarget(target)
-        yield Finding("packing", "ok", "documents in one packed row do not see each other")
-    except UserError as error:
-        yield Finding("packing", "error", str(error))
+    apart = "documents in one packed row do not see each other"
+    yield tried("packing", apart, lambda: LiveTarget(target))
     if not target.eos_ids:
         text = "none; generation only ends at its limit; set eos_token_id"
         yield Finding("end token", "warning", text)
@@ -263,38 +224,6 @@ def check_target(
     for line in notes.lines():
         if not (why and line.startswith(why)):
             yield Finding("chat rows", "warning", line)
-
-
-def check_memory(config: TargetConfig) -> Finding | None:
-    """Return the finding about the memory that the target's weights take, before they are loaded.
-
-    None where it is not known: for a target that is no folder with safetensors files, and for one
-    that is spread over ranks or devices.
-    """
-    stored = footprint(config.path)
-    if stored is None or config.spread != "whole":
-        return None
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-    # `dtype` is a text, "auto", where each weight keeps the type that it is stored in.
-    if isinstance(dtype, torch.dtype):
-        needed, kind, name = stored.loaded_bytes(dtype), dtype, dtype_name(dtype)
-    else:
-        needed, kind, name = stored.stored_bytes, torch.bfloat16, "the type it is stored in"
-    if needed > free:
-        text = f"the weights need {too_large(stored, kind, needed, free)}"
-        return Finding("target memory", "error", text)
-    text = (
-        f"{gigabytes(needed)} of weights in {name} ({gigabytes(stored.stored_bytes)} stored), "
-        f"{gigabytes(free)} free"
-    )
-    if needed > SNUG * free:
-        return Finding("target memory", "warning", f"{text}: little is left for training")
-    if not cuda and config.dtype == "auto" and needed > stored.stored_bytes:
-        text += "; --target.dtype bfloat16 keeps them as stored"
-    return Finding("target memory", "ok", text)
 
 
 def check_template(target: Target) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -51,7 +51,12 @@ def run(options: Options) -> None:
     elif options.prompts is not None:
         source = options.source(options.prompts)
         check_source(source)
-        given = with_arguments(words_or_conversations(source, sys.stdin.buffer), options)
+        # Conversations get the template's arguments of the options.
+        variables = options.chat_template_kwargs
+        given = (
+            (name, one if isinstance(one, str) else one.with_arguments(variables))
+            for name, one in words_or_conversations(source, sys.stdin.buffer)
+        )
         if options.prompts != STANDARD_INPUT:
             given = list(given)
             if not given:
@@ -75,7 +80,7 @@ def run(options: Options) -> None:
     if not count:
         raise UserError("standard input holds no prompts; give at least one line")
     if accepted:
-        print_legend(options)
+        print_legend()
 
 
 def one_prompt(text: str) -> str:
@@ -87,16 +92,6 @@ def one_prompt(text: str) -> str:
     if not words.strip():
         raise UserError("the prompt is empty; give --prompt some words")
     return words
-
-
-def with_arguments(
-    given: Iterable[tuple[str, str | Conversation]], options: Options
-) -> Iterator[tuple[str, str | Conversation]]:
-    """Yield prompts, the conversations among them with the template's arguments of the options."""
-    for name, prompt in given:
-        if isinstance(prompt, Conversation):
-            prompt = prompt.with_arguments(options.chat_template_kwargs)
-        yield name, prompt
 
 
 def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
@@ -145,7 +140,7 @@ def answer_turns(
     target = decoder.target
     if isinstance(given, str):
         conversation = Conversation(text=given)
-        ids = decoder.encode(given, options.raw, options.chat_template_kwargs)
+        ids = decoder.encode(given, template_kwargs=options.chat_template_kwargs)
     else:
         conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)

@@ -7,21 +7,27 @@ a mistyped option needs only this module. The docstrings are the help texts of t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import EngineName
-from ...inference.settings import BadRows, Sampling, SourceOptions, TargetConfig, check_url
+from ...inference.settings import (
+    RowOptions,
+    Sampling,
+    SourceOptions,
+    TargetConfig,
+    check_url,
+)
+from ..command_line.parse import RunFile
 from ..config import StoreType
-from ..method import MethodName
 
 # The form of the names that the hub knows licences by.
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
 @dataclass
-class ExtractOptions:
+class ExtractOptions(RunFile):
     """Store the target's features that a training run reads, so that it needs no target.
 
     With many workers: accelerate launch -m draftsmith.train data extract --config FILE --out STORE.
@@ -32,21 +38,9 @@ class ExtractOptions:
         "runs/quickstart/store",
         "accelerate launch -m draftsmith.train data extract --config run.yaml --out STORE",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "config",
-        "out",
-        "dtype",
-        "rows_per_shard",
-        "ring",
-    )
 
-    config: str
-    """Config file of the run; its target, data, heads, seed and evaluation are used."""
     out: str
     """Folder of the feature store."""
-    method: MethodName | None = None
-    """Method of the run; if not given, the keys of the config file or its path
-    (configs/eagle/...) determine it."""
     dtype: StoreType = "bfloat16"
     """Type of the stored features: float32, bfloat16, or fp8 (e4m3 with a scale for each position,
     which takes half of bfloat16)."""
@@ -54,8 +48,6 @@ class ExtractOptions:
     """Number of packed rows in a shard."""
     ring: int | None = None
     """Largest number of shards that are kept: those that the training needs next."""
-    set: list[str] = field(default_factory=list)
-    """Change of a key of the run, such as target.dtype=float32; may be given several times."""
 
     def __post_init__(self) -> None:
         if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):
@@ -66,67 +58,28 @@ class ExtractOptions:
 
 
 @dataclass
-class ReplySampling:
-    """Sampling of the target's replies: use the settings that will be used in serving."""
-
-    temperature: float = 0.7
-    """Sampling temperature; 0 is greedy decoding, under which small targets repeat themselves."""
-    top_p: float = 1.0
-    """Total probability of the likeliest tokens, which are kept; 1 keeps all."""
-    top_k: int = 0
-    """Number of likeliest tokens that are kept; 0 keeps all."""
-    max_new_tokens: int = 1024
-    """Largest number of tokens of a reply."""
-    seed: int = 0
-    """Seed of the sampling."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        # Raises for a number out of its range; a server is given top_k and top_p at 0 too.
-        Sampling(self.temperature or 1.0, self.top_k, self.top_p)
-
-    def settings(self) -> Sampling:
-        """Return the settings of the decode loop."""
-        # The target's own config may carry a penalty, which is not recorded with the rows: none.
-        if self.temperature == 0:
-            return Sampling(repetition_penalty=1.0)
-        return Sampling(
-            self.temperature, self.top_k, self.top_p, repetition_penalty=1.0, seed=self.seed
-        )
-
-
-@dataclass
 class ServerOptions:
-    """OpenAI-compatible server that runs the target."""
+    """OpenAI-compatible server that runs the target.
+
+    An API key that it wants is in the variable DRAFTSMITH_SERVER_KEY.
+    """
 
     url: str | None = None
     """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
     process."""
     model: str | None = None
     """Name of the model on the server; the target's path if not given."""
-    api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
-    """File with the API key that the server wants; DRAFTSMITH_SERVER_KEY if not given."""
     concurrency: int = 32
     """Number of requests under way at one time."""
-    retries: int = 5
-    """Number of attempts after a failed one (429, 5xx, lost connection, an answer in another form),
-    with growing pauses."""
-    timeout_s: float = 600.0
-    """Longest wait for a whole reply, in seconds."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "--server.url")
-        if self.url is None and self.api_key_file is not None:
-            raise UserError("--server.api-key-file is of a server; name it with --server.url")
-        if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
-            raise UserError(
-                "server: concurrency must be at least 1, retries at least 0, timeout_s above 0"
-            )
+        if self.concurrency < 1:
+            raise UserError("--server.concurrency must be at least 1")
 
 
 @dataclass
-class RegenerateOptions(SourceOptions):
+class RegenerateOptions(RowOptions):
     """Let the target write the replies of a data set.
 
     Prompts are kept, and everything that an assistant said is replaced.
@@ -141,15 +94,6 @@ class RegenerateOptions(SourceOptions):
         "draftsmith data regenerate --target TARGET --data openai/gsm8k --config-name main "
         "--split train --out replies.jsonl",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "data",
-        "out",
-        "sampling.temperature",
-        "sampling.max_new_tokens",
-        "server.url",
-        "share",
-    )
 
     target: TargetConfig
     data: str
@@ -157,17 +101,16 @@ class RegenerateOptions(SourceOptions):
     the hub, such as openai/gsm8k with its `config_name` and `split`."""
     out: str = field(metadata={"form": "FILE"})
     """JSONL file to write; one that was not finished is continued. With `share` a folder."""
-    sampling: ReplySampling = field(default_factory=ReplySampling)
+    max_new_tokens: int = 1024
+    """Largest number of tokens of a reply."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.7))
+    """Sampling of the replies: use the settings that will be used in serving. At temperature 0
+    small targets repeat themselves."""
     server: ServerOptions = field(default_factory=ServerOptions)
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row: stop the command, or skip the row; it is named either way."""
     limit: int | None = None
     """Number of rows to take, from the first one on; all if not given."""
     batch_size: int = 32
     """Number of prompts that are decoded together in this process."""
-    max_prompt_tokens: int | None = None
-    """Largest number of tokens of a prompt; longer ones are skipped and counted. If not given, the
-    target's context decides."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
     share: str | None = None
@@ -176,8 +119,10 @@ class RegenerateOptions(SourceOptions):
     again, so that fewer workers, with other shares, can finish what lost ones left."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
-            raise UserError("batch_size and limit must be at least 1")
+        if min(self.batch_size, self.max_new_tokens, self.limit or 1) < 1 or self.limit == 0:
+            raise UserError("batch_size, max_new_tokens and limit must be at least 1")
+        if self.sampling.rule != "auto":
+            raise UserError("--sampling.rule accepts drafts, and replies are written without")
         if self.share is not None:
             found = re.fullmatch(r"(\d+)/(\d+)", self.share)
             if found is None or int(found[1]) >= int(found[2]):
@@ -186,44 +131,37 @@ class RegenerateOptions(SourceOptions):
                     "0/4, 1/4, 2/4 and 3/4 for four workers"
                 )
 
+    @property
+    def decoding(self) -> Sampling:
+        """Sampling of the decode loop: a penalty that only the target's own config has is none."""
+        penalty = self.sampling.repetition_penalty
+        return replace(self.sampling, repetition_penalty=1.0 if penalty is None else penalty)
+
 
 @dataclass
-class SplitOptions(SourceOptions):
+class SplitOptions(RowOptions):
     """Set a share of the conversations aside, for evaluation only.
 
     All rows of a conversation lie on one side: rows with an equal id, or with an equal prompt
     (everything before the first reply), as every turn of a logged conversation has. The side
-    depends on the conversation and the seed alone, so that a log that has grown is split alike.
+    depends on the conversation alone, so that a log that has grown is split alike.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
-        "draftsmith data split --data logs.jsonl --out-train prompts.jsonl --out-test "
-        "held_out.jsonl --share 0.1",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "data",
-        "out_train",
-        "out_test",
-        "share",
-        "last_turn",
+        "draftsmith data split --data logs.jsonl --out rows --share 0.1",
     )
 
     data: str
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
     the hub."""
-    out_train: str = field(metadata={"form": "FILE"})
-    """JSONL file to write the rows to that may be trained on, as they are."""
-    out_test: str = field(metadata={"form": "FILE"})
-    """JSONL file to write the other rows to."""
+    out: str
+    """Folder to write: train.jsonl has the rows that may be trained on, as they are, and
+    held_out.jsonl the others."""
     share: float = 0.1
     """Share of the conversations that is set aside."""
     last_turn: bool = False
     """Keep only the last row of a conversation that was logged once per turn, with all turns before
     it."""
-    seed: int = 0
-    """Seed of the choice."""
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row: stop the command, or skip the row and name it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
@@ -241,13 +179,6 @@ class ExportOptions:
         "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine",
         "draftsmith export --drafter runs/mine/best --to hf --out exports/mine --report "
         "out.json --push me/mine",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "drafter",
-        "to",
-        "out",
-        "target",
-        "report",
     )
 
     drafter: str
@@ -297,12 +228,6 @@ class ImportOptions:
         "meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3",
         "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --set taps=2,16,29",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "from_",
-        "target",
-        "out",
-        "set",
-    )
 
     from_: str
     """Folder of the checkpoint, or its name on the hub."""
@@ -336,16 +261,6 @@ class GenerateOptions(SourceOptions):
         "0.7 < prompt.txt",
         "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "prompt",
-        "prompts",
-        "chat",
-        "compare",
-        "max_new_tokens",
-        "sampling.temperature",
-    )
 
     target: TargetConfig
     prompt: str | None = None
@@ -366,30 +281,19 @@ class GenerateOptions(SourceOptions):
     """Largest number of tokens of the reply."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
-    stop: list[str] = field(default_factory=list)
-    """Text that ends the reply, taken literally (a line break in bash: $'\\n'); may be given more
-    than once."""
-    color: bool | None = None
-    """Colour accepted drafts; if not given, only on a terminal."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
-    raw: bool = False
-    """Give the prompt to the target as it is, without the chat template."""
     compare: bool = False
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
-        if self.raw and self.chat_template_kwargs:
-            raise UserError("--raw gives no chat template; leave out --chat-template-kwargs")
         if self.prompt is None and self.prompts is None and not self.chat:
             raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
         if self.prompts is not None and (self.chat or self.prompt is not None):
             other = "--chat" if self.chat else "--prompt"
             raise UserError(f"give either --prompts or {other}, not both")
-        if self.chat and self.raw:
-            raise UserError("--chat needs the chat template; leave out --raw")
         if self.chat and self.prompt == "-":
             raise UserError(
                 "--chat reads its messages from standard input already; leave out --prompt -"
@@ -397,7 +301,7 @@ class GenerateOptions(SourceOptions):
 
 
 @dataclass
-class DoctorOptions(SourceOptions):
+class DoctorOptions(SourceOptions, RunFile):
     """Check this machine, and a target and a training config if given.
 
     The exit status is 2 if something would not run.
@@ -409,23 +313,11 @@ class DoctorOptions(SourceOptions):
         "draftsmith doctor --target scripts/quickstart/target --config "
         "configs/medusa/quickstart.yaml",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "config",
-        "set",
-        "chat",
-        "json",
-    )
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target to load and check."""
-    config: str | None = None
+    config: str | None = None  # type: ignore[assignment]
     """Training config to check; its target is checked too, unless another one is named."""
-    set: list[str] = field(default_factory=list)
-    """Change of a key of the config, such as data.sources=replies; may be given several times."""
-    method: MethodName | None = None
-    """Method of the run; if not given, the keys of the config file or its path
-    (configs/eagle/...) determine it."""
     chat: bool | str = field(default=False, metadata={"form": "[FILE]"})
     """Show the first rows of a file, or a built-in one, as the chat template renders them, with
     what training would learn in green or in [[brackets]]."""
@@ -436,4 +328,6 @@ class DoctorOptions(SourceOptions):
         if self.chat and not self.target.path and self.config is None:
             raise UserError("--chat needs a chat template; name the target with --target")
         if self.set and self.config is None:
-            raise UserError("--set changes a key of a config; name it with --config")
+            raise UserError(
+                f"{self.set[0].partition('=')[0]} is a key of a config; name it with --config"
+            )

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from types import NoneType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -22,12 +22,12 @@ from ...inference import api
 from ...inference.conversations.given import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
-from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..callbacks import Callback
+from ..command_line.parse import argument, options_from
 from ..config import Data, Source
 from ..endings import SIGNALS
 from ..method import AnyMethod
@@ -38,16 +38,8 @@ R = TypeVar("R")
 ROWS_FILE = "rows.jsonl"
 """File of a run's folder for rows that were given as objects."""
 
-NAMED = re.compile(
-    r"(?P<command>draftsmith [a-z]+ [^;)`]*)|(?P<same>\w+) \(--(?P<again>[\w.-]+)\)"
-    r"|--(?P<no>no-)?(?P<option>[a-z][\w.-]*)"
-)
-"""Commands and options in messages. A command stays as it is, also where Python called."""
-DOTTED = re.compile(
-    r"\b(?P<name>[a-z]\w*(?:\.[a-z]\w*)+)"
-    r"(?:(?: to |[ =])(?P<value>\d[\w.]*\d|\d|true|false|row|skip|adamw)\b)?"
-)
-"""Options of the parts of a run in messages, and values that are suggested for them."""
+NAMED = re.compile(r"`[^`]*`|draftsmith [a-z]+ [^;)`]*|--(no-)?([a-z][\w.-]*)")
+"""Options in messages; commands and pieces of code stay as they are, also where Python called."""
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -65,99 +57,22 @@ def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_python(message: str) -> str:
-    """Return a message about options of draftsmith as one about arguments.
-
-    An option of a part is no name of an argument. What a message says to do, after its first
-    semicolon, has it as Python takes it.
+    """Return a message about options of draftsmith as one about arguments of the same names.
 
     >>> in_python("give --target.dtype bfloat16, or leave out --no-baselines")
     'give dtype bfloat16, or leave out baselines=False'
-    >>> in_python("no rows; give a larger --data.held-out.share")
-    'no rows; give a larger **{"data.held_out.share": ...}'
     """
-    from ..command_line.fields import fields_of
-    from ..config import RunConfig
-    from .options import ExportOptions
 
-    names = {
-        one.name
-        for options in (EvaluateOptions, ExportOptions, RunConfig)
-        for one in fields_of(options)
-    }
-    known = names | {name.rpartition(".")[2] for name in names}
-
-    def argument(found: re.Match[str]) -> str:
-        if found["again"] is not None and found["same"] == found["again"].replace("-", "_"):
-            return found["same"]
-        name = (found["option"] or "").replace("-", "_").removeprefix("target.")
-        if name not in known:
+    def renamed(found: re.Match[str]) -> str:
+        if found[2] is None:
             return found[0]
-        return f"{name}=False" if found["no"] else name
+        return argument(found[2].replace("-", "_")) + "=False" * (found[1] is not None)
 
-    def dotted(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"]
-        if name not in names:
-            return found[0]
-        if name == "data.sources":
-            return found[0].replace(name, "data")
-        if value is not None and not value[0].isdigit():
-            value = value.capitalize() if value in ("true", "false") else f'"{value}"'
-        return f'**{{"{name}": {value or "..."}}}'
-
-    wrong, semicolon, remedy = NAMED.sub(argument, message).partition(";")
-    return wrong + semicolon + DOTTED.sub(dotted, remedy)
+    # What messages give in both forms, `split (--split)`, is one now.
+    return re.sub(r"\b(\w+) \(\1\)", r"\1", NAMED.sub(renamed, message))
 
 
-@naming_arguments
-def load(
-    target: AnyPath | TargetConfig | Target | PreTrainedModel,
-    drafter: AnyPath | Drafter | Proposer = "none",
-    *,
-    profile: AnyPath | None = None,
-    temperature: float = 0.0,
-    batch: int = 1,
-    **options: Any,
-) -> api.Decoder:
-    """Return a decoder of `target` that drafts with `drafter`.
-
-    `target` is a model's folder or its name on the hub, a `TargetConfig`, or a model that
-    transformers has loaded. `drafter` is a drafter's folder, a draft model's folder, a
-    `draftsmith.Drafter`, a `draftsmith.Proposer`, or none (plain decoding) or ngram; settings
-    follow a colon, such as `"ngram:length=8"`.
-
-    With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
-    best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
-    the profile's row only: `Decoder.generate` takes a temperature itself.
-
-    `options`:
-
-    - `dtype: str`: type of the target's weights: auto (as stored, but float32 on a CPU), float32,
-      bfloat16 or float16.
-    - `device: str`: auto (cuda if there is one), cpu, cuda or cuda:N.
-    - `adapter: str`: folder of a LoRA adapter, which is merged into the weights.
-    - `attention: str`: attention implementation of transformers.
-    - `trust_remote_code: bool`: run code that comes with the model.
-    - `compile: bool`: compile the rounds, which takes a minute or two at first.
-    - `tokenizer`: tokenizer of a model that is loaded; else it is read from where that came from.
-
-    All but the last two are for a target by its path or name, and more of them are the fields of
-    `TargetConfig`. Raises `UserError`.
-
-    >>> import draftsmith
-    >>> decoder = draftsmith.load("scripts/quickstart/target", "ngram", device="cpu")
-    >>> decoder.generate("def add(a, b):", max_new_tokens=24).tau > 1
-    True
-    """
-    source: Any = fspath(target) if isinstance(target, PathLike) else target
-    named: Any = fspath(drafter) if isinstance(drafter, PathLike) else drafter
-    if profile is None:
-        return api.load(source, named, **options)
-    if not isinstance(named, str | Drafter):
-        raise UserError("a profile goes with a drafter by its name or folder, not with a proposer")
-    loaded = api.load(source, "none", **options).target
-    spec = str(named.folder if isinstance(named, Drafter) else named)
-    tuned = TuningProfile(fspath(profile), loaded).setting(spec, temperature, batch)
-    return api.load(loaded, spec, tuned=tuned)
+load = naming_arguments(api.load)
 
 
 @naming_arguments
@@ -180,7 +95,7 @@ def train(
     whose `sources` are one of these; rows are kept in `out/rows.jsonl`, and the run records a hash
     of all texts. A data set on the hub of
     several configurations is a dict in a list: `[{"path": "openai/gsm8k", "config_name":
-    "main"}]` (also `split`, `revision`, `streaming: bool`, `weight: float`).
+    "main"}]` (also `split`, `revision`, `weight: float`).
     `out` is the run's folder. `config` is a YAML file of a run, whose values the arguments replace.
 
     `options` are those of the run by their names, nested ones as a dict or by dotted names:
@@ -201,7 +116,6 @@ def train(
     All options, with defaults: `draftsmith train METHOD --help-all`. The same call continues where
     an earlier one stopped. Under `accelerate launch` every process calls it. Raises `UserError`.
     """
-    from ..command_line.parse import options_from
     from ..loop import train as run_training
     from ..method import method_named
     from .pushing import pushing
@@ -254,8 +168,8 @@ def evaluate(
     `target` is a model's folder or name on the hub, or a loaded model with its `tokenizer`.
     `drafter` is a folder, a name such as ngram, a `draftsmith.Drafter`, a `draftsmith.Proposer` of
     your own, or a list of them. `prompts` is a benchmark (mt-bench, gsm8k, humaneval, spec-bench),
-    a file of prompts, the name of a data set on the hub (with `config_name`, `split`, `revision`
-    and `streaming`), a list of texts, which are what a user says, a list of rows, or a
+    a file of prompts, the name of a data set on the hub (with `config_name`, `split` and
+    `revision`), a list of texts, which are what a user says, a list of rows, or a
     `datasets.Dataset`, or a `datasets.DatasetDict` with a `split`.
 
     `options` are those of the command:
@@ -275,7 +189,6 @@ def evaluate(
     `UserError`.
     """
     from ...inference.evaluation.evaluate import measured
-    from ..command_line.parse import options_from
 
     for name in ("features", "json"):
         if name in options and (name == "features" or str(options[name]) == "-"):
@@ -287,7 +200,7 @@ def evaluate(
             f"[{prompts!r}]"
         )
     if not isinstance(prompts, str | PathLike):
-        for name in ("config_name", "revision", "streaming"):
+        for name in ("config_name", "revision"):
             if name in options:
                 raise UserError(f"{name} is for prompts by their path; leave it out")
         rows = given_rows(prompts, "prompts", options.pop("split", None))
@@ -330,7 +243,6 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
 
     Raises `UserError`.
     """
-    from ..command_line.parse import options_from
     from .exporting import write_export
     from .options import ExportOptions
 

@@ -37,7 +37,7 @@ from ...inference.targets.target import Target, load_for_decoding
 from ..data.templates import cut_replies
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server
-from .tasks import Sink, Task, answered_in, refuse_other, repair
+from .tasks import Answered, Sink, Task, refuse_other, repair
 
 log = logging.getLogger(__name__)
 
@@ -63,21 +63,19 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     """Write the replies to `rows` that the file of this share lacks; see `run`."""
     out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
-    finished, last = repair(out, ours=options.share is not None)
+    mine = repair(out, ours=options.share is not None)
     # The weights of a target that is loaded here are compared in place of its name.
     here = options.server.url is None
-    refuse_other(out, last, facts, by_weights=here)
-    written = {out: last}
+    refuse_other(out, mine.written, facts, by_weights=here)
+    written, finished = {out: mine.written}, mine.ids
     # Another worker may have another server of the same target.
     shared = {name: value for name, value in facts.items() if name != "server"}
     for other in share.others():
         # Another worker may still write it, so that nothing is cut off here.
-        ids, written[other], _ = answered_in(other)
-        refuse_other(other, written[other], shared, by_weights=here)
-        finished |= ids
-    # Not compared above: files of earlier versions do not have it.
-    if source_files(options.source(options.data)) is None:
-        facts["dataset"] = options.data
+        theirs = Answered.of(other)
+        refuse_other(other, theirs.written, shared, by_weights=here)
+        written[other] = theirs.written
+        finished |= theirs.ids
     notes = Notes()
     all_tasks = tasks_of(rows, options, notes)
     tasks = [task for task in share.part_of(all_tasks) if task.id not in finished]
@@ -90,7 +88,7 @@ def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> 
     if not tasks and (not here or names <= {facts["target"]}):
         return
     if options.server.url is not None:  # an unreadable key leaves no empty file
-        headers_with_key(options.server.api_key_file, "--server.api-key-file")
+        headers_with_key()
     try:
         with (
             out.open("a", encoding="utf-8") as file,
@@ -173,9 +171,15 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, notes: Notes) -> lis
 
 def provenance_of(options: Options) -> dict[str, Any]:
     """Return what every row records of how it was written."""
-    facts: dict[str, Any] = {"target": options.target.path, "sampling": asdict(options.sampling)}
+    sampling = {"max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
+    for name, neutral in (("min_p", 0), ("repetition_penalty", None), ("rule", "auto")):
+        if sampling[name] == neutral:
+            del sampling[name]
+    facts: dict[str, Any] = {"target": options.target.path, "sampling": sampling}
     # None if there are none, so that it is compared with rows that have some.
     facts["chat_template_kwargs"] = options.chat_template_kwargs or None
+    if source_files(options.source(options.data)) is None:
+        facts["dataset"] = options.data
     if options.server.url is not None:
         facts["server"] = options.server.url
     return facts
@@ -188,7 +192,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     long are left out with a warning.
     """
     target = load_for_decoding(options.target)
-    sampling = options.sampling.settings()
+    sampling = options.decoding
     other = other_sampling(target.model.generation_config, sampling)
     if other and not sampling.greedy:
         log.warning("target %s: its %s", target.name, other)
@@ -202,8 +206,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     if why and plain < len(tasks):
         raise UserError(why)
     warn_of_plain_text(plain, target.tokenizer, options.data)
-    fitting = target.max_positions - 1  # one position is left for the reply
-    longest = min(options.max_prompt_tokens or fitting, fitting)
+    longest = target.max_positions - 1  # one position is left for the reply
     waiting: list[tuple[list[int], Task]] = []
     unreadable, overlong = LeftOut(options.data, options.bad_rows), []
     for task in tasks:
@@ -227,9 +230,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             for prompt, task in batch
         ]
         replies = [list[int]() for _ in batch]
-        for steps in decode(
-            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
-        ):
+        for steps in decode(target, PlainDecoding(), requests, options.max_new_tokens, sampling):
             for index, step, reason in steps:
                 replies[index] += step.tokens
                 if reason is None:

@@ -24,6 +24,9 @@ from .tasks import Sink, Task
 
 log = logging.getLogger(__name__)
 
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each attempt: a server may take 31 s to return
+REPLY_S = 600.0  # longest wait for a whole reply
+
 
 def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> None:
     """Run every conversation through the server, `concurrency` of them at a time.
@@ -45,64 +48,14 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
 
 
 async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
-    """Run every conversation, and append each to `sink` when it is finished.
-
-    A conversation that the server refuses is left out with a warning.
-    """
-    limits = asyncio.Semaphore(options.server.concurrency)
-    warned = False
-    headers = headers_with_key(options.server.api_key_file, "--server.api-key-file")
+    """Run every conversation, and append each to `sink` when it is finished."""
+    headers = headers_with_key()
     model = await _model(options, headers)
-    refused = asyncio.Event()
-    async with httpx.AsyncClient(headers=headers, timeout=options.server.timeout_s) as client:
-
-        async def work(task: Task) -> None:
-            """Run one conversation when it is its turn, and append it to `sink`."""
-            nonlocal warned
-            async with limits:
-                try:
-                    exact = await _converse(client, task, options, model, refused)
-                except RowError as error:
-                    log.warning("%s is left out: %s", task.id, error)
-                    return
-            if exact:
-                sink.put(task)
-                return
-            if not warned:
-                log.warning(
-                    "the server returns no token ids (vLLM does, with return_token_ids); "
-                    "replies are kept as text"
-                )
-                warned = True
-            sink.put_text(task)
-
+    async with httpx.AsyncClient(headers=headers, timeout=REPLY_S) as client:
+        writer = _Writer(client, model, options)
         async with asyncio.TaskGroup() as group:
             for task in tasks:
-                group.create_task(work(task))
-
-
-async def _converse(
-    client: httpx.AsyncClient, task: Task, options: Options, model: str, refused: asyncio.Event
-) -> bool:
-    """Get all replies of one conversation; return true if every one came with its token ids.
-
-    Raises `RowError` if the server refuses one of the prompts.
-    """
-    exact = True
-    while True:
-        answer = await _post(client, _request(task, options, model), options, refused)
-        choice = answer.choices[0]
-        message = {"role": "assistant", **without_nulls(choice.message), "content": choice.content}
-        exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
-        task.add_reply(
-            answer.prompt_token_ids or [],
-            choice.token_ids or [],
-            message,
-            choice.finish_reason or "length",
-            choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
-        )
-        if not task.go_on():
-            return exact
+                group.create_task(writer.run(task, sink))
 
 
 async def _model(options: Options, headers: dict[str, str]) -> str:
@@ -119,28 +72,6 @@ async def _model(options: Options, headers: dict[str, str]) -> str:
     except UserError:
         return target
     return model_named(models, target, None, url, "--server.model")
-
-
-def _request(task: Task, options: Options, model: str) -> JsonObject:
-    """Return the body of a request to `model` for the next reply of a conversation."""
-    sampling = options.sampling
-    request: JsonObject = {
-        "model": model,
-        "messages": task.said,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": sampling.seed,
-        "return_token_ids": True,
-        "skip_special_tokens": False,
-    }
-    if sampling.top_k:
-        request["top_k"] = sampling.top_k
-    if task.conversation.tools:
-        request["tools"] = task.conversation.tools
-    if task.conversation.template_kwargs:
-        request["chat_template_kwargs"] = task.conversation.template_kwargs
-    return request
 
 
 class CompletionChoice(msgspec.Struct):
@@ -175,61 +106,123 @@ class CompletionAnswer(msgspec.Struct):
     prompt_token_ids: list[Token] | None = None
 
 
-def _pause_s(attempt: int) -> float:
-    """Return the seconds before the attempt of that number; 0 is the first one."""
-    return min(0.5 * 2**attempt, 30) if attempt else 0.0
+class _Writer:
+    """The server's `model`, which writes the replies of conversations."""
 
+    def __init__(self, client: httpx.AsyncClient, model: str, options: Options) -> None:
+        self._client, self._model, self._options = client, model, options
+        self._url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
+        self._slots = asyncio.Semaphore(options.server.concurrency)
+        # What is logged once about the server.
+        self._says_ids = self._answered = True
 
-async def _post(
-    client: httpx.AsyncClient, request: JsonObject, options: Options, refused: asyncio.Event
-) -> CompletionAnswer:
-    """Return the answer to a request.
+    async def run(self, task: Task, sink: Sink) -> None:
+        """Run one conversation when it is its turn, and append it to `sink`.
 
-    A server that fails, or answers in another form, is asked again `retries` times, with growing
-    pauses. The first refused connection of a command is logged, and sets `refused`. Raises
-    `RowError` if it refuses this request, `UserError` if it does not answer.
-    """
-    url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
-    problem = ""
-    for attempt in range(options.server.retries + 1):
-        await asyncio.sleep(_pause_s(attempt))
-        try:
-            # The client's own limit is for each read: a server that sends a byte a second would
-            # never meet it.
-            async with asyncio.timeout(options.server.timeout_s):
-                response = await client.post(url, json=request)
-        except TimeoutError:
-            problem = f"no whole answer within {options.server.timeout_s:g} s"
-            continue
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = str(error) or type(error).__name__
-            left_s = sum(map(_pause_s, range(attempt + 1, options.server.retries + 1)))
-            if isinstance(error, httpx.ConnectError) and left_s and not refused.is_set():
-                refused.set()
-                log.warning(
-                    "server %s does not answer yet; trying for %g s", options.server.url, left_s
-                )
-            continue
-        if response.status_code == 200:
+        One that the server refuses is left out with a warning.
+        """
+        async with self._slots:
             try:
-                return convert(response.json(), CompletionAnswer)
-            except DocumentError as error:
-                problem = f"it answers in another form than OpenAI's: {error}"
-            except (ValueError, RecursionError):
-                problem = "it answers with something that is not JSON"
-            continue
-        problem = f"status {response.status_code}: {response.text[:200]}"
-        # These are about this request, such as a prompt too long; others may go through.
-        if response.status_code in (400, 413, 422):
-            raise RowError(problem)
-        if response.status_code in (401, 403):
-            problem += f"; give its API key with --server.api-key-file, or in {OF_SERVER}"
-        if response.status_code == 404 and not url.removesuffix("/chat/completions").endswith(
-            "/v1"
-        ):
-            problem = f"status 404; OpenAI's API is mostly at {options.server.url}/v1"
-        if response.status_code != 429 and response.status_code < 500:
-            break
-    raise UserError(
-        f"server {url} does not answer ({problem}); check it, then run the same command to continue"
-    )
+                exact = await self._converse(task)
+            except RowError as error:
+                log.warning("%s is left out: %s", task.id, error)
+                return
+        if not exact and self._says_ids:
+            self._says_ids = False
+            log.warning(
+                "the server returns no token ids (vLLM does, with return_token_ids); "
+                "replies are kept as text"
+            )
+        sink.put(task, exact)
+
+    async def _converse(self, task: Task) -> bool:
+        """Get all replies of one conversation; return true if every one came with its token ids.
+
+        Raises `RowError` if the server refuses one of the prompts.
+        """
+        exact = True
+        while True:
+            answer = await self._post(self._request(task))
+            choice = answer.choices[0]
+            message = {**without_nulls(choice.message), "content": choice.content}
+            exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
+            task.add_reply(
+                answer.prompt_token_ids or [],
+                choice.token_ids or [],
+                {"role": "assistant", **message},
+                choice.finish_reason or "length",
+                choice.stop_reason if choice.stop_reason is not None else choice.matched_stop,
+            )
+            if not task.go_on():
+                return exact
+
+    def _request(self, task: Task) -> JsonObject:
+        """Return the body of a request for the next reply of a conversation."""
+        sampling = self._options.sampling
+        more = {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "tools": task.conversation.tools,
+            "chat_template_kwargs": task.conversation.template_kwargs,
+        }
+        return {
+            "model": self._model,
+            "messages": task.said,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": self._options.max_new_tokens,
+            "seed": sampling.seed,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            # Not all servers know these, so that only those that change something are sent.
+            **{name: value for name, value in more.items() if value},
+        }
+
+    async def _post(self, request: JsonObject) -> CompletionAnswer:
+        """Return the answer to a request.
+
+        A server that fails, or answers in another form, is asked again after `PAUSES_S`. The first
+        refused connection of a command is logged. Raises `RowError` if the server refuses this
+        request, `UserError` if it does not answer.
+        """
+        problem = ""
+        for attempt, pause_s in enumerate(PAUSES_S, 1):
+            await asyncio.sleep(pause_s)
+            try:
+                # The client's own limit is for each read: a server that sends a byte a second would
+                # never meet it.
+                async with asyncio.timeout(REPLY_S):
+                    response = await self._client.post(self._url, json=request)
+            except TimeoutError:
+                problem = f"no whole answer within {REPLY_S:g} s"
+                continue
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = str(error) or type(error).__name__
+                left_s = sum(PAUSES_S[attempt:])
+                if isinstance(error, httpx.ConnectError) and left_s and self._answered:
+                    self._answered = False
+                    log.warning("server %s does not answer yet; trying for %g s", self._url, left_s)
+                continue
+            if response.status_code == 200:
+                try:
+                    return convert(response.json(), CompletionAnswer)
+                except DocumentError as error:
+                    problem = f"it answers in another form than OpenAI's: {error}"
+                except (ValueError, RecursionError):
+                    problem = "it answers with something that is not JSON"
+                continue
+            problem = f"status {response.status_code}: {response.text[:200]}"
+            # These are about this request, such as a prompt too long; others may go through.
+            if response.status_code in (400, 413, 422):
+                raise RowError(problem)
+            if response.status_code in (401, 403):
+                problem += f"; give its API key in the variable {OF_SERVER}"
+            if response.status_code == 404 and not self._url.endswith("/v1/chat/completions"):
+                problem = f"status 404; OpenAI's API is mostly at {self._options.server.url}/v1"
+            if response.status_code != 429 and response.status_code < 500:
+                break
+        raise UserError(
+            f"server {self._url} does not answer ({problem}); check it, then run the same command "
+            "to continue"
+        )

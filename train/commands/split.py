@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
-from ...heads.files import check_output
+from ...heads.files import check_output_folder
 from ...inference.conversations.choice import Units
 from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.given import GivenRows, write_rows
@@ -18,19 +18,20 @@ from ...inference.conversations.sources import rows_of, source_files
 from ..data.split import chance
 from .options import SplitOptions as Options
 
+SEED = 0  # of the choice, which no other number would make better
+
 
 def run(options: Options) -> None:
-    """Write the two files, and print how many rows and conversations each has.
+    """Write the two files of the folder, and print how many rows and conversations each has.
 
     Raises `UserError`, also where one of them would be empty.
     """
     source = options.source(options.data)
-    outs = {"--out-train": options.out_train, "--out-test": options.out_test}
-    for option, out in outs.items():
-        check_output(out, option)
-    taken = [Path(out).resolve() for out in outs.values()]
-    if len({*taken}) < 2 or {*taken} & {file.resolve() for file in source_files(source) or []}:
-        raise UserError("--data, --out-train and --out-test must be three files")
+    check_output_folder(options.out, "--out")
+    train, held_out = (Path(options.out) / name for name in ("train.jsonl", "held_out.jsonl"))
+    taken = {Path(options.data).resolve(), *(one.resolve() for one in source_files(source) or [])}
+    if taken & {Path(options.out).resolve(), train.resolve(), held_out.resolve()}:
+        raise UserError("--out would be written over --data; name another folder")
     left_out, units = LeftOut(options.data, options.bad_rows), Units()
     rows: list[tuple[Any, Conversation]] = []
     for name, raw in rows_of(source):
@@ -44,20 +45,21 @@ def run(options: Options) -> None:
     if options.last_turn:
         read, rows = len(rows), last_turns(rows)
         print(f"{options.data}: {read} rows, {len(rows)} without those that a later turn repeats")
-    sides: dict[str, list[tuple[Any, int]]] = {options.out_train: [], options.out_test: []}
+    sides: dict[Path, list[tuple[Any, int]]] = {train: [], held_out: []}
     for raw, conversation in rows:
         unit = units.of(raw, conversation)
         # Not the chance by which training holds out rows of what is left here.
-        held_out = chance("set aside", options.seed, unit) < options.share
-        sides[options.out_test if held_out else options.out_train].append((raw, unit))
+        aside = chance("set aside", SEED, unit) < options.share
+        sides[held_out if aside else train].append((raw, unit))
     for out, side in sides.items():
         if not side:
             raise UserError(
                 f"no rows of {options.data} are left for {out}: {len(rows)} rows, share "
-                f"{options.share:g}, each conversation by chance; give another --share or --seed"
+                f"{options.share:g}, each conversation by chance; give another --share"
             )
+    Path(options.out).mkdir(parents=True, exist_ok=True)
     for out, side in sides.items():
-        write_rows(GivenRows(options.data, [raw for raw, _ in side]), Path(out))
+        write_rows(GivenRows(options.data, [raw for raw, _ in side]), out)
         print(f"{out}: {len(side)} rows of {len({unit for _, unit in side})} conversations")
 
 

@@ -30,19 +30,17 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 INTERRUPTED = "interrupted"  # finish reason of a reply that the user ended
 
 
-def in_color(options: Options) -> bool:
-    """Return whether accepted drafts are green: as the user says, else on a terminal.
+def in_color() -> bool:
+    """Return whether accepted drafts are green: on a terminal.
 
     NO_COLOR (https://no-color.org), if it is set and not empty, turns the colour off there.
     """
-    if options.color is not None:
-        return options.color
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def print_legend(options: Options) -> None:
+def print_legend() -> None:
     """Print what the colour means, if there is one, on stderr."""
-    if in_color(options):
+    if in_color():
         print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
 
 
@@ -115,11 +113,9 @@ def stream(
 
     `ended` is called after every round; the reply ends there once it returns True.
     """
-    transcript = decoder.transcript(request, options.stop)
-    out, color, limit = stdout or sys.stdout, in_color(options), options.max_new_tokens
-    rounds = decode(
-        decoder.target, decoder.proposer, [request], limit, options.sampling, stop=options.stop
-    )
+    transcript = decoder.transcript(request, ())
+    out, color, limit = stdout or sys.stdout, in_color(), options.max_new_tokens
+    rounds = decode(decoder.target, decoder.proposer, [request], limit, options.sampling)
     for steps in rounds:
         _, step, reason = steps[0]
         if reason is None and ended():
@@ -182,7 +178,7 @@ def chat(decoder: Decoder, options: Options) -> None:
         with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
             import readline  # noqa: F401
         print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
-    print_legend(options)
+    print_legend()
     messages: list[JsonObject] = []
     words: str | None = options.prompt or ""
     while (words := words or next_message()) is not None:

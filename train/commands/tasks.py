@@ -15,16 +15,13 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import without_name
 from ...inference.console import Progress
-from ...inference.conversations.formats import Conversation, conversation_of
+from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
 from ...inference.conversations.messages import RowError, plain_message
 from ...inference.conversations.notes import Notes
 from ...inference.conversations.plain import plain_ids
 from ...inference.conversations.rendering import prompt_ids
 from ...inference.targets.target import Target
 from ..documents import WrittenRow
-
-ENDED = ("stop", "tool_calls", "function_call")
-"""Reasons of a server for which a reply ends by itself, with its end token."""
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Task:
     def go_on(self) -> bool:
         """Append the messages before the next reply; return False if none is to be written."""
         # A reply that was cut is not what the next message answers, and a call wants a result.
-        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] not in ENDED
+        cut = bool(self.events) and self.events[-1]["finish_reasons"][-1] in CUT_SHORT
         called = bool(self.said) and "tool_calls" in self.said[-1]
         if cut or called or not self.ahead:
             return False
@@ -147,100 +144,95 @@ class Sink:
             refuse_other(path, written, more)
         self._provenance |= more
 
-    def put(self, task: Task) -> None:
-        """Append a conversation with exact tokens, one line for each of its sequences."""
-        messages, text = task.said, None
-        if task.conversation.messages is None:
-            messages, text = None, (task.conversation.text or "") + task.said[-1]["content"]
-        rows = []
-        for number, event in enumerate(task.events):
+    def put(self, task: Task, exact: bool = True) -> None:
+        """Append a conversation, and bring its lines to the disk.
+
+        It becomes a line for each of its sequences, or, where not `exact` since a server gave no
+        token ids, one with its messages.
+        """
+        conversation, last = task.conversation, task.events[-1]
+        more: JsonObject = {"regenerated": self._provenance, "messages": task.said}
+        # Without these, training would render another prompt.
+        more["tools"] = conversation.tools
+        more["chat_template_kwargs"] = conversation.template_kwargs or None
+        if conversation.messages is None:
+            more |= {"messages": None, "text": (conversation.text or "") + task.said[-1]["content"]}
+        parts = task.events
+        if not exact:
+            # Only the last reply may have been cut short: nothing is asked after such a one.
+            parts = [{"finish_reason": last["finish_reasons"][-1]}]
+            parts[0]["stop_reason"] = last.get("stop_reason")
+        for number, part in enumerate(parts):
             # By `last_part` `repair` recognises a complete conversation.
-            last = number == len(task.events) - 1
-            row = {"id": task.id, "part": number, "last_part": last, **event}
-            more = {"regenerated": self._provenance, "messages": messages, "text": text}
-            rows.append(row | more | _about(task.conversation))
-            self.tokens += sum(end - start for start, end in event["response_spans"])
-        self._append(task, rows)
-
-    def put_text(self, task: Task) -> None:
-        """Append a conversation whose server gave no token ids, as one line with its messages."""
-        row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said}
-        # Only the last reply may have been cut short: nothing is asked after such a one.
-        row["finish_reason"] = task.events[-1]["finish_reasons"][-1]
-        if (stop := task.events[-1].get("stop_reason")) is not None:
-            row["stop_reason"] = stop
-        self._append(task, [row | _about(task.conversation) | {"regenerated": self._provenance}])
-
-    def _append(self, task: Task, rows: list[JsonObject]) -> None:
-        """Bring the lines of a finished conversation to the disk, and count it."""
-        for row in rows:
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            row = {"id": task.id, "part": number, "last_part": number == len(parts) - 1}
+            kept = {name: value for name, value in (part | more).items() if value is not None}
+            self._file.write(json.dumps(row | kept, ensure_ascii=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.rows += 1
         for event in task.events:
+            if exact:
+                self.tokens += sum(end - start for start, end in event["response_spans"])
             self.replies += len(event["finish_reasons"])
-            self.cut += sum(reason not in ENDED for reason in event["finish_reasons"])
+            self.cut += sum(reason in CUT_SHORT for reason in event["finish_reasons"])
         self._progress.update()
 
 
-def _about(conversation: Conversation) -> JsonObject:
-    """Return the keys of a row without which training would render another prompt."""
-    about = {
-        "tools": conversation.tools,
-        "chat_template_kwargs": conversation.template_kwargs or None,
-    }
-    return {key: value for key, value in about.items() if value is not None}
+@dataclass
+class Answered:
+    """What a file holds of an earlier call or another worker."""
 
-
-def answered_in(path: Path) -> tuple[set[str], JsonObject | None, int]:
-    """Return which conversations `path` has, how they were written, and how many bytes they take.
-
-    These are the ids of the complete ones, the provenance of the last line (None if there is no
-    line), and the bytes up to the end of the last complete one. After it a killed process, or one
-    that still writes, may have left part of another. Raises `UserError` for a file of which a line
-    was not written by this command.
-    """
-    foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")
-    if not path.is_file():
-        raise foreign
-    ids: set[str] = set()
+    ids: set[str] = field(default_factory=set)
+    """Names of the complete conversations."""
     written: JsonObject | None = None
-    complete_to = end = 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line)
-            if not line.endswith(b"\n"):
-                # The last line. Another worker may write the rest of it at this moment, which would
-                # then be read as a line of its own.
-                break
-            try:
-                known = convert(json.loads(line), WrittenRow)
-            except (ValueError, RecursionError, DocumentError) as error:
-                raise foreign from error
-            written = known.regenerated
-            if known.last_part:
-                ids.add(known.id)
-                complete_to = end
-    return ids, written, complete_to
+    """Provenance of the last line; None if there is none."""
+    complete_to: int = 0
+    """Bytes up to the end of the last complete conversation. After it a killed process, or one that
+    still writes, may have left part of another."""
+
+    @classmethod
+    def of(cls, path: Path) -> Answered:
+        """Return what `path` holds.
+
+        Raises `UserError` for a file of which a line was not written by this command.
+        """
+        found, end = cls(), 0
+        foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")
+        if not path.is_file():
+            raise foreign
+        with path.open("rb") as file:
+            for line in file:
+                end += len(line)
+                if not line.endswith(b"\n"):
+                    # The last line. Another worker may write the rest of it at this moment, which
+                    # would then be read as a line of its own.
+                    break
+                try:
+                    known = convert(json.loads(line), WrittenRow)
+                except (ValueError, RecursionError, DocumentError) as error:
+                    raise foreign from error
+                found.written = known.regenerated
+                if known.last_part:
+                    found.ids.add(known.id)
+                    found.complete_to = end
+        return found
 
 
-def repair(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
-    """Return the first two results of `answered_in`, and cut off what a killed process left.
+def repair(out: Path, ours: bool = False) -> Answered:
+    """Return what `out` holds, and cut off what a killed process left.
 
     That is everything after the last complete conversation; but only if every line before it was
     written by this command. Raises `UserError` for any other file. One unfinished line alone may be
     anybody's, and is cut off only if the file is `ours`.
     """
     if not out.exists():
-        return set(), None
-    ids, written, complete_to = answered_in(out)
-    size = out.stat().st_size
-    if size and written is None and not ours:
+        return Answered()
+    found, size = Answered.of(out), out.stat().st_size
+    if size and found.written is None and not ours:
         raise UserError(f"{out} is not a file that this command wrote; choose another --out")
-    if complete_to < size:
-        os.truncate(out, complete_to)
-    return ids, written
+    if found.complete_to < size:
+        os.truncate(out, found.complete_to)
+    return found
 
 
 def refuse_other(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ FIRST_LOOK_S, SECOND_LOOK_S = 0.15, 0.6
 EVERY_S = 0.01  # between two readings of the number of running processes
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
 CROWD = 1.5  # other running processes per core from which one thread trains as fast as several
-WATCH_S = 30.0
 
 
 def choose_threads(options: Any, training: bool = False) -> None:
@@ -63,7 +61,6 @@ def choose_threads(options: Any, training: bool = False) -> None:
         if number is not None:
             os.environ["OMP_NUM_THREADS"] = given = str(number)
     if not busy:
-        threading.Thread(target=_watch, args=(options,), daemon=True, name="load").start()
         return
     chosen = "one thread"
     if given != "1":
@@ -103,26 +100,16 @@ def other_processes(seconds: float) -> float:
     It is read from Linux's `/proc/stat`, since the mean of the last minute has the command before
     this one in it. Elsewhere it is that mean, and 0 where there is none.
     """
-    counts = []
+    counts: list[int] = []
     end = time.monotonic() + seconds
-    while (running := running_now()) is not None and time.monotonic() < end:
-        counts.append(running - 1)  # without this thread
-        time.sleep(EVERY_S)
-    if counts:
-        return sum(counts) / len(counts)
     try:
-        return os.getloadavg()[0]
-    except (OSError, AttributeError):
-        return 0.0
-
-
-def running_now() -> int | None:
-    """Return how many threads of the machine run or wait for a core; None where it is not known."""
-    try:
-        text = Path("/proc/stat").read_text()
-        return int(text.split("procs_running", 1)[1].split(None, 1)[0])
+        while not counts or time.monotonic() < end:
+            running = Path("/proc/stat").read_text().split("procs_running", 1)[1]
+            counts.append(int(running.split(None, 1)[0]) - 1)  # without this thread
+            time.sleep(EVERY_S)
     except (OSError, ValueError, IndexError):
-        return None
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return sum(counts) / len(counts)
 
 
 def stored_threads(options: Any) -> int | None:
@@ -153,21 +140,3 @@ def _number(path: Path, keys: tuple[str, ...]) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whoever reads the file next says what is wrong with it
     return value if isinstance(value, int) and value > 0 else None
-
-
-def _watch(options: Any) -> None:
-    """Print one line when a machine that was quiet at the start is busy for a minute."""
-    while True:
-        # First of all: the main thread imports these modules itself meanwhile.
-        time.sleep(WATCH_S)
-        remarks = sys.modules.get("draftsmith.inference.evaluation.remarks")
-        if remarks is not None and (line := remarks.busy_now()):
-            break
-    if os.environ.get("OMP_NUM_THREADS") != "1" and _continues(options):
-        line += "; interrupt the command and start it again to continue with threads that sleep"
-    print(line, file=sys.stderr, flush=True)
-
-
-def _continues(options: Any) -> bool:
-    """Return true if the command, interrupted and started again, continues where it stopped."""
-    return bool(getattr(options, "out", None) or getattr(options, "json", None))

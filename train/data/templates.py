@@ -241,5 +241,5 @@ def cut_replies(cut: int, replies: int) -> str:
         return ""
     return (
         f"{cut} of {replies} replies were cut before their end, and no end token will be learned "
-        "from them; raise --sampling.max-new-tokens and write them again"
+        "from them; raise --max-new-tokens and write them again"
     )

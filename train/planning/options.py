@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ...heads.errors import UserError
 from ...inference.costs import known_gpu
-from ..method import MethodName
+from ..command_line.parse import RunFile
 
 
 @dataclass
-class PlanOptions:
+class PlanOptions(RunFile):
     """Estimate the cost of a training run: whether it fits, hours, disk, GPU memory, price.
 
     Target and drafter are built without weights; nothing is run with numbers.
@@ -34,11 +34,6 @@ class PlanOptions:
         "set",
     )
 
-    config: str
-    """Config file of the run; its target, heads (or draft model), objective and batch are used."""
-    method: MethodName | None = None
-    """Method of the run; if not given, the keys of the config file or its path
-    (configs/eagle/...) determine it."""
     tokens: float = 1e9
     """Number of tokens of data, prompts included."""
     reply_share: float | None = None
@@ -56,9 +51,6 @@ class PlanOptions:
     llama-3.1-8b-instruct and others; a wrong name is answered with all of them."""
     json: str | None = None
     """File to write the numbers to; `-` prints them in place of the tables."""
-    set: list[str] = field(default_factory=list)
-    """Change of a key of the run, such as target.path=FOLDER (a folder that holds a config.json is
-    enough); may be given several times."""
 
     def __post_init__(self) -> None:
         self.gpu = known_gpu(self.gpu)

@@ -2,7 +2,7 @@
 
     python scripts/smollm2/prompts/make.py seeds --count 4000 --out seeds.jsonl
     draftsmith data regenerate --target models/smollm2-135m-instruct --data seeds.jsonl \\
-        --out questions.jsonl --sampling.temperature 0.9 --sampling.max-new-tokens 64
+        --out questions.jsonl --sampling.temperature 0.9 --max-new-tokens 64
     python scripts/smollm2/prompts/make.py prompts --questions questions.jsonl --out FOLDER
 
 The folder gets train, valid and test.prompts.jsonl; train-greedy.prompts.jsonl, every fourth prompt
@@ -15,7 +15,7 @@ of the files that are left out (Spec-Bench's, which are for tests alone):
 
     python scripts/smollm2/prompts/make.py broad-seeds --out broad-seeds.jsonl
     draftsmith data regenerate ... --data broad-seeds.jsonl --out broad-questions.jsonl \\
-        --sampling.temperature 0.8 --sampling.max-new-tokens 320
+        --sampling.temperature 0.8 --max-new-tokens 320
     python scripts/smollm2/prompts/make.py broad --questions broad-questions.jsonl --out FOLDER \\
         --leave-out ../shared/data/spec_bench_question.jsonl
 

@@ -123,7 +123,7 @@ def test_metadata_beside_rows_is_not_read(tmp_path: Path) -> None:
     assert texts(written(tmp_path, files)) == ["a"]
 
 
-@pytest.mark.parametrize("setting", ["config_name", "revision", "streaming", "split"])
+@pytest.mark.parametrize("setting", ["config_name", "revision", "split"])
 def test_settings_of_data_sets_are_refused_for_files(setting: str, tmp_path: Path) -> None:
     folder = written(tmp_path, {"a.jsonl": lines("a")})
     for path, what in ((folder, "a folder of files"), (f"{folder}/a.jsonl", "a file")):
@@ -235,19 +235,11 @@ def test_the_hub_serves_configurations_splits_and_revisions(hub: DataHub, tmp_pa
     assert (test, other) == (["test"], ["other"]) and old == [f"old {text}" for text in train]
 
 
-def test_a_stream_asks_for_no_more_than_it_takes(hub: DataHub, tmp_path: Path) -> None:
-    hub.asked.clear()
-    sums = {"path": "me/sums", "config_name": "main", "streaming": True}
-    assert from_hub(hub.url, tmp_path, sums, take=2) == [["0", "1"]]
-    assert {name for name in hub.asked if name.startswith("data/")} == {"data/train-00000.parquet"}
-    assert not list(tmp_path.rglob("*.arrow")), "no copy is kept"
-
-
 def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> None:
     sums = {"path": "me/sums", "config_name": "main"}
     said = from_hub(
         hub.url, tmp_path, {"path": "me/sums"}, sums | {"config_name": "x"}, sums | {"split": "x"},
-        sums | {"split": "x", "streaming": True}, sums | {"revision": "x"}, {"path": "me/none"},
+        sums | {"revision": "x"}, {"path": "me/none"},
         {"path": "me/script"}, {"path": "me/empty"},
     )  # fmt: skip
     split = "data set me/sums has no split x; give one as split (--split): train, test"
@@ -256,7 +248,6 @@ def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> No
         "main, other",
         "data set me/sums has no configuration x; give one as config_name (--config-name): main, "
         "other",
-        split,
         split,
         "data source me/sums has no such revision; give a branch, a tag or a commit as revision "
         "(--revision)",
@@ -272,8 +263,8 @@ COMMAND = """
 import sys
 from draftsmith.train.commands.cli import main
 words = ["data", "regenerate", "--target", sys.argv[1], "--out", sys.argv[2], "--data", "me/sums"]
-words += ["--split", "test", "--sampling.max-new-tokens", "2"]
-main([*words, "--config-name", "main", "--streaming", "--limit", "1"])
+words += ["--split", "test", "--max-new-tokens", "2"]
+main([*words, "--config-name", "main", "--limit", "1"])
 main(words)
 """
 

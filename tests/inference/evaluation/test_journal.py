@@ -211,7 +211,7 @@ def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str)
         "evaluate": ["--prompts", prompts, "--no-baselines", "--json", out, "--repeats", "500"],
         "tune": ["--prompts", prompts, "--drafter", "ngram", "--out", out, "--budget", "0"],
         "data regenerate": ["--data", prompts, "--out", out, "--batch-size", "1",
-                            "--sampling.max-new-tokens", "900"],
+                            "--max-new-tokens", "900"],
     }[command]  # fmt: skip
     written = {"data regenerate": tmp_path / "o.json"}.get(command, journal_path(out))
     process = subprocess.Popen(

@@ -198,8 +198,6 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
         "def add(a, b):",
         "--max-new-tokens",
         "8",
-        "--color",
-        "false",
     )
     assert done.returncode == 0 and "8 tokens" in done.stderr
 

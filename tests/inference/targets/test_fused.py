@@ -117,9 +117,11 @@ def test_a_prompt_in_pieces_has_the_states_of_the_whole(kind: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_draft_model_is_run_as_its_target_is(fused: bool) -> None:
-    """`--target.fused false` is the reference, which must hold for all that decodes."""
+    """A given attention is the reference, which must hold for all that decodes."""
     folder = str(QUICKSTART.parent / "draft_model")
-    target = load_for_decoding(TargetConfig(str(QUICKSTART), device="cpu", fused=fused))
+    target = load_for_decoding(
+        TargetConfig(str(QUICKSTART), device="cpu", attention=None if fused else "sdpa")
+    )
     proposer = load_proposer(folder, target, pytest.fail)
     assert isinstance(proposer, DraftModelProposer)
     assert (target.fused is not None) == (proposer.model.fused is not None) == fused

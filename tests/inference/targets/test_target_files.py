@@ -17,7 +17,6 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.inference.targets.target_files import Footprint, footprint
-from draftsmith.train.commands.doctor import check_memory
 from tests.conftest import QUICKSTART
 
 
@@ -157,15 +156,3 @@ def test_the_footprint_is_that_of_the_tensors(tmp_path: Path) -> None:
         and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
     )
     assert footprint(tmp_path / "none") is None
-
-
-def test_doctor_says_before_loading_whether_the_weights_fit(tmp_path: Path) -> None:
-    fits = check_memory(TargetConfig(str(QUICKSTART), device="cpu"))
-    assert fits is not None and fits.status == "ok" and "GB of weights in float32" in fits.found
-    claims(tmp_path, 10**13)
-    too_large = check_memory(TargetConfig(str(tmp_path), device="cpu"))
-    assert (
-        too_large is not None
-        and too_large.status == "error"
-        and "share it between ranks" in too_large.found
-    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.notes import Notes
@@ -80,28 +79,6 @@ def test_learned_line_breaks_are_drawn_in_colour_and_without() -> None:
     assert text.plain == "<a>\ntwo<e>\u21b5\n"
     (span,) = text.spans
     assert (text.plain[span.start : span.end], span.style) == ("two<e>\u21b5\n", "green")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "advice"),
-    [
-        (0.5, ""),
-        (1.05, ""),
-        (2.0, ": train on the processor with --target.dtype float32 --precision no"),
-    ],
-)
-def test_the_processor_is_asked_which_type_is_the_faster(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, advice: str
-) -> None:
-    times = {torch.bfloat16: seconds, torch.float32: 1.0}
-    monkeypatch.setattr(doctor, "product_seconds", times.__getitem__)
-    found = f"a product in bfloat16 takes {seconds:.2f} times as long as in float32"
-    assert doctor.bfloat16_products() == found + advice
-
-
-def test_the_product_itself_is_timed() -> None:
-    # 1.07 billion operations take a processor of 10 Tflop/s a tenth of a millisecond.
-    assert doctor.product_seconds(torch.float32) > 1e-4
 
 
 def test_doctor_and_the_run_refuse_the_same(tmp_path: Path, quickstart: Target) -> None:

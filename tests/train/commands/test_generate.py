@@ -96,7 +96,7 @@ def test_mistakes_are_said_before_the_target_is_loaded(
     expect(refused(), "--prompt WORDS, --prompts FILE, or --chat")
     expect(refused("--prompt", "x", "--prompts", "-"), "either --prompts or --prompt")
     expect(refused("--chat", "--prompts", "-"), "either --prompts or --chat")
-    expect(refused("--chat", "--raw"), "leave out --raw")
+    expect(refused("--raw"), "no option --raw any more: give a JSON row")
     expect(refused("--prompts", str(tmp_path / "no.jsonl")), "does not exist")
     (tmp_path / "empty.txt").write_text("\n")
     expect(refused("--prompts", str(tmp_path / "empty.txt")), "holds no prompts")
@@ -133,7 +133,7 @@ def test_a_chat_keeps_its_history(
 
 
 def options(**more: Any) -> GenerateOptions:
-    return GenerateOptions(None, prompt="x", max_new_tokens=64, color=False, **more)  # type: ignore
+    return GenerateOptions(None, prompt="x", max_new_tokens=64, **more)  # type: ignore
 
 
 class Interrupting(io.StringIO):
@@ -213,28 +213,17 @@ def until(terminal: int, pattern: bytes | None, seconds: float = 120.0) -> bytes
 
 
 @pytest.mark.parametrize(
-    ("option", "variable", "terminal", "color"),
-    [
-        (None, None, True, True),
-        (None, None, False, False),
-        (None, "1", True, False),
-        (None, "", True, True),
-        (True, "1", False, True),
-        (False, None, True, False),
-    ],
+    ("variable", "terminal", "color"),
+    [(None, True, True), (None, False, False), ("1", True, False), ("", True, True)],
 )
 def test_when_there_is_colour(
-    monkeypatch: pytest.MonkeyPatch,
-    option: bool | None,
-    variable: str | None,
-    terminal: bool,
-    color: bool,
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, terminal: bool, color: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     if variable is not None:
         monkeypatch.setenv("NO_COLOR", variable)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    assert in_color(GenerateOptions(None, prompt="x", color=option)) == color  # type: ignore
+    assert in_color() == color
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
@@ -257,10 +246,10 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
     assert transcript.reply.text == text
 
 
-def test_a_stopped_reply_shows_what_was_held_back(quickstart: Target) -> None:
+def test_a_reply_that_is_ended_has_its_first_round(quickstart: Target) -> None:
     decoder, out = Decoder(quickstart, PlainDecoding()), io.StringIO()
     request = Request(decoder.encode("def add(a, b):"))
-    reply: Reply = stream(decoder, request, options(stop=["zzz"]), out, lambda: True)
+    reply: Reply = stream(decoder, request, options(), out, lambda: True)
     assert len(reply.token_ids) == 1 and out.getvalue() == reply.text + "\n"
 
 

@@ -113,7 +113,7 @@ def test_what_nobody_means_is_refused_with_its_price(
 
 def test_a_key_and_a_target_are_given_once(tmp_path: Path, saved_tiny: Path) -> None:
     config = str(make_config(tmp_path, saved_tiny, "eagle"))
-    with pytest.raises(UserError, match="--set epochs is given twice; it takes one value"):
+    with pytest.raises(UserError, match="--epochs is given twice; it takes one value"):
         plan.run(Options(config, set=["epochs=1", "epochs=2"]))
     with pytest.raises(UserError, match="--target-shape and --set target.path both name the targ"):
         plan.run(Options(config, target_shape="qwen3-8b", set=[f"target.path={saved_tiny}"]))

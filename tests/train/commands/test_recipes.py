@@ -19,10 +19,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
-from draftsmith.train.command_line.parse import by_settings, parse
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.options import ExtractOptions
 from draftsmith.train.commands.plan import Options, planned
 from draftsmith.train.method import METHODS, MethodName, method_named
 from draftsmith.train.methods.eagle import EagleRun
@@ -424,12 +423,12 @@ DEEPSEEK = ["data", "plan", "--config", str(ROOT / "configs" / "mtp" / "deepseek
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--gpus", "64"], "by 64 ranks; use --set rows_per_step=64, or 8 ranks"),
-        (["--set", "batch_rows=x"], "--set batch_rows takes a whole number, not x"),
-        (["--set", "batch_rws=1"], "unknown option --set batch_rws; did you mean --set batch_rows"),
+        (["--gpus", "64"], "by 64 ranks; use --rows-per-step 64, or 8 ranks"),
+        (["--set", "batch_rows=x"], "--batch-rows takes a whole number, not x"),
+        (["--set", "batch_rws=1"], "unknown option --batch-rws; did you mean --batch-rows"),
         (
             ["--set", "data.held_out.by=source", "--set", "data.held_out.sources=x"],
-            "or hold out a share of all rows: --set data.held_out.by=row",
+            "or hold out a share of all rows: --data.held-out.by row",
         ),
     ],
 )
@@ -450,13 +449,3 @@ def test_a_plan_of_few_steps_says_so() -> None:
     muon: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="muon"))
     assert "square root" not in plan.few_steps(steps, muon)
     assert plan.few_steps({"steps": 9156, "rows": 8}, adamw) == ""
-
-
-def test_options_of_training_become_settings() -> None:
-    said = {
-        "give --target.dtype bfloat16 or float32": "give --set target.dtype=bfloat16 or float32",
-        "give it as --target, or": "give it as --set target.path=..., or",
-        "give --retarget to train it": "give --set retarget=true to train it",
-        "choose another --out": "choose another --out",
-    }
-    assert [by_settings(text, ExtractOptions) for text in said] == [*said.values()]

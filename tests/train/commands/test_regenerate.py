@@ -17,10 +17,11 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.sources import rows_of as read_rows
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.train.commands import replies
 from draftsmith.train.commands.options import RegenerateOptions as Options
-from draftsmith.train.commands.options import ReplySampling, ServerOptions
+from draftsmith.train.commands.options import ServerOptions
 from draftsmith.train.commands.regenerate import Share, run
 from draftsmith.train.commands.tasks import questions, repair
 from draftsmith.train.config import Data, HeldOutConfig, Source
@@ -38,16 +39,19 @@ TURNS: dict[str, Any] = {
         {"role": "user", "content": "two"},
     ]
 }
-GREEDY = ReplySampling(temperature=0, max_new_tokens=12)
+GREEDY = Sampling()
 
 
 def options(
-    folder: Path, target: Path, rows: list[Any], sampling: ReplySampling = GREEDY, **more: Any
+    folder: Path,
+    target: Path,
+    rows: list[Any],
+    sampling: Sampling = GREEDY,
+    length: int = 12,
+    **more: Any,
 ) -> Options:
-    config = TargetConfig(str(target), device="cpu")
-    return Options(
-        config, write(folder / "in.jsonl", rows), str(folder / "out.jsonl"), sampling, **more
-    )
+    config, data = TargetConfig(str(target), device="cpu"), write(folder / "in.jsonl", rows)
+    return Options(config, data, str(folder / "out.jsonl"), length, sampling, **more)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -78,7 +82,7 @@ def test_batched_replies_equal_those_written_alone_token_for_token(
 def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=1.0, max_new_tokens=12)))
+    run(options(tmp_path, saved_tiny, ROWS, Sampling(1.0)))
     for row in rows_of(tmp_path):
         (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
         ((start, end),) = row["response_spans"]
@@ -94,9 +98,9 @@ def test_sampling_that_the_target_recommends_is_said(
     file = target / "generation_config.json"
     recommended = {"do_sample": True, "top_k": 64, "top_p": 0.95}
     file.write_text(json.dumps(json.loads(file.read_text()) | recommended))
-    for sampling in (GREEDY, ReplySampling(temperature=1, max_new_tokens=2)):
+    for sampling, length in ((GREEDY, 12), (Sampling(1.0), 2)):
         (tmp_path / "out.jsonl").unlink(missing_ok=True)
-        run(options(tmp_path, target, ROWS[:1], sampling))
+        run(options(tmp_path, target, ROWS[:1], sampling, length))
         said = "recommends sampling with top_k=64, top_p=0.95" in caplog.text
         assert said == (sampling is not GREEDY)
 
@@ -109,7 +113,7 @@ def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(
     target.model.generation_config.eos_token_id = [1, *range(100, 250)]  # replies of a few tokens
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    run(options(tmp_path, folder, [TURNS], ReplySampling(temperature=1.0, max_new_tokens=200)))
+    run(options(tmp_path, folder, [TURNS], Sampling(1.0), 200))
     rows = rows_of(tmp_path)
     said = rows[-1]["messages"]
     assert [m["role"] for m in said][:3] == ["user", "assistant", "user"] and said[1][
@@ -216,7 +220,8 @@ def test_other_workers_finish_what_a_lost_one_left(
                 TargetConfig(str(saved_tiny), device="cpu"),
                 str(tmp_path / "in.jsonl"),
                 str(shares),
-                ReplySampling(temperature=0.5, max_new_tokens=12),
+                12,
+                Sampling(0.5),
                 share="0/5",
             )
         )
@@ -231,7 +236,7 @@ def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None
     out = tmp_path / "out.jsonl"
     a = '{"id": "a", "last_part": true, "regenerated": {}}\n'
     out.write_text(a + '{"id": "b", "part": 0, "last_part": false, "regenerated": {}}\n')
-    assert repair(out)[0] == {"a"}
+    assert repair(out).ids == {"a"}
     assert out.read_text() == a
 
 
@@ -254,7 +259,7 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
 ) -> None:
     run(options(tmp_path, saved_tiny, ROWS[:2]))
     with pytest.raises(UserError, match="was written with sampling"):
-        run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=0.5, max_new_tokens=12)))
+        run(options(tmp_path, saved_tiny, ROWS, Sampling(0.5)))
     other = tiny_target(seed=4)
     shutil.copytree(saved_tiny, tmp_path / "t")
     other.model.save_pretrained(tmp_path / "t")
@@ -286,7 +291,7 @@ def test_a_long_prompt_takes_no_room_from_a_short_one(tmp_path: Path, saved_tiny
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     fits = target.max_positions
     rows = [{"text": "the " * 3}, {"text": "the " * (fits - 7)}]
-    run(options(tmp_path, saved_tiny, rows, ReplySampling(temperature=0, max_new_tokens=20)))
+    run(options(tmp_path, saved_tiny, rows, GREEDY, 20))
     written = [row["response_spans"][0] for row in rows_of(tmp_path)]
     lengths = sorted(end - start for start, end in written)
     assert max(end for _, end in written) == fits and lengths == [fits - max(written)[0], 20]
@@ -295,7 +300,7 @@ def test_a_long_prompt_takes_no_room_from_a_short_one(tmp_path: Path, saved_tiny
 def test_a_reply_does_not_depend_on_the_batch_that_it_is_drawn_in(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    drawn = ReplySampling(temperature=1.0, top_p=0.9, top_k=50, max_new_tokens=12, seed=3)
+    drawn = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=3)
     texts = []
     for size in (1, 2, 32):
         folder = tmp_path / str(size)
@@ -450,11 +455,15 @@ def test_a_server_without_token_ids_leaves_text_to_learn_from(
 
 
 def test_a_server_that_is_not_there_is_a_clear_error(
-    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    saved_tiny: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one line, not one for each request, says before it how long it is tried."""
-    for retries, said in ((0, []), (1, ["trying for 1 s"])):
-        server = ServerOptions("http://127.0.0.1:9/v1", retries=retries)
+    for pauses, said in (((0.0,), []), ((0.0, 1.0), ["trying for 1 s"])):
+        monkeypatch.setattr(replies, "PAUSES_S", pauses)
+        server = ServerOptions("http://127.0.0.1:9/v1")
         with pytest.raises(UserError, match="does not answer"):
             run(options(tmp_path, saved_tiny, ROWS, server=server))
         lines = [line for line in caplog.messages if "does not answer yet" in line]
@@ -594,8 +603,7 @@ def test_a_reply_that_the_template_cannot_carry_ends_its_conversation(
     path = next((tmp_path / "t").glob("*.jinja"))
     assert "m['content'] + '<e>' }}{% endg" in path.read_text()
     path.write_text(path.read_text().replace("m['content'] + '<e>' }}{% endg", "'<e>' }}{% endg"))
-    sampling = ReplySampling(temperature=1.0, max_new_tokens=200)
-    run(options(tmp_path, tmp_path / "t", [TURNS], sampling))
+    run(options(tmp_path, tmp_path / "t", [TURNS], Sampling(1.0), 200))
     (row,) = rows_of(tmp_path)
     assert "the next turn is left out: messages[1].content" in caplog.text
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
@@ -605,9 +613,9 @@ def test_a_reply_that_the_template_cannot_carry_ends_its_conversation(
 def test_replies_that_were_all_cut_are_said_when_written_and_when_learned(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=0, max_new_tokens=2)))
+    run(options(tmp_path, saved_tiny, ROWS, GREEDY, 2))
     line = "5 of 5 replies were cut before their end, and no end token will be learned"
-    assert line in caplog.text and "--sampling.max-new-tokens" in caplog.text
+    assert line in caplog.text and "--max-new-tokens" in caplog.text
     caplog.clear()
     data = Data(
         sources=[Source(str(tmp_path / "out.jsonl"))],

@@ -25,7 +25,6 @@ from ..heads.layout import place
 from .own_drafters import check_own, class_named, guarded, is_own, make_own
 from .proposer import Proposer
 from .settings import DTYPES, dtype_named
-from .targets.packed import pack_drafter
 from .targets.target import Target, TargetSource
 from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 
@@ -368,8 +367,6 @@ def load_proposer(
             proposer.lay_out()
     elif reference and hasattr(proposer, "takes_kernel"):
         proposer.takes_kernel = False
-    elif kind.trained and isinstance(target, Target) and target.laid_out:
-        pack_drafter(proposer.drafter)
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)

@@ -18,7 +18,6 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
-from ..targets.packed import packed_bytes
 from ..tree_settings import MOST, TreeSettings, positive
 from .chains import grow_chain
 from .growth import Continue, Slots, grow_dynamic, grow_fixed
@@ -189,7 +188,7 @@ class Planned(Proposer):
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of(self.drafter) + packed_bytes(self.drafter)
+        return bytes_of(self.drafter)
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""

@@ -32,7 +32,7 @@ from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
 from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
-from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
+from .packed import PackedLinear, is_plain, linears_of, pack_linears, pays_to_pack
 
 log = logging.getLogger(__name__)
 
@@ -247,24 +247,23 @@ class CausalModel(ModelHead):
         return self.fused is not None and self.fused.takes(ids)
 
     def pack(self) -> None:
-        """Pack matrices for a CPU where a short measurement finds that faster.
+        """Pack matrices for a CPU, where that pays.
 
         The decoder's own matrices are released: it can be run, and not trained. Of the output
         matrix a packed copy is made: the original may be the embedding too, and drafters read it.
         """
-        if self.dtype not in (torch.float32, torch.bfloat16) or self.spread != "whole":
-            return
         layers = self.fused.layers if self.fused is not None else []
         # Those that decoding multiplies with: joint matrices, where there are any.
         owners = nn.ModuleList(layers) if layers else self.decoder
         linears = [linear for *_, linear in linears_of(owners)]
-        # Judged by itself: it is the largest matrix, and the one that verification slows down most.
-        if is_plain(self._output) and (packing := best_packing([self._output])):
-            self._multiply = PackedLinear(self._output, packing.least_rows)
-        if packing := best_packing(linears):
-            before = bytes_of(self.model)
-            pack_linears(self.decoder, layers, packing.least_rows)
-            self.packed_bytes = before - bytes_of(self.model)
+        head = [self._output] if is_plain(self._output) else []
+        if self.spread != "whole" or not pays_to_pack([*linears, *head]):
+            return
+        if head:
+            self._multiply = PackedLinear(self._output)
+        before = bytes_of(self.model)
+        pack_linears(self.decoder, layers)
+        self.packed_bytes = before - bytes_of(self.model)
 
     def keep_layers(self, count: int) -> None:
         """Decode with the first `count` layers only; the config says so already."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ...heads.pretrained import known_reason
-from ..kernels.decoder import KernelDecoder
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.recurrent import RecurrentStates
@@ -91,7 +90,7 @@ class CausalModel(ModelHead):
         self.mixers = mixers_of(self.decoder)
         """Recurrent layers, which run over trees by functions of their own; empty: none."""
         self._check_mixers()
-        self.fused: KernelDecoder | None = None
+        self.fused: FusedDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
@@ -203,7 +202,7 @@ class CausalModel(ModelHead):
             kind: None if self._mixed and kind != "sliding_attention" else self.window
             for kind in kinds
         }
-        self.fused = KernelDecoder(self.decoder, kinds, move, windows)
+        self.fused = FusedDecoder(self.decoder, kinds, move, windows)
         if self.fused.kernels_fit(self.dtype, self.device):
             self.fused.takes_trees = True
             reason = self._failed(expected)

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...heads.errors import first_line
-from ..targets.mixers import alone
 from .compiled import compiled
 from .outcome import Accepted, verify
 from .sampling import Draws
@@ -217,11 +216,8 @@ def run(
     if recorder is None:
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        with alone(target):
-            accepted = compiled(verify, target, proposer.taps)(
-                target, tree, cache, draws, proposer.taps
-            )
-        return accepted, None
+        function = compiled(verify, target, proposer.taps)
+        return function(target, tree, cache, draws, proposer.taps), None
     rounds = cache.recorded.setdefault(proposer.owner_of_rounds(target), {})
     kind = proposer.traceable, proposer.taps
     key = (*kind, *tree.form, draws.sampling, proposer.plan, proposer.own_cache)

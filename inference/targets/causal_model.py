@@ -29,7 +29,7 @@ from ..rounds.tree import TreeShape
 from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import Pass, packed_mask, tree_mask
-from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers
+from .mixers import install, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, is_plain, linears_of, pack_linears, pays_to_pack
 
@@ -90,6 +90,7 @@ class CausalModel(ModelHead):
         self.mixers = mixers_of(self.decoder)
         """Recurrent layers, which run over trees by functions of their own; empty: none."""
         self._check_mixers()
+        install(self.mixers)
         self.fused: FusedDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
@@ -150,8 +151,8 @@ class CausalModel(ModelHead):
         if layout.depths is not None:
             assert cache is not None, "tree nodes follow the positions of a cache"
             ids = ids.clamp(0, self.vocab_size - 1)
-            slots = layout.depths if layout.slot_depths is None else layout.slot_depths
-            in_tree = cache.positions(layout.depths, slots.shape[1], self.max_positions - 1)
+            slots = layout.undecided_depths.shape[1]
+            in_tree = cache.positions(layout.depths, slots, self.max_positions - 1)
             mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, cache)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
@@ -174,9 +175,8 @@ class CausalModel(ModelHead):
                 # Without a cache transformers' own layers run, which know neither documents nor
                 # which positions were written one by one.
                 states = RecurrentStates() if cache is None else cache.recurrent
-                course = course_of(layout, ids)
-                stack.enter_context(over(self.mixers, states, course))
-            if spans is not None:  # once no other thread's pass runs over recurrent layers
+                stack.enter_context(over(states, layout.complete(ids)))
+            if spans is not None:
                 stack.enter_context(in_documents(decoder))
             hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does

@@ -193,13 +193,12 @@ class Seen:
     def __init__(self, tree: Pass, window: int | None) -> None:
         assert tree.depths is not None
         self.depths, self.window = tree.depths, window or 0
-        slot_depths = tree.depths if tree.slot_depths is None else tree.slot_depths
-        visible = tree.visible
+        depths, slot_depths, visible = tree.depths, tree.undecided_depths, tree.visible
         if visible is None:
-            shape = 1, tree.depths.shape[1], slot_depths.shape[1]
-            visible = torch.ones(shape, dtype=torch.bool, device=tree.depths.device)
+            shape = 1, depths.shape[1], slot_depths.shape[1]
+            visible = torch.ones(shape, dtype=torch.bool, device=depths.device)
         if window is not None:
-            visible = visible & (tree.depths[:, :, None] - slot_depths[:, None] < window)
+            visible = visible & (depths[:, :, None] - slot_depths[:, None] < window)
         self.visible = visible.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Forward passes: what each position sees, and masks that are made here, not in transformers.
+"""Masks of forward passes, which are made here, and not in transformers.
 
 Shapes: B rows, N positions of one forward pass, U undecided slots of the cache.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, N positions of one forward pass, U undecided slots of the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,35 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..rounds.cache import TreeCache, visible_slots
-
-
-@dataclass(kw_only=True)
-class Pass:
-    """Where the positions of a forward pass are, and what they see.
-
-    Without `depths` they are texts, each position after the one before it, and with a cache the
-    next piece of its texts. With `depths` they are tree nodes over a cache, whose committed
-    positions are followed by U undecided slots, of which these N nodes are the last.
-    """
-
-    positions: Tensor | None = None
-    """[B, N]; None: those that follow from the rest. Without a cache positions that restart mark
-    the documents of a packed row, and no document sees another."""
-    documents: Tensor | None = None
-    """[B, N], on the CPU: numbers of the documents of packed rows. A model that
-    `attends_in_documents` keeps documents apart by them, without a mask."""
-    counts: Tensor | None = None
-    """[B]: positions that each row has of this piece of its text, all of which are committed next.
-    Recurrent layers take them over in the pass, and the others change nothing there."""
-    written: Tensor | None = None
-    """[B, N] bool, in texts: positions of replies, which the model wrote one by one. Some
-    recurrent layers limit their steps in prompts alone."""
-    depths: Tensor | None = None
-    """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
-    visible: Tensor | None = None
-    """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
-    slot_depths: Tensor | None = None
-    """[1 | B, U]: depths of all undecided slots; None: they are the nodes, with `depths`."""
+from ..rounds.tree import Pass
 
 
 def with_replies(starts: Sequence[int], count: int) -> Pass:
@@ -99,8 +70,7 @@ def tree_mask(
     implementation that takes a 4D mask takes an additive one.
     """
     visible = tree.visible
-    slot_depths = tree.depths if tree.slot_depths is None else tree.slot_depths
-    assert slot_depths is not None
+    slot_depths = tree.undecided_depths
     count = positions.shape[1]
     width, undecided = cache.seen(count), slot_depths.shape[1]
     if visible is None:

@@ -31,7 +31,7 @@ from .decode import Generation, Request, Round, Step, decode, generate
 from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
-from .own_drafters import guarded, with_name
+from .own_drafters import checked_proposer, with_name
 from .proposer import Proposer
 from .rounds.compiled import prepare_to_compile
 from .settings import Sampling, TargetConfig
@@ -511,5 +511,4 @@ def load(
         raise UserError(
             f"drafter is a folder, a name or a draftsmith.Proposer, not {type(drafter).__name__}"
         )
-    drafter = guarded(with_name(drafter), type(drafter).__name__, target)
-    return Decoder(target, drafter)
+    return Decoder(target, checked_proposer(with_name(drafter), type(drafter).__name__, target))

@@ -74,6 +74,12 @@ class Proposer:
         """Bytes of the drafter's own weights, without those of the target that it runs too."""
         return 0
 
+    def lay_out(self, reference: bool) -> None:
+        """Prepare weights that nobody else has for decoding; they cannot be trained afterwards.
+
+        With `reference` they stay as they are, and are run by torch's operators alone.
+        """
+
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
 

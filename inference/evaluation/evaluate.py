@@ -38,7 +38,7 @@ from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
-from ..own_drafters import files_of, guarded
+from ..own_drafters import checked_proposer, files_of
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -146,7 +146,7 @@ def evaluate_drafters(
         log.warning("%s", why)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
-    own = [guarded(one, one.name, target) for one in own]
+    own = [checked_proposer(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):

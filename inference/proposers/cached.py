@@ -82,6 +82,9 @@ class FeatureProposer(CachedProposer):
         # what else the drafter needs of them, and how many of them each row has.
         self._new: tuple[tuple[Tensor, ...], Counts] | None = None
 
+    def lay_out(self, reference: bool) -> None:
+        self.takes_kernel = self.takes_kernel and not reference
+
     @property
     def _by_kernel(self) -> bool:
         # A drafter may have been moved, or been given another type, since its trial.

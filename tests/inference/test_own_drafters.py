@@ -155,7 +155,10 @@ def with_parents(root: Tensor, parents: list[int]) -> DraftTree:
 @pytest.mark.parametrize(
     ("tree", "why"),
     [
-        (lambda root: root.absent, "failed in propose: AttributeError: .*absent"),
+        (
+            lambda root: root.absent,
+            r"failed in .*own_drafters.py, line \d+: AttributeError: ",
+        ),
         (lambda root: root[:, None], "propose returned Tensor; it has to return a DraftTree"),
         (lambda root: chain(root + 1, root), "node 0 of its tree is not the root"),
         (lambda root: chain(*[root] * 4), "it drafted 3 tokens; its max_drafted is 2"),
@@ -170,7 +173,7 @@ def with_parents(root: Tensor, parents: list[int]) -> DraftTree:
 def test_a_tree_that_cannot_be_verified_is_refused(
     quickstart: Target, tree: Callable[[Tensor], Any], why: str
 ) -> None:
-    with pytest.raises(UserError, match=f"drafter Mine.*{why}") as caught:
+    with pytest.raises(UserError, match=f"Mine.*{why}") as caught:
         load(quickstart, drafts(tree)()).generate(PROMPTS[:2], 8)
     assert "\n" not in str(caught.value)
 
@@ -196,12 +199,8 @@ def test_mistakes_in_other_methods_name_them(quickstart: Target) -> None:
         def commit(self, accepted: Any) -> None:
             raise KeyError("state")
 
-    with pytest.raises(UserError, match=r"drafter Forgets failed in commit: KeyError: .*--debug"):
+    with pytest.raises(UserError, match=r"Forgets failed in .*, line \d+: KeyError: .*--debug"):
         load(quickstart, Forgets()).generate(PROMPTS[:2], 8)
-    proposer = drafts(chain)()
-    for _ in range(2):  # an object that is used twice is guarded once
-        load(quickstart, proposer)
-    assert [kind.__name__ for kind in type(proposer).__mro__[:3]] == ["Mine", "Mine", "Proposer"]
     with pytest.raises(UserError, match=r"a name or a draftsmith.Proposer, not int"):
         load(quickstart, 3)  # type: ignore[arg-type]
 

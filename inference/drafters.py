@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
 from .own_drafters import check_own, checked_proposer, class_named, is_own, make_own
+from .proposer import Given as Given
 from .proposer import Proposer
 from .settings import DTYPES, dtype_named
 from .targets.target import Target, TargetSource
@@ -120,14 +121,6 @@ WHOLE_NUMBERS = ("length", "width", "nodes", "slots", "layers", *LOOKUP_SETTINGS
 
 NAME = re.compile(r"[\w.+-]{1,40}")
 """Names that a user may give to drafters."""
-
-
-class Given(NamedTuple):
-    """Words by which a user named a drafter, and from which `evaluation/names.py` names it."""
-
-    spec: str
-    suffix: str = ""
-    """End of its name that tells it from other ways to decode with it: `:tuned`."""
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -325,9 +318,8 @@ def load_proposer(
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     is_model = kind_of(name) is MODEL_FOLDER
     if name in UNTRAINED or is_model:
-        kind, made_of = UNTRAINED.get(name, MODEL_FOLDER), [name] if is_model else []
-        if kind.needs_target:
-            made_of.append(target)
+        kind = UNTRAINED.get(name, MODEL_FOLDER)
+        made_of = [*([name] if is_model else []), *([target] if kind.needs_target else [])]
     else:
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
         artifact = Artifact.load(

@@ -39,6 +39,7 @@ from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import checked_proposer, files_of
+from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..targets.packed import processor
@@ -68,7 +69,7 @@ from .results import (
 from .server import report as live_report
 from .spec_bench import write_spec_bench
 from .tuning.costs import four_tokens
-from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
+from .tuning.profile import Tuned, untuned
 
 log = logging.getLogger(__name__)
 

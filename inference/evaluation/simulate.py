@@ -15,13 +15,13 @@ from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
+from ..profile import ProfileFile
 from . import gains
 from .checks import numbers
 from .options import SimulateOptions as Options
 from .report.tables import factor, number
 from .results import AGAIN, DrafterFigures, read_measured
 from .tuning.costs import between
-from .tuning.profile import ProfileFile
 
 MOST_REQUESTS = 1024  # at once, for which a number of drafts is given
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps

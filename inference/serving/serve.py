@@ -20,8 +20,8 @@ from ...heads.errors import UserError
 from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
-from ..evaluation.tuning.profile import ProfileFile, TuningProfile
 from ..keys import read_key
+from ..profile import ProfileFile, TuningProfile
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
 from ..targets.generation_settings import other_sampling

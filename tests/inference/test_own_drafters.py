@@ -234,7 +234,7 @@ def test_changed_code_and_weights_are_another_drafter(
 def test_tune_and_profiles_refuse_them(quickstart: Target, tmp_path: Path) -> None:
     spec = f"{MODULE}:LastSeen:length=6"
     with pytest.raises(UserError, match="knows the trees of draftsmith's own drafters only"):
-        load(quickstart, spec, tuned={"length": 2})
+        load_proposer(spec, quickstart, pytest.fail, {"length": 2})
     (tmp_path / "p.jsonl").write_text("{}")
     options = TuneOptions(
         TargetConfig("t"), str(tmp_path / "p.jsonl"), str(tmp_path / "o.json"), [spec]

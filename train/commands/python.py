@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from types import NoneType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -22,7 +22,6 @@ from ...inference import api
 from ...inference.conversations.given import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
-from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.own_drafters import with_name
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
@@ -108,56 +107,7 @@ def in_python(message: str) -> str:
     return wrong + semicolon + DOTTED.sub(dotted, remedy)
 
 
-@naming_arguments
-def load(
-    target: AnyPath | TargetConfig | Target | PreTrainedModel,
-    drafter: AnyPath | Drafter | Proposer = "none",
-    *,
-    profile: AnyPath | None = None,
-    temperature: float = 0.0,
-    batch: int = 1,
-    **options: Any,
-) -> api.Decoder:
-    """Return a decoder of `target` that drafts with `drafter`.
-
-    `target` is a model's folder or its name on the hub, a `TargetConfig`, or a model that
-    transformers has loaded. `drafter` is a drafter's folder, a draft model's folder, a
-    `draftsmith.Drafter`, a `draftsmith.Proposer`, or one of none (plain decoding), ngram, suffix,
-    lookahead and early-exit; settings follow a colon, such as `"ngram:length=8"`.
-
-    With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
-    best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
-    the profile's row only: `Decoder.generate` takes a temperature itself.
-
-    `options`:
-
-    - `dtype: str`: type of the target's weights: auto (as stored, but float32 on a CPU), float32,
-      bfloat16 or float16.
-    - `device: str`: auto (cuda if there is one), cpu, cuda or cuda:N.
-    - `adapter: str`: folder of a LoRA adapter, which is merged into the weights.
-    - `attention: str`: attention implementation of transformers.
-    - `trust_remote_code: bool`: run code that comes with the model.
-    - `compile: bool`: compile the rounds, which takes a minute or two at first.
-    - `tokenizer`: tokenizer of a model that is loaded; else it is read from where that came from.
-
-    All but the last two are for a target by its path or name, and more of them are the fields of
-    `TargetConfig`. Raises `UserError`.
-
-    >>> import draftsmith
-    >>> decoder = draftsmith.load("scripts/quickstart/target", "ngram", device="cpu")
-    >>> decoder.generate("def add(a, b):", max_new_tokens=24).tau > 1
-    True
-    """
-    source: Any = fspath(target) if isinstance(target, PathLike) else target
-    named: Any = fspath(drafter) if isinstance(drafter, PathLike) else drafter
-    if profile is None:
-        return api.load(source, named, **options)
-    if not isinstance(named, str | Drafter):
-        raise UserError("a profile goes with a drafter by its name or folder, not with a proposer")
-    loaded = api.load(source, "none", **options).target
-    spec = str(named.folder if isinstance(named, Drafter) else named)
-    tuned = TuningProfile(fspath(profile), loaded).setting(spec, temperature, batch)
-    return api.load(loaded, spec, tuned=tuned)
+load = naming_arguments(api.load)
 
 
 @naming_arguments

@@ -42,9 +42,10 @@ from draftsmith.inference.evaluation.tuning.costs import (
     predicted,
     run,
 )
-from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
+from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts
 from draftsmith.inference.evaluation.tuning.tune import Options, check, probes_of
+from draftsmith.inference.profile import TuningProfile, key_of
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ PREFILL_CHUNK = 2048
 TAPS_BY_NUMBER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 """True if transformers keeps single hidden states by their index in `hidden_states`."""
 PROMPT = 3  # tokens before the tree of a trial
+TRIAL_LENGTHS = (PROMPT - 1, PROMPT)
+"""Those of its two rows."""
 TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 """Tree of a trial; its last node's parent is not the node before it."""
 TRIAL_LEAVES = (4, 5)
@@ -197,30 +200,29 @@ class CausalModel(ModelHead):
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.num_layers
         if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
             return
-        expected = self._trials()
         windows = {
             kind: None if self._mixed and kind != "sliding_attention" else self.window
             for kind in kinds
         }
+        expected = self._trials()
         self.fused = FusedDecoder(self.decoder, kinds, move, windows)
-        if self.fused.kernels_fit(self.dtype, self.device):
-            self.fused.takes_trees = True
+        fit = self.fused.kernels_fit(self.dtype, self.device)
+        for kernels in (True, False) if fit else (False,):
+            self.fused.takes_trees = kernels
             reason = self._failed(expected)
-            reason = reason or self.fused.attention_fault(self.dtype, self.device)
+            if kernels and not reason:
+                reason = self.fused.attention_fault(self.dtype, self.device)
             if not reason:
                 return
-            log.info("%s: the kernels for trees are not used: %s", self._called, reason)
-            self.fused.takes_trees = False
-        reason = self._failed(expected)
-        if reason:
-            log.info("%s: transformers' forward pass is used: %s", self._called, reason)
-            self.fused = None
+            what = "kernels for trees are" if kernels else "fused pass is"
+            log.info("%s: the %s not used: %s", self._called, what, reason)
+        self.fused = None
 
-    def _trials(self) -> list[list[Tensor]]:
+    def _trials(self) -> list[list[Hidden]]:
         """Return the states of a trial at each of its starts, after every layer."""
-        return [self._trial_states(tuple(range(self.num_layers)), s) for s in self.trial_starts]
+        return [self._trial(start, tuple(range(self.num_layers))) for start in self.trial_starts]
 
-    def _failed(self, expected: list[list[Tensor]]) -> str:
+    def _failed(self, expected: list[list[Hidden]]) -> str:
         """Return why the fused forward pass does not give the `expected` trials; empty: it does."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
         try:
@@ -229,9 +231,11 @@ class CausalModel(ModelHead):
             if not self._kernels_take(self._trial_ids()[None]):
                 raise
             return first_line(error)
-        for start, mine, states in zip(self.trial_starts, found, expected, strict=True):
+        for start, mine, theirs in zip(self.trial_starts, found, expected, strict=True):
             # Each state by itself, since their sizes differ by factors of hundreds.
-            error = max(map(relative_error, mine, states), key=nan_last)
+            pairs = zip(mine, theirs, strict=True)
+            states = [zip((a.last, *a.taps), (b.last, *b.taps), strict=True) for a, b in pairs]
+            error = max((relative_error(*pair) for pair in chain(*states)), key=nan_last)
             if not error <= tolerance:
                 return (
                     f"the fused pass of {self.config.model_type} differs from transformers' by "
@@ -336,20 +340,20 @@ class CausalModel(ModelHead):
     def _tree_error(self, start: int) -> float:
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
         try:
-            in_tree = self._trial_states((), start)[0][PROMPT:]
-            in_rounds = self._trial_rounds(start)
+            _, tree, after = self._trial(start)
         except UNFIT as error:
-            reason = known_reason(error)
-            raise UserError(f"{self._cannot()}: {reason}") from error
-        # Each leaf's path once more, after the prompt, without cache and mask.
-        ids = self._trial_ids()
+            raise UserError(f"{self._cannot()}: {known_reason(error)}") from error
+        # The paths of leaves, and what follows accepted paths, once more without cache and mask.
+        prompt, nodes = self._trial_ids().split([PROMPT, TRIAL.nodes])
         found = []
-        for leaf in TRIAL_LEAVES:
-            path = TRIAL.path_to(leaf)
-            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])
-            found.append((in_tree[path], text))
+        for path in map(TRIAL.path_to, TRIAL_LEAVES):
+            found.append((tree.last[1, path], [*prompt, *nodes[path]]))
+        for row, (length, path) in enumerate(zip(TRIAL_LENGTHS, TRIAL_PATHS, strict=True)):
+            text = [*prompt[:length], *nodes[list(path)], *prompt[:2]]
+            found.append((after.last[row], text))
         errors = []
-        for states, text in [*found, *in_rounds]:
+        for states, tokens in found:
+            text = torch.stack(tokens)
             positions = torch.arange(start, start + len(text), device=self.device)[None]
             alone = self.forward(text[None], Pass(positions=positions)).last[0]
             if limit_steps(self.mixers):
@@ -366,71 +370,42 @@ class CausalModel(ModelHead):
         return max(errors, key=nan_last)
 
     @torch.no_grad()
-    def _trial_rounds(self, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the last states of two rows after a round, and the texts that end with them.
+    def _trial(self, start: int, taps: tuple[int, ...] = ()) -> list[Hidden]:
+        """Return the states of two rows over a round: prompts, a tree, and a chain of two after it.
 
-        The rows begin at position `start`. Their prompts differ in length, and so do the paths that
-        they accept of a tree; the longer one leaves a node out.
+        The rows begin at position `start`, in slot 0 of the cache: masks are those of a short text.
+        Their prompts differ in length, and so do the paths that they accept of the tree; the longer
+        one leaves a node out.
         """
-        ids, tables = self._trial_ids(), TRIAL.tables(self.device)
-        cache = TreeCache(2, 16, self.device)
-        lengths, paths = [PROMPT - 1, PROMPT], TRIAL_PATHS
-        prompts, nodes = ids[:PROMPT].expand(2, -1), ids[PROMPT:].expand(2, -1)
+        ids, tables = self._trial_ids().expand(2, -1), TRIAL.tables(self.device)
+        cache, lengths = TreeCache(2, 16, self.device), [*TRIAL_LENGTHS]
         positions = torch.arange(start, start + PROMPT, device=self.device).expand(2, -1)
         layout = Pass(
             positions=positions,
             counts=send(lengths, self.device),
             written=torch.ones_like(positions, dtype=torch.bool),
         )
-        self.forward(prompts, layout, cache)
+        prompts = self.forward(ids[:, :PROMPT], layout, cache, taps)
+        assert len(cache) == self.stateful_layers, "some layers keep no state"
         cache.commit(lengths)
         first = cache.starts()[:, None] + start
         in_tree = Pass(
             positions=first + tables.depths, depths=tables.depths, visible=tables.ancestors
         )
-        self.forward(nodes, in_tree, cache)
-        counts = [len(path) for path in paths]
+        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
+        counts = [len(path) for path in TRIAL_PATHS]
         width = max(counts)
-        padded = send([[*path, *[0] * (width - len(path))] for path in paths], self.device)
+        padded = send([[*path, *[0] * (width - len(path))] for path in TRIAL_PATHS], self.device)
         there = send(counts, self.device)
         cache.commit(Counts(counts, there), padded)
-        # Two more tokens, which are the nodes of a chain.
         depths = torch.arange(2, device=self.device)[None]
         causal = torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
-        chain = Pass(positions=first + there[:, None] + depths, depths=depths, visible=causal)
-        last = self.forward(prompts[:, :2], chain, cache).last
-        texts = [
-            torch.cat([ids[:length], ids[PROMPT:][list(path)], ids[:2]])
-            for length, path in zip(lengths, paths, strict=True)
-        ]
-        return list(zip(last, texts, strict=True))
+        after = Pass(positions=first + there[:, None] + depths, depths=depths, visible=causal)
+        return [prompts, tree, self.forward(ids[:, :2], after, cache, taps)]
 
     def _trial_ids(self) -> Tensor:
         """Return the tokens of a trial, all different: a prompt and the nodes of a tree."""
         return (torch.arange(PROMPT + TRIAL.nodes, device=self.device) * 7 + 3) % self.vocab_size
-
-    @torch.no_grad()
-    def _trial_states(self, taps: tuple[int, ...], start: int) -> list[Tensor]:
-        """Return the last states, and the `taps`, of a short prompt and a tree after it.
-
-        Each is `[PROMPT + nodes, H]`. The prompt begins at position `start`, in slot 0 of the
-        cache: masks are those of a short text.
-        """
-        ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
-        cache = TreeCache(1, 16, self.device)
-        positions = torch.arange(PROMPT, device=self.device)[None]
-        in_prompt = Pass(positions=positions + start)
-        prompt = self.forward(ids[:, :PROMPT], in_prompt, cache, taps)
-        assert len(cache) == self.stateful_layers, "some layers keep no state"
-        cache.commit([PROMPT])
-        in_tree = Pass(
-            positions=tables.depths + PROMPT + start,
-            depths=tables.depths,
-            visible=tables.ancestors,
-        )
-        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
-        joint = Hidden.joined([prompt, tree])
-        return [states[0] for states in (joint.last, *joint.taps)]
 
     def _cannot(self) -> str:
         attention = "" if self.mixers else "--target.attention sdpa or eager, or "

@@ -184,7 +184,7 @@ class ModelHead(ConfigFacts):
     @property
     def together(self) -> bool:
         """True if a forward pass is a collective operation: all ranks make equally many."""
-        return self.spread in ("fsdp", "tensor")
+        return self.spread == "fsdp"
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of token ids `[...]`, on the device of the ids."""

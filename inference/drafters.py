@@ -173,19 +173,6 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     if first in UNTRAINED and first != name:
         raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
     if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
-        module, _, last = name.rpartition(":")
-        if module and Path(last).is_dir():
-            raise UserError(
-                f"{name} is not a drafter: settings are written key=value, such as "
-                f"{module}:folder={last}"
-            )
-        file, _, attribute = name.partition(":")
-        if file.endswith(".py"):
-            dotted = ".".join(Path(file).with_suffix("").parts)
-            raise UserError(
-                f"{name} is not a drafter: name the class in its module, such as "
-                f"{dotted}:{attribute or 'Class'}"
-            )
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")

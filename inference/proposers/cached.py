@@ -44,7 +44,7 @@ class CachedProposer(Planned):
         # that cannot has the slots of a round beyond those of the target's.
         guess = 2 * length + 64
         capacity = (guess if most is None else min(guess, most)) + beyond
-        self._cache = prompts.cache.for_drafter(self._kept, batch, capacity, beyond, self._device)
+        self._cache = self._kept.beside(prompts.cache, batch, capacity, beyond, self._device)
 
     @property
     def own_cache(self) -> TreeCache | None:

@@ -32,7 +32,7 @@ from .metrics import conditional, emitted_per_round, survival, tau, time_per_tok
 from .own_drafters import checked_proposer, with_name
 from .profile import TuningProfile
 from .proposer import Proposer
-from .rounds.compiled import prepare_to_compile
+from .rounds.recorded import prepare_to_compile
 from .settings import Sampling, TargetConfig
 from .targets.target import Target, load_for_decoding, target_of
 

@@ -359,22 +359,19 @@ class _RunningBatch:
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
-        accepted = self._static_round() if self.compiled else self._round()
+        if self.compiled:
+            accepted = self._static_round()
+        else:  # whose shapes follow what was accepted; the host reads that on the way
+            tree, taps = self._propose(), self.proposer.taps
+            self.draws.reserve(self.cache.longest + tree.nodes)
+            accepted = verify(self.target, tree, self.cache, self.draws, taps, clock)
+            self._commit(accepted)
         records = [Round.of(accepted, row.place, len(self.rows)) for row in self.rows]
         steps = self._take([accepted.tokens[row.place] for row in self.rows], records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
         return steps
-
-    def _round(self) -> Accepted:
-        """Run a round whose shapes follow what was accepted; the host reads that on the way."""
-        tree = self._propose()
-        self.draws.reserve(self.cache.longest + tree.nodes)
-        taps = self.proposer.taps
-        accepted = verify(self.target, tree, self.cache, self.draws, taps, self.clock)
-        self._commit(accepted)
-        return accepted
 
     def _static_round(self) -> Accepted:
         """Run a round of fixed shapes, compiled or recorded.

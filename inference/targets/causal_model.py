@@ -26,10 +26,9 @@ from ...heads.pretrained import known_reason
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.recurrent import RecurrentStates
-from ..rounds.tree import TreeShape
-from .documents import Spans, in_documents, spans_of
+from ..rounds.tree import Pass, TreeShape
 from .fused import FusedDecoder, of_llama_form
-from .masks import Pass, packed_mask, tree_mask
+from .masks import Spans, in_documents, packed_mask, spans_of, tree_mask
 from .mixers import install, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
 from .packed import PackedLinear, is_plain, linears_of, pack_linears, pays_to_pack

@@ -16,8 +16,8 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
-from ..rounds.compiled import prepare_to_compile
 from ..rounds.device import prepare
+from ..rounds.recorded import prepare_to_compile
 from ..settings import TargetConfig, check_dtype
 from .adapter import merge_adapter
 from .causal_model import CausalModel

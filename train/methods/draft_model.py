@@ -51,8 +51,7 @@ from ...heads.pretrained import make_causal_lm
 from ...inference.rounds.device import best_of, send
 from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
-from ...inference.targets.documents import in_documents
-from ...inference.targets.masks import Pass, with_replies
+from ...inference.targets.masks import Pass, in_documents, with_replies
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource, load_target
 from ..data.batches import Batch, Batches

@@ -327,29 +327,24 @@ class Decoder:
         `template_kwargs` are variables of the chat template. Raises `UserError`.
         """
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
-        if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
-            # a mapping is what a tokenizer returns
-            raise UserError(
-                "a prompt is words, token ids (of a tokenizer's output: the input_ids, without "
-                f"padding) or a list of messages, not {type(given).__name__}"
-            )
+        several = isinstance(given, Sequence) and not isinstance(given, bytes)
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
             conversation = Conversation(text=given)
             if self.target.tokenizer.chat_template and not raw:
                 conversation = Conversation(messages=[{"role": "user", "content": given}])
-        elif given and isinstance(given[0], dict):
+        elif several and all(isinstance(token, Integral) for token in given):
+            return [int(token) for token in given]
+        elif several and isinstance(given[0], dict):
             try:
                 conversation = conversation_of({"messages": list(given)})
             except RowError as error:
                 raise UserError(f"the prompt is no conversation: {error}") from error
-        elif all(isinstance(token, Integral) for token in given):
-            return [int(token) for token in given]
         else:
             raise UserError(
-                f"a prompt is words, token ids or a list of messages, not {type(given).__name__} "
-                "of something else"
+                "a prompt is words, token ids (of a tokenizer's output: the input_ids, without "
+                f"padding) or a list of messages, not {type(given).__name__}"
             )
         try:
             check_text(given)

@@ -66,11 +66,6 @@ def check_own(name: str, settings: dict[str, Any]) -> Any:
     try:
         signature.bind(**given)
     except TypeError as error:
-        if "artifact" in signature.parameters:
-            raise UserError(
-                f"drafter {name} drafts with a trained drafter's weights; name the class of its "
-                "method, with folder=FOLDER"
-            ) from error
         known = ", ".join(key for key in signature.parameters if key != "target")
         raise UserError(f"drafter {name}: {error}; it takes {known or 'no settings'}") from error
     return make

@@ -110,7 +110,7 @@ def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.Monkey
         ("no_such_module.py:Mine", r"; did you mean no_such_module:Mine\?"),
         (
             "scripts.learning_drafter:GruProposer",
-            "missing a required argument: 'artifact'; it takes",
+            "missing a required argument: 'artifact'",
         ),
         (f"{MODULE}:Absent", "has no class Absent; did you mean"),
         ("scripts/my_drafter.py:LastSeen", "or module:Class of your own; settings follow a colon"),

@@ -1,7 +1,6 @@
-"""Drafters that live in other packages: `module:Class`, or the name of an entry point.
+"""Drafters that live in other packages: `module:Class`.
 
-A package names its own in the group `draftsmith.proposers` of its entry points. Importing runs the
-code of that module, as the user asked by naming it.
+Importing runs the code of that module, as the user asked by naming it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +24,17 @@ from ..heads.errors import UserError, first_line, out_of_memory
 from .proposer import Proposer
 from .rounds.tree import NO_NODE, DraftTree
 
-GROUP = "draftsmith.proposers"
 CLASS = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 """`package.module:Class`."""
 
 
 def is_own(name: str) -> bool:
-    """Return True if `name` has the form of a class in a module, or is an entry point's."""
-    return CLASS.fullmatch(name) is not None or name in entry_point_names()
-
-
-def entry_point_names() -> dict[str, EntryPoint]:
-    """Return the entry points of installed packages by their names."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    """Return True if `name` has the form of a class in a module."""
+    return CLASS.fullmatch(name) is not None
 
 
 def own_name(name: str) -> str:
-    """Return what tables call it: the class without its module, or the entry point."""
+    """Return what tables call it: the class without its module."""
     return name.rpartition(":")[2]
 
 
@@ -201,8 +193,6 @@ def reported(cls: type) -> Iterator[None]:
 def class_named(name: str) -> Any:
     """Return the class or function that `name` stands for. Raises `UserError`."""
     try:
-        if (point := entry_point_names().get(name)) is not None:
-            return point.load()
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())  # a module next to which the command was started
         path, _, attribute = name.partition(":")

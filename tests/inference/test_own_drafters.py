@@ -1,4 +1,4 @@
-"""Drafters of other packages: by module and class, by entry point, and as objects."""
+"""Drafters of other packages: by module and class, and as objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import draftsmith
 from draftsmith.heads.errors import UserError
-from draftsmith.inference import own_drafters
 from draftsmith.inference.api import load
 from draftsmith.inference.drafters import check_spec, load_proposer
 from draftsmith.inference.evaluation.evaluate import origin
@@ -94,13 +92,9 @@ def test_the_command_and_python_measure_them(quickstart: Target, tmp_path: Path)
     )
 
 
-def test_an_entry_point_is_a_name(quickstart: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("last-seen", f"{MODULE}:LastSeen", own_drafters.GROUP)
-    monkeypatch.setattr(own_drafters, "entry_points", lambda group: [point])
-    proposer = load_proposer("last-seen:length=2", quickstart, pytest.fail)
-    assert proposer.max_drafted == 2
-    specs = ["last-seen", "last-seen:length=3", f"{MODULE}:LastSeen:name=mine"]
-    assert [*distinct_labels(specs).values()] == ["last-seen", "last-seen:length=3", "mine"]
+def test_they_are_named_by_class_and_settings() -> None:
+    specs = [f"{MODULE}:LastSeen", f"{MODULE}:LastSeen:length=3", f"{MODULE}:LastSeen:name=mine"]
+    assert [*distinct_labels(specs).values()] == ["LastSeen", "LastSeen:length=3", "mine"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ class Step:
     trained_params: int
     """Those of the drafter that have gradients."""
     target_params: int
+    target_layers: int
+    hidden: int
+    positions: int
+    """Positions of one micro-batch of one GPU."""
     passes: int
     """Micro-batches of a step."""
     rows: int
@@ -68,7 +72,7 @@ def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
     return Step(
         shape.drafter_params, shape.drafter_params - shape.frozen_params, shape.target_params,
-        division.passes, config.rows_per_step,
+        shape.target_layers, shape.hidden, positions, division.passes, config.rows_per_step,
         operations * positions * division.passes / speed, config.features.live,
     )  # fmt: skip
 
@@ -80,8 +84,9 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     and the backward pass of each micro-batch, and spreads the sum of the gradients once. ZeRO-2
     does that for each micro-batch, and gathers new weights once a step. ZeRO-3 gathers like FSDP2
     and spreads like ZeRO-2; what it gathers again for every chunk of a loss is not counted. Of a
-    target with `spread=fsdp` every layer is gathered in each micro-batch; that is left out where
-    the target is not live.
+    target with `spread=fsdp` every layer is gathered in each micro-batch; with `spread=tensor` all
+    GPUs run every GPU's micro-batch, and add up the states twice in each layer. Both are left out
+    where the target is not live.
 
     Example: two GPUs, a drafter of 1,000 parameters, one micro-batch. DDP: 2 x 4,000 / 2 bytes.
     """
@@ -89,6 +94,7 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
     weights = WEIGHT_BYTES * step.drafter_params * share
     gradients = WEIGHT_BYTES * step.trained_params * share
     micro = step.passes
+    states = TARGET_BYTES * step.positions * step.hidden * gpus
     engines = {
         "DDP": 2 * gradients,
         "FSDP2": 2 * weights * micro + gradients,
@@ -99,6 +105,7 @@ def sent(step: Step, gpus: int) -> dict[str, float]:
         return engines
     return engines | {
         "target.spread fsdp": TARGET_BYTES * step.target_params * share * micro,
+        "target.spread tensor": 2 * step.target_layers * 2 * states * share * micro,
     }
 
 

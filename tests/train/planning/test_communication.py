@@ -9,7 +9,8 @@ import pytest
 from draftsmith.train.planning.communication import Network, Step, limits, seconds, sent
 
 STEP = Step(
-    drafter_params=1000, trained_params=1000, target_params=8000, passes=2, rows=16, seconds=1.0,
+    drafter_params=1000, trained_params=1000, target_params=8000, target_layers=3, hidden=10,
+    positions=100, passes=2, rows=16, seconds=1.0,
 )  # fmt: skip
 
 
@@ -21,13 +22,18 @@ def test_frozen_weights_have_no_gradients_to_send() -> None:
 
 
 def test_bytes_of_two_gpus_by_hand() -> None:
-    """Half of 4,000 bytes of drafter is 2,000 for each collective; the target has 16,000 bytes."""
+    """Half of 4,000 bytes of drafter is 2,000 for each collective; the target has 16,000 bytes.
+
+    With tensor: 2 micro-batches of both GPUs, 3 layers, 2 all-reduces, each twice half of 100 x 10
+    states of 2 bytes.
+    """
     assert sent(STEP, 2) == {
         "DDP": 2 * 2000,
         "FSDP2": 2 * 2 * 2000 + 2000,
         "ZeRO-2": 2 * 2000 + 2000,
         "ZeRO-3": 2 * 3 * 2000,
         "target.spread fsdp": 2 * 8000,
+        "target.spread tensor": 2 * 2 * 3 * 2 * 2 * 1000,
     }
     assert {*sent(replace(STEP, live=False), 2)} == {"DDP", "FSDP2", "ZeRO-2", "ZeRO-3"}
 

@@ -176,7 +176,6 @@ class LayeredDrafter(VocabularyMaps, EngineLayout):
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
     """
 
-    read_in_parts = ("fc", "qkv")
     layers: nn.ModuleList
     shape: DrafterShape
     embedding_and_head: EmbeddingAndHead

@@ -61,8 +61,6 @@ class DrafterModule(ABC):
     """True if the target's head makes the logits of drafts."""
     most_drafts: int | None = None
     """Levels of drafts that the drafter has; None: any number."""
-    read_in_parts: tuple[str, ...] = ()
-    """Names of layers of which rows or columns of the matrix are read: it must stay as it is."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
     """Fields of the fingerprint in which a target has to equal the one of the training."""
     resizable: bool = False

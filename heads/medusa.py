@@ -88,10 +88,8 @@ class MedusaHeads(VocabularyMaps, EngineLayout):
         """
         blocks: Any = self.blocks[head]
         linear = blocks[0].linear
-        # The heads may have another type than the target's states. The `weight` of a layer that is
-        # packed for decoding is made again each time, so such a layer names its type itself.
-        dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
-        states = blocks(hidden.to(dtype))
+        # The heads may have another type than the target's states.
+        states = blocks(hidden.to(linear.weight.dtype))
         return (self.borrowed_head if self.borrows_head else self.outputs[head])(states)
 
     def forward(self, hidden: Tensor) -> Tensor:

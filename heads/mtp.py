@@ -65,7 +65,6 @@ class MtpDrafter(RecyclingDrafter):
     document = MtpFile
     resizable = False
     other_remedy = "put the layer into the new target with draftsmith mtp extract --base"
-    read_in_parts = ("fc",)
     shape: MtpShape
 
     def __init__(self, shape: MtpShape, embedding_and_head: EmbeddingAndHead) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
-from itertools import compress
+from functools import cached_property
+from itertools import chain
 from numbers import Integral
-from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from os import PathLike, fspath
+from typing import Any, Generic, Literal, Protocol, TypeVar, overload, runtime_checkable
 
 from transformers import PreTrainedModel
 
@@ -27,13 +25,14 @@ from .conversations.formats import Conversation, conversation_of
 from .conversations.messages import RowError, check_text
 from .conversations.rendering import prompt_ids
 from .conversations.templates import check_template_kwargs
-from .decode import Generation, Request, Round, Step, decode, generate
+from .decode import Generation, Request, Round, decode, generate
 from .detokenize import StreamedText, special_ids
 from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
-from .own_drafters import guarded, with_name
+from .own_drafters import checked_proposer, with_name
+from .profile import TuningProfile
 from .proposer import Proposer
-from .rounds.compiled import prepare_to_compile
+from .rounds.recorded import prepare_to_compile
 from .settings import OTHER_NAMES, Sampling, TargetConfig
 from .targets.target import Target, load_for_decoding, target_of
 
@@ -41,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 T = TypeVar("T")
+Piece = TypeVar("Piece")
 
 
 @runtime_checkable
@@ -50,7 +50,8 @@ class Array(Protocol):
     def tolist(self) -> Any: ...
 
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
+OnePrompt = str | Sequence[int] | Sequence[dict[str, Any]]
+Prompt = OnePrompt | Array
 """Prompt: the user's words, token ids, or a conversation as a list of messages."""
 
 
@@ -145,79 +146,30 @@ class Transcript:
         return text
 
 
-class Stream:
+class Stream(Generic[Piece]):
     """Iterator over the text of replies as it is decided; see `Decoder.stream`.
 
     `close` ends it early, after which the drafter can begin another batch.
     """
 
-    def __init__(
-        self,
-        steps: Generator[list[Step], Any, None],
-        requests: Sequence[Request],
-        decoder: Decoder,
-        stops: Sequence[str],
-        single: bool,
-    ) -> None:
-        self._steps, self._single = steps, single
-        self._transcripts = [decoder.transcript(request, stops) for request in requests]
-        self.replies = [transcript.reply for transcript in self._transcripts]
+    def __init__(self, pieces: Generator[Piece, None, None], replies: list[Reply]) -> None:
+        self._pieces, self.replies = pieces, replies
         """Replies so far, in the order of the prompts."""
-        self._ready: deque[Any] = deque()
 
     @property
     def reply(self) -> Reply:
         """The reply to the only prompt so far, or to the first one."""
         return self.replies[0]
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> Stream[Piece]:
         return self
 
-    def __next__(self) -> Any:
-        while not self._ready:
-            for index, step, reason in next(self._steps):
-                if piece := self._transcripts[index].add(step, reason):
-                    self._ready.append(piece if self._single else (index, piece))
-        return self._ready.popleft()
+    def __next__(self) -> Piece:
+        return next(self._pieces)
 
     def close(self) -> None:
         """Give up what has not been decoded."""
-        self._steps.close()
-
-
-class AsyncStream:
-    """`Stream` for `async for`: a thread of its own decodes. `aclose` ends it early."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._thread = ThreadPoolExecutor(1, "decoding")
-
-    @property
-    def replies(self) -> list[Reply]:
-        """The replies so far, in the order of the prompts."""
-        return self._stream.replies
-
-    @property
-    def reply(self) -> Reply:
-        """The reply to the only prompt so far, or to the first one."""
-        return self._stream.reply
-
-    def __aiter__(self) -> AsyncStream:
-        return self
-
-    async def __anext__(self) -> Any:
-        end, loop = object(), asyncio.get_running_loop()
-        piece = await loop.run_in_executor(self._thread, partial(next, self._stream, end))
-        if piece is end:
-            self._thread.shutdown(wait=False)
-            raise StopAsyncIteration
-        return piece
-
-    async def aclose(self) -> None:
-        """Give up what has not been decoded; afterwards the drafter can begin another batch."""
-        closed = self._thread.submit(self._stream.close)
-        self._thread.shutdown(wait=False)
-        await asyncio.wrap_future(closed)
+        self._pieces.close()
 
 
 def none_for_nan(value: float) -> float | None:
@@ -239,13 +191,31 @@ class Decoder:
         """Tokens that are no text of a reply: end tokens, and the tokenizer's special tokens."""
         return self.target.eos_ids | special_ids(self.target.tokenizer)
 
+    @overload
+    def generate(
+        self,
+        prompts: OnePrompt,
+        max_new_tokens: int = 128,
+        *,
+        samples: Literal[1] = 1,
+        **options: Any,
+    ) -> Reply: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | Array,
+        max_new_tokens: int = 128,
+        *,
+        samples: int = 1,
+        **options: Any,
+    ) -> list[Reply]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
         max_new_tokens: int = 128,
         *,
-        input_ids: Any = None,
-        attention_mask: Any = None,
         samples: int = 1,
         stop: str | Sequence[str] = (),
         raw: bool = False,
@@ -253,29 +223,25 @@ class Decoder:
         batch_size: int = MAX_BATCH,
         ignore_eos: bool = False,
         **sampling: Any,
-    ) -> Any:
+    ) -> Reply | list[Reply]:
         """Decode one prompt to a `Reply`, or a list of prompts to a list of replies.
 
         With `samples` above 1 the result is a list: the samples of the first prompt, then those of
         the second. Words are put into the target's chat template if it has one, unless `raw`;
-        `chat_template_kwargs` are its variables, such as enable_thinking.
-        A tokenizer's output can be given in place of prompts: `generate(**tokenizer(texts))`.
-        `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
-        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
-        noise of a reply belongs to the seed, the prompt's index and the number of the sample, so
-        the text does not depend on `batch_size`. The seed is 0 if none is given, so that a second
-        call with the same prompts samples the same texts again: give `seed` for others, or
-        `samples` for several. Raises `UserError`.
+        `chat_template_kwargs` are its variables, such as enable_thinking. `stop` are stop strings;
+        with `ignore_eos` a reply goes on after an end token. `sampling` is what `Sampling` takes:
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a reply
+        belongs to the seed, the prompt's index and the number of the sample, so the text does not
+        depend on `batch_size`. The seed is 0 if none is given, so that a second call with the same
+        prompts samples the same texts again: give `seed` for others, or `samples` for several.
+        Raises `UserError`.
         """
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        settings = _known(Sampling, sampling, self.generate)
+        settings, stops = _known(Sampling, sampling, self.generate), _stops(stop)
         if samples > 1 and settings.greedy:
             raise UserError("samples are all the same at temperature 0; give a temperature too")
-        stops = _stops(stop)
-        if input_ids is not None:
-            prompts = _without_padding(prompts, input_ids, attention_mask)
         requests, single = self._requests(prompts, raw, chat_template_kwargs, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         generations: list[Generation] = []
@@ -287,6 +253,16 @@ class Decoder:
         replies = [Reply(**vars(one), text=self._text(one, stops)) for one in generations]
         return replies[0] if single and samples == 1 else replies
 
+    @overload
+    def stream(
+        self, prompts: OnePrompt, max_new_tokens: int = 128, **options: Any
+    ) -> Stream[str]: ...
+
+    @overload
+    def stream(
+        self, prompts: Sequence[Prompt] | Array, max_new_tokens: int = 128, **options: Any
+    ) -> Stream[tuple[int, str]]: ...
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -296,7 +272,7 @@ class Decoder:
         raw: bool = False,
         chat_template_kwargs: JsonObject | None = None,
         **sampling: Any,
-    ) -> Stream:
+    ) -> Stream[Any]:
         """Return an iterator over the text of one reply, or of a batch, as it is decided.
 
         Of one prompt it yields pieces of text, at most one in each round; of a list of prompts,
@@ -310,12 +286,16 @@ class Decoder:
         """
         settings, stops = _known(Sampling, sampling, self.stream), _stops(stop)
         requests, single = self._requests(prompts, raw, chat_template_kwargs)
+        transcripts = [self.transcript(request, stops) for request in requests]
         steps = decode(self.target, self.proposer, requests, max_new_tokens, settings, None, stops)
-        return Stream(steps, requests, self, stops, single)
 
-    def astream(self, *arguments: Any, **options: Any) -> AsyncStream:
-        """Return `stream` as an asynchronous iterator; arguments and errors are the same."""
-        return AsyncStream(self.stream(*arguments, **options))
+        def pieces() -> Generator[Any, None, None]:
+            with closing(steps):
+                for index, step, reason in chain.from_iterable(steps):
+                    if piece := transcripts[index].add(step, reason):
+                        yield piece if single else (index, piece)
+
+        return Stream(pieces(), [transcript.reply for transcript in transcripts])
 
     def _requests(
         self, prompts: Any, raw: bool, template_kwargs: JsonObject | None, samples: int = 1
@@ -339,29 +319,24 @@ class Decoder:
         `template_kwargs` are variables of the chat template. Raises `UserError`.
         """
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
-        if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
-            # a mapping is what a tokenizer returns
-            raise UserError(
-                "a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list "
-                f"of messages, not {type(given).__name__}"
-            )
+        several = isinstance(given, Sequence) and not isinstance(given, bytes)
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
             conversation = Conversation(text=given)
             if self.target.tokenizer.chat_template and not raw:
                 conversation = Conversation(messages=[{"role": "user", "content": given}])
-        elif given and isinstance(given[0], dict):
+        elif several and all(isinstance(token, Integral) for token in given):
+            return [int(token) for token in given]
+        elif several and isinstance(given[0], dict):
             try:
                 conversation = conversation_of({"messages": list(given)})
             except RowError as error:
                 raise UserError(f"the prompt is no conversation: {error}") from error
-        elif all(isinstance(token, Integral) for token in given):
-            return [int(token) for token in given]
         else:
             raise UserError(
-                f"a prompt is words, token ids or a list of messages, not {type(given).__name__} "
-                "of something else"
+                "a prompt is words, token ids (of a tokenizer's output: the input_ids, without "
+                f"padding) or a list of messages, not {type(given).__name__}"
             )
         try:
             check_text(given)
@@ -381,22 +356,6 @@ class Decoder:
         text = StreamedText(self.target.tokenizer, stops)
         tokens = [token for token in generation.token_ids if token not in self.hidden]
         return text.add(tokens, last=True, stopped=generation.finish_reason == "stop")
-
-
-def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:
-    """Return a tokenizer's output as a list of token ids, or lists; `UserError` with `prompts`."""
-    if prompts is not None:
-        raise UserError("give either prompts or input_ids")
-    ids = input_ids.tolist() if isinstance(input_ids, Array) else input_ids
-    if attention_mask is None:
-        return ids
-    mask = attention_mask.tolist() if isinstance(attention_mask, Array) else attention_mask
-    single = bool(ids) and isinstance(ids[0], Integral)
-    rows, masks = ([ids], [mask]) if single else (ids, mask)
-    if [len(row) for row in rows] != [len(row) if isinstance(row, list) else 0 for row in masks]:
-        raise UserError("attention_mask has another shape than input_ids")
-    kept = [list(compress(row, there)) for row, there in zip(rows, masks, strict=True)]
-    return kept[0] if single else kept
 
 
 def _is_one(prompts: Any) -> bool:
@@ -436,23 +395,39 @@ def _stops(stop: Any) -> list[str]:
 
 
 def load(
-    target: str | Path | TargetConfig | Target | PreTrainedModel,
-    drafter: str | Path | Drafter | Proposer = "none",
+    target: str | PathLike[str] | TargetConfig | Target | PreTrainedModel,
+    drafter: str | PathLike[str] | Drafter | Proposer = "none",
     *,
+    profile: str | PathLike[str] | None = None,
+    temperature: float = 0.0,
+    batch: int = 1,
     compile: bool = False,
     tokenizer: Any = None,
-    tuned: dict[str, Any] | None = None,
     **options: Any,
 ) -> Decoder:
-    """Return a decoder of `target` that drafts with `drafter`. Raises `UserError`.
+    """Return a decoder of `target` that drafts with `drafter`.
 
-    `target` is a folder, a name on the hub, a `TargetConfig`, a loaded `Target`, or a model that
-    transformers has loaded, with its `tokenizer` (read from where the model came from if not
-    given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
-    or a name. `drafter` is an artifact's folder, a draft model's folder, or none or ngram,
-    with settings after a colon; a `Drafter`; or a proposer. `tuned` are
-    settings of its tree from a profile of draftsmith tune. `compile` compiles the rounds: the first
-    ones with each kind of sampling take a minute or two.
+    `target` is a model's folder or its name on the hub, a `TargetConfig`, a loaded `Target`, or a
+    model that transformers has loaded, with its `tokenizer` (else it is read from where the model
+    came from). `drafter` is a drafter's folder, a draft model's folder, a `draftsmith.Drafter`, a
+    `draftsmith.Proposer`, or none (plain decoding) or ngram; settings follow a colon, such as
+    `"ngram:length=8"`.
+
+    With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
+    best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
+    the profile's row only: `Decoder.generate` takes a temperature itself. `compile` compiles the
+    rounds, which takes a minute or two at first.
+
+    `options` are for a target by its path or name, and are the fields of `TargetConfig`:
+
+    - `dtype: str`: type of the target's weights: auto (as stored, but float32 on a CPU), float32,
+      bfloat16 or float16.
+    - `device: str`: auto (cuda if there is one), cpu, cuda or cuda:N.
+    - `adapter: str`: folder of a LoRA adapter, which is merged into the weights.
+    - `attention: str`: attention implementation of transformers.
+    - `trust_remote_code: bool`: run code that comes with the model.
+
+    Raises `UserError`.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
@@ -470,38 +445,49 @@ def load(
     >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
     True
     """
-    if isinstance(drafter, str | Path):
-        check_spec(drafter)
-    if isinstance(target, str | Path):
-        target = _known(TargetConfig, {"path": str(target), **options}, load)
+    named = str(drafter.folder) if isinstance(drafter, Drafter) else drafter
+    if isinstance(named, PathLike):
+        named = fspath(named)
+    if isinstance(named, str):
+        check_spec(named)
+    elif named is None or isinstance(named, list | tuple | dict):
+        raise UserError("one drafter must be named; 'none' decodes plainly")
+    elif not isinstance(named, Proposer):
+        raise UserError(
+            f"drafter is a folder, a name or a draftsmith.Proposer, not {type(named).__name__}"
+        )
+    elif profile is not None:
+        raise UserError("a profile goes with a drafter by its name or folder, not with a proposer")
+    loaded = _loaded(target, tokenizer, options)
+    if compile:
+        prepare_to_compile(loaded.device)
+        loaded.compiled = True
+    if isinstance(named, str):
+        tuned = None
+        if profile is not None:
+            tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch)
+        named = load_proposer(named, loaded, log.warning, tuned, choose=True)
+    return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
+
+
+def _loaded(target: Any, tokenizer: Any, options: dict[str, Any]) -> Target:
+    """Return the target that `load` is given. Raises `UserError`."""
+    if isinstance(target, str | PathLike):
+        target = _known(TargetConfig, {"path": fspath(target), **options}, load)
     elif options:
         raise UserError(
             f"{', '.join(options)}: a loaded target, or one with a config, takes no options"
         )
     if isinstance(target, PreTrainedModel):
-        target = target_of(target, tokenizer)
-    elif tokenizer is not None:
+        return target_of(target, tokenizer)
+    if tokenizer is not None:
         raise UserError(
             "tokenizer goes with a model that is loaded already; a target in a folder has its own"
         )
     if isinstance(target, TargetConfig):
-        target = load_for_decoding(target)
-    elif not isinstance(target, Target):
+        return load_for_decoding(target)
+    if not isinstance(target, Target):
         raise UserError(
             f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}"
         )
-    if compile:
-        prepare_to_compile(target.device)
-        target.compiled = True
-    if drafter is None or isinstance(drafter, list | tuple | dict):
-        raise UserError("one drafter must be named; 'none' decodes plainly")
-    if isinstance(drafter, Drafter):
-        drafter = drafter.folder
-    if isinstance(drafter, str | Path):
-        drafter = load_proposer(drafter, target, log.warning, tuned, choose=True)
-    if not isinstance(drafter, Proposer):
-        raise UserError(
-            f"drafter is a folder, a name or a draftsmith.Proposer, not {type(drafter).__name__}"
-        )
-    drafter = guarded(with_name(drafter), type(drafter).__name__, target)
-    return Decoder(target, drafter)
+    return target

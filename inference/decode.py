@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from .detokenize import StopStrings
+from .own_drafters import is_users, reported, wrong_tree
 from .proposer import Accepted, Prompts, Proposer
 from .rounds import recorded
 from .rounds.cache import StaticCache, TreeCache
@@ -191,18 +192,19 @@ def decode(
     batch = _RunningBatch(target, proposer, requests, max_new_tokens, sampling, ends)
     # After `_RunningBatch` was made: a prompt that it refuses must not leave the proposer marked.
     proposer.in_use = True
-    try:
-        given_up = yield batch.start()
-        while batch.rows:
-            if given_up:
-                batch.drop(given_up)
-            given_up = (yield batch.round()) if batch.rows else None
-        # On a GPU the last rounds' times are known only when their events have happened.
-        batch.clock.settle(wait=True)
-    finally:
-        proposer.in_use = False
-        proposer.finish()
-        target.kept_cache.put(batch.cache)
+    with reported(type(proposer)):
+        try:
+            given_up = yield batch.start()
+            while batch.rows:
+                if given_up:
+                    batch.drop(given_up)
+                given_up = (yield batch.round()) if batch.rows else None
+            # On a GPU the last rounds' times are known only when their events have happened.
+            batch.clock.settle(wait=True)
+        finally:
+            proposer.in_use = False
+            proposer.finish()
+            target.kept_cache.put(batch.cache)
 
 
 def pays_to_compile(device: torch.device, rows: int) -> bool:
@@ -275,6 +277,8 @@ class _RunningBatch:
             for index, request in enumerate(requests)
         ]
         self.clock = Clock(target.device)
+        # Trees of a user's own drafter are looked at, but for those of a recorded round.
+        self._users = is_users(type(proposer)) and not proposer.traceable
         # of static rounds: the drafts that the last round made, and a round that is not read yet
         self._drafts: DraftTree | None = None
         self._launched: Accepted | None = None
@@ -355,22 +359,19 @@ class _RunningBatch:
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
-        accepted = self._static_round() if self.compiled else self._round()
+        if self.compiled:
+            accepted = self._static_round()
+        else:  # whose shapes follow what was accepted; the host reads that on the way
+            tree, taps = self._propose(), self.proposer.taps
+            self.draws.reserve(self.cache.longest + tree.nodes)
+            accepted = verify(self.target, tree, self.cache, self.draws, taps, clock)
+            self._commit(accepted)
         records = [Round.of(accepted, row.place, len(self.rows)) for row in self.rows]
         steps = self._take([accepted.tokens[row.place] for row in self.rows], records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
         return steps
-
-    def _round(self) -> Accepted:
-        """Run a round whose shapes follow what was accepted; the host reads that on the way."""
-        tree = self._propose()
-        self.draws.reserve(self.cache.longest + tree.nodes)
-        taps = self.proposer.taps
-        accepted = verify(self.target, tree, self.cache, self.draws, taps, self.clock)
-        self._commit(accepted)
-        return accepted
 
     def _static_round(self) -> Accepted:
         """Run a round of fixed shapes, compiled or recorded.
@@ -403,6 +404,8 @@ class _RunningBatch:
             tree = recorded.propose(self.target, self.proposer, self.root, self.draws)
         else:
             tree = self.proposer.propose(self.root, self.draws)
+        if self._users and (wrong := wrong_tree(tree, self.root, self.proposer, self.target)):
+            raise UserError(f"drafter {self.proposer.name}: {wrong}")
         self.clock.mark("draft")
         return tree
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,10 +22,10 @@ from ..heads.artifact import OWN_FILE, Artifact, own_method, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
-from .own_drafters import check_own, class_named, guarded, is_own, make_own
+from .own_drafters import check_own, checked_proposer, class_named, is_own, make_own
+from .proposer import Given as Given
 from .proposer import Proposer
 from .settings import DTYPES, dtype_named
-from .targets.packed import pack_drafter
 from .targets.target import Target, TargetSource
 from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 
@@ -113,14 +113,6 @@ NAME = re.compile(r"[\w.+-]{1,40}")
 """Names that a user may give to drafters."""
 
 
-class Given(NamedTuple):
-    """Words by which a user named a drafter, and from which `evaluation/names.py` names it."""
-
-    spec: str
-    suffix: str = ""
-    """End of its name that tells it from other ways to decode with it: `:tuned`."""
-
-
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Split `name[:key=value,...]` into name and settings. Raises `UserError`."""
     name, colon, rest = spec.rpartition(":")
@@ -155,7 +147,7 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
     """
     name, settings = parse_spec(str(spec))
     about_tree = (*TREE_SETTINGS, *others)
-    rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
+    rest = written({key: value for key, value in settings.items() if key not in about_tree})
     return f"{name}:{rest}" if rest else name
 
 
@@ -171,19 +163,6 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     if first in UNTRAINED and first != name:
         raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
     if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
-        module, _, last = name.rpartition(":")
-        if module and Path(last).is_dir():
-            raise UserError(
-                f"{name} is not a drafter: settings are written key=value, such as "
-                f"{module}:folder={last}"
-            )
-        file, _, attribute = name.partition(":")
-        if file.endswith(".py"):
-            dotted = ".".join(Path(file).with_suffix("").parts)
-            raise UserError(
-                f"{name} is not a drafter: name the class in its module, such as "
-                f"{dotted}:{attribute or 'Class'}"
-            )
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
@@ -297,14 +276,14 @@ def load_proposer(
 
     The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
     drafter without settings drafts the tree that its artifact names for the target's device, or
-    else the one that is expected to pay there, and
-    `inform` gets a line about it (`warn`, if none is expected to); otherwise it drafts as it was
-    evaluated in training. `warn` gets notices for the user. Raises `UserError`.
+    else the one that is expected to pay there, and `inform` gets a line about it (`warn`, if none
+    is expected to); otherwise it drafts as it was evaluated in training. `warn` gets notices for
+    the user. Raises `UserError`.
     """
     spec = str(spec) if tuned is None else without_tree(spec)
     name, settings = check_spec(spec)
     settings.pop("name", None)
-    named = ",".join(f"{key}={value}" for key, value in settings.items())
+    named = written(settings)
     if is_own_drafter(name):
         if tuned is not None:
             refuse_own(name, "a profile, tune or --like")
@@ -312,68 +291,68 @@ def load_proposer(
         own.given = Given(spec)
         return own
     settings |= tuned or {}
-    chosen: dict[str, Any] = {}
     lookup: dict[str, Any] = {}
-    given: tuple[Any, ...] = ()
-    if name in UNTRAINED:
-        kind = UNTRAINED[name]
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
-    elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
+    is_model = kind_of(name) is MODEL_FOLDER
+    if name in UNTRAINED or is_model:
+        kind = UNTRAINED.get(name, MODEL_FOLDER)
+        made_of = [*([name] if is_model else []), *([target] if kind.needs_target else [])]
+    else:
         dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
         artifact = Artifact.load(
             name, target.fingerprint(), target.embedding_and_head_in(dtype), warn
         )
         place(artifact.drafter, target.device, dtype)
-        kind, given = kind_made_of(artifact), (artifact,)
-        lookup = {
-            key: settings.pop(key) for key in LOOKUP_SETTINGS if kind.lookups and key in settings
-        }
+        kind, made_of = kind_made_of(artifact), [artifact]
+        if kind.lookups:
+            lookup = {key: settings.pop(key) for key in LOOKUP_SETTINGS if key in settings}
         if choose and not settings:
             assert isinstance(target, Target)
-            trees = importlib.import_module(".proposers.default_tree", __package__)
-            if (best := trees.default_tree(artifact, target)) is not None:
-                chosen = best.settings
-                drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
-                device = target.device.type
-                if best.gain is None:
-                    inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
-                elif best.gain > 1:
-                    inform(
-                        f"{name} drafts with {drawn}, the tree expected to be fastest on a {device}"
-                    )
-                else:
-                    warn(
-                        f"no tree of {name} is expected to gain on a {device}: with the best, "
-                        f"{drawn}, some {best.gain:.2f}x the speed of plain decoding"
-                    )
-    else:
-        kind, given = MODEL_FOLDER, (name,)
-    if kind.needs_target:
-        given = (*given, target)
-    proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
+            settings = _default_settings(artifact, target, name, warn, inform)
+    proposer = kind.maker(*made_of, **kind.split(name, settings))
     # Nothing else has this drafter, which was read from its files just now.
-    reference = isinstance(target, Target) and target.reference
-    if hasattr(proposer, "lay_out"):  # a draft model
-        if not reference:
-            proposer.lay_out()
-    elif reference and hasattr(proposer, "takes_kernel"):
-        proposer.takes_kernel = False
-    elif kind.trained and isinstance(target, Target) and target.laid_out:
-        pack_drafter(proposer.drafter)
+    proposer.lay_out(isinstance(target, Target) and target.reference)
     if lookup:
         trees = importlib.import_module(".proposers.default_tree", __package__)
         module = importlib.import_module(".proposers.with_lookup", __package__)
-        prior = trees.expected_tokens(given[0].calibration, proposer.plan)
+        prior = trees.expected_tokens(made_of[0].calibration, proposer.plan)
         proposer = module.WithLookup(proposer, **lookup, prior=prior)
     if own_method(kind.module) is not None:
-        proposer = guarded(proposer, kind.module, target)
+        checked_proposer(proposer, kind.module, target)
     proposer.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
-        beside = ",".join(f"{key}={value}" for key, value in lookup.items())
-        proposer.name += f":{beside}:tuned" if beside else ":tuned"
-    elif named:
-        proposer.name += f":{named}"
+        named = written(lookup)
+    proposer.name += (f":{named}" if named else "") + proposer.given.suffix
     return proposer
+
+
+def _default_settings(
+    artifact: Artifact,
+    target: Target,
+    name: str,
+    warn: Callable[[str], None],
+    inform: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the settings of a drafter's default tree, none without; a line tells the user."""
+    trees = importlib.import_module(".proposers.default_tree", __package__)
+    if (best := trees.default_tree(artifact, target)) is None:
+        return {}
+    drawn, device = written(best.settings), target.device.type
+    if best.gain is None:
+        inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
+    elif best.gain > 1:
+        inform(f"{name} drafts with {drawn}, the tree expected to be fastest on a {device}")
+    else:
+        warn(
+            f"no tree of {name} is expected to gain on a {device}: with the best, {drawn}, some "
+            f"{best.gain:.2f}x the speed of plain decoding"
+        )
+    return best.settings
+
+
+def written(settings: dict[str, Any]) -> str:
+    """Return settings as a user writes them: `length=4,width=1`."""
+    return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
 def check_drafter_dtype(name: str | None) -> torch.dtype | None:

@@ -1,22 +1,19 @@
-"""Drafters that live in other packages: `module:Class`, or the name of an entry point.
+"""Drafters that live in other packages: `module:Class`.
 
-A package names its own in the group `draftsmith.proposers` of its entry points. Importing runs the
-code of that module, as the user asked by naming it.
+Importing runs the code of that module, as the user asked by naming it.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +24,17 @@ from ..heads.errors import UserError, first_line, out_of_memory
 from .proposer import Proposer
 from .rounds.tree import NO_NODE, DraftTree
 
-GROUP = "draftsmith.proposers"
 CLASS = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 """`package.module:Class`."""
-METHODS = ("prefill", "commit", "keep", "stop", "finish")  # of a proposer, besides `propose`
 
 
 def is_own(name: str) -> bool:
-    """Return True if `name` has the form of a class in a module, or is an entry point's."""
-    return CLASS.fullmatch(name) is not None or name in entry_point_names()
-
-
-def entry_point_names() -> dict[str, EntryPoint]:
-    """Return the entry points of installed packages by their names."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    """Return True if `name` has the form of a class in a module."""
+    return CLASS.fullmatch(name) is not None
 
 
 def own_name(name: str) -> str:
-    """Return what tables call it: the class without its module, or the entry point."""
+    """Return what tables call it: the class without its module."""
     return name.rpartition(":")[2]
 
 
@@ -68,11 +58,6 @@ def check_own(name: str, settings: dict[str, Any]) -> Any:
     try:
         signature.bind(**given)
     except TypeError as error:
-        if "artifact" in signature.parameters:
-            raise UserError(
-                f"drafter {name} drafts with a trained drafter's weights; name the class of its "
-                "method, with folder=FOLDER"
-            ) from error
         known = ", ".join(key for key in signature.parameters if key != "target")
         raise UserError(f"drafter {name}: {error}; it takes {known or 'no settings'}") from error
     return make
@@ -99,7 +84,7 @@ def make_own(name: str, settings: dict[str, Any], target: Any) -> Proposer:
             f"drafter {name} makes a {type(proposer).__name__}; it has to be a subclass of "
             "draftsmith.Proposer"
         )
-    return guarded(with_name(proposer), name, target)
+    return checked_proposer(with_name(proposer), name, target)
 
 
 def _said(error: Exception) -> str:
@@ -132,13 +117,10 @@ def files_of(name: str, settings: dict[str, Any]) -> list[Path]:
     return [*([Path(source)] if source else []), *files, *weights]
 
 
-def guarded(proposer: Proposer, label: str, target: Any) -> Proposer:
-    """Return a proposer of a user's class, whose mistakes become one line that names `label`.
+def checked_proposer(proposer: Proposer, label: str, target: Any) -> Proposer:
+    """Return a proposer, if what it declares is sound. Raises `UserError` that names `label`.
 
-    An exception in one of its methods, and a tree that cannot be verified, raise `UserError`.
-    Proposers of draftsmith's own stay as they are, and so do those whose methods are a part of a
-    recorded round. Raises `UserError` for one without a sound `max_drafted`, and for taps that the
-    `target` does not have.
+    What its methods do is looked at in decoding: see `reported` and `wrong_tree`.
     """
     most = getattr(proposer, "max_drafted", None)
     if most is None:
@@ -152,55 +134,20 @@ def guarded(proposer: Proposer, label: str, target: Any) -> Proposer:
             raise UserError(
                 f"drafter {label} reads tap {tap!r}; the target has taps 0 to {target.num_layers}"
             )
-    base: Any = getattr(type(proposer), "guarded_class", type(proposer))
-    if proposer.traceable or base.__module__.split(".")[0] == __name__.split(".")[0]:
-        return proposer
-    # A class, and not methods of the object: a batch drafts with a copy of the object.
-    members: dict[str, Any] = {name: _reported(getattr(base, name), label) for name in METHODS}
-    members["propose"] = _checked(_reported(base.propose, label), label, target.vocab_size)
-    members |= {"guarded_class": base, "__slots__": ()}
-    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    object.__setattr__(proposer, "__class__", type(base)(base.__name__, (base,), members))
     return proposer
 
 
-def _reported(method: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Return a method of a user's class whose exceptions become `UserError`s that name `label`."""
-
-    @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        try:
-            return method(self, *arguments, **named)
-        except UserError:
-            raise
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            where = f"drafter {label} failed in {method.__name__}"
-            raise UserError(f"{where}: {_said(error)}") from error
-
-    return call
+def is_users(cls: type) -> bool:
+    """Return True for a class that is not draftsmith's own."""
+    return cls.__module__.split(".")[0] != __name__.split(".")[0]
 
 
-def _checked(propose: Callable[..., Any], label: str, vocab_size: int) -> Callable[..., DraftTree]:
-    """Return the method `propose` of a user's class, whose trees are checked."""
-
-    @functools.wraps(propose)
-    def call(self: Any, root: Tensor, *arguments: Any, **named: Any) -> DraftTree:
-        tree = propose(self, root, *arguments, **named)
-        if not isinstance(tree, DraftTree):
-            wrong = f"propose returned {type(tree).__name__}; it has to return a DraftTree"
-            raise UserError(f"drafter {label}: {wrong}")
-        if (wrong := wrong_tree(tree, root, self.max_drafted, vocab_size)) is not None:
-            raise UserError(f"drafter {label}: {wrong}")
-        return tree
-
-    return call
-
-
-def wrong_tree(tree: DraftTree, root: Tensor, most: int, vocab_size: int) -> str | None:
-    """Return why a tree for `root` `[B]` cannot be verified, or None."""
+def wrong_tree(tree: object, root: Tensor, proposer: Proposer, target: Any) -> str | None:
+    """Return why `target` cannot verify what `proposer` drafted for `root` `[B]`, or None."""
+    if not isinstance(tree, DraftTree):
+        return f"propose returned {type(tree).__name__}; it has to return a DraftTree"
     tokens, parents = tree.tokens, tree.parents
+    most, vocab_size = proposer.max_drafted, target.vocab_size
     for name, found in (("tokens", tokens), ("parents", parents)):
         if found is None:
             continue
@@ -224,30 +171,28 @@ def wrong_tree(tree: DraftTree, root: Tensor, most: int, vocab_size: int) -> str
 
 @contextmanager
 def reported(cls: type) -> Iterator[None]:
-    """Turn exceptions that pass through the module of a user's class into `UserError`s of one line.
+    """Turn exceptions that pass through the modules of a user's class into `UserError`s.
 
-    The line names the place in that module. Those of a class of draftsmith stay as they are.
+    Their line names the place there. Those of a class of draftsmith stay as they are.
     """
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    modules = {base.__module__ for base in cls.__mro__ if is_users(base)} - {"builtins"}
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [frame for frame in frames if frame.filename == file]
-        ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
-        if ours or not places or out_of_memory(error):
+        frames = traceback.walk_tb(error.__traceback__)
+        places = [place for place in frames if place[0].f_globals.get("__name__") in modules]
+        if not is_users(cls) or not places or out_of_memory(error):
             raise
-        where = f"{os.path.relpath(places[-1].filename)}, line {places[-1].lineno}"
+        frame, line = places[-1]
+        where = f"{os.path.relpath(frame.f_code.co_filename)}, line {line}"
         raise UserError(f"{cls.__name__} failed in {where}: {_said(error)}") from error
 
 
 def class_named(name: str) -> Any:
     """Return the class or function that `name` stands for. Raises `UserError`."""
     try:
-        if (point := entry_point_names().get(name)) is not None:
-            return point.load()
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.append(os.getcwd())  # a module next to which the command was started
         path, _, attribute = name.partition(":")

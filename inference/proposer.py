@@ -6,7 +6,7 @@ Shapes: B rows of a batch, S prompt positions (padded on the right), H hidden si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +33,14 @@ class Prompts:
     """The target's cache, for drafters that run the target's own layers."""
 
 
+class Given(NamedTuple):
+    """Words by which a user named a drafter, and from which `evaluation/names.py` names it."""
+
+    spec: str
+    suffix: str = ""
+    """End of its name that tells it from other ways to decode with it: `:tuned`."""
+
+
 class Proposer:
     """Drafter in use for one batch; it owns the drafter's state.
 
@@ -56,6 +64,8 @@ class Proposer:
     """The drafter's module, which says what it is; None for one without weights."""
     plan: Any = None
     """Plan by which it drafts, where it has one."""
+    given: Given | None = None
+    """Words by which a user named it, where it was loaded by them."""
     in_use: bool = False
     """True while it has a batch, to which its state belongs."""
 
@@ -73,6 +83,12 @@ class Proposer:
     def weight_bytes(self) -> int:
         """Bytes of the drafter's own weights, without those of the target that it runs too."""
         return 0
+
+    def lay_out(self, reference: bool) -> None:
+        """Prepare weights that nobody else has for decoding; they cannot be trained afterwards.
+
+        With `reference` they stay as they are, and are run by torch's operators alone.
+        """
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""

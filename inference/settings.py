@@ -175,10 +175,9 @@ class TargetConfig:
     compile: bool = False
     """Run a round as one function over buffers of fixed size: on a GPU a CUDA graph, recorded in
     about a second; on a CPU compiled, which takes up to two minutes and is kept on disk."""
-    spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
+    spread: Literal["whole", "fsdp", "devices"] = "whole"
     """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
-    sharded over all ranks; tensor: every layer split between them (tensor parallelism, for models
-    with a plan in transformers); devices: layers laid over the GPUs of one process."""
+    sharded over all ranks; devices: layers laid over the GPUs of one process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Give it only for sources that you trust."""
     allow_added_tokens: bool = False

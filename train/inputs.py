@@ -14,7 +14,7 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import Fingerprint, changed_numbers, hash_of
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config, read_tokenizer
-from ..inference.targets.ranks import on_first
+from ..inference.targets.spread import on_first
 from ..inference.targets.stored import (
     HeldOutText,
     StoredTarget,

@@ -27,7 +27,7 @@ from ..inference.console import Progress, several
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
 from ..inference.own_drafters import reported
-from ..inference.targets.ranks import on_first
+from ..inference.targets.spread import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there

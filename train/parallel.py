@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..heads.errors import UserError, first_line
 from ..heads.locks import only_writer
-from ..inference.targets.ranks import on_first
+from ..inference.targets.spread import on_first
 from .config import Optim, RunConfig
 from .objectives import TrainingModule
 

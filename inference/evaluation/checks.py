@@ -16,12 +16,12 @@ from ..conversations.prompts import Prompt, read_prompts
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
+from ..profile import read_profile
 from ..settings import RowSource, TargetConfig, check_url
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
 from .options import EvaluateOptions as Options
-from .tuning.profile import read_profile
 
 N = TypeVar("N", int, float)
 

@@ -38,7 +38,8 @@ from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
-from ..own_drafters import files_of, guarded
+from ..own_drafters import checked_proposer, files_of
+from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
@@ -65,7 +66,7 @@ from .results import (
     write_report,
 )
 from .server import report as live_report
-from .tuning.profile import Tuned, TuningProfile, key_of, machine_of, untuned
+from .tuning.profile import Tuned, untuned
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def evaluate_drafters(
         log.warning("%s", why)
     check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target), dict[str, str]()
-    own = [guarded(one, one.name, target) for one in own]
+    own = [checked_proposer(one, one.name, target) for one in own]
     proposers = [*loaded.values(), *own]
     further_ways = tuned_and_served(options, target, left_out)
     # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file

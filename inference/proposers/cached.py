@@ -41,7 +41,7 @@ class CachedProposer(Planned):
         # that cannot has the slots of a round beyond those of the target's.
         guess = 2 * length + 64
         capacity = (guess if most is None else min(guess, most)) + beyond
-        self._cache = prompts.cache.for_drafter(self._kept, batch, capacity, beyond, self._device)
+        self._cache = self._kept.beside(prompts.cache, batch, capacity, beyond, self._device)
 
     @property
     def own_cache(self) -> TreeCache | None:
@@ -78,6 +78,9 @@ class FeatureProposer(CachedProposer):
         # Positions that the target has decided and the cache lacks: fused features [B, A, H] and
         # what else the drafter needs of them, and how many of them each row has.
         self._new: tuple[tuple[Tensor, ...], Counts] | None = None
+
+    def lay_out(self, reference: bool) -> None:
+        self.takes_kernel = self.takes_kernel and not reference
 
     @property
     def _by_kernel(self) -> bool:

@@ -92,11 +92,11 @@ class DraftModelProposer(CachedProposer):
         self._slots = prompts.lengths.new_zeros(0)
         self._next = Counts([1] * len(lengths), torch.ones_like(prompts.lengths))
 
-    def lay_out(self) -> None:
-        """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
+    def lay_out(self, reference: bool) -> None:
         # Its rounding is its own affair: drafts decide about speed, not about the text.
-        self.model.fuse(move=True)
-        self.model.pack()
+        if not reference:
+            self.model.fuse(move=True)
+            self.model.pack()
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         first = self._fitted(self.model.head(self._catch_up(self._read(root))))

@@ -21,7 +21,6 @@ from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
-from ..targets.packed import packed_bytes
 from ..tree_settings import MOST, Ranks, TreeSettings, positive
 from .growth import Continue, Level, Slots, grow_dynamic, grow_fixed
 
@@ -249,7 +248,7 @@ class Planned(Proposer):
 
     @property
     def weight_bytes(self) -> int:
-        return bytes_of(self.drafter) + packed_bytes(self.drafter)
+        return bytes_of(self.drafter)
 
     def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""

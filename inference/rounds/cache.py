@@ -160,15 +160,6 @@ class TreeCache(Cache):
         """Return the columns that a tensor of `counts` positions of each row needs, of `most`."""
         return max(counts.here)
 
-    def for_drafter(
-        self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
-    ) -> TreeCache:
-        """Return an empty cache of `capacity` slots for a drafter of the target that has this one.
-
-        A static one has `more` slots than this cache.
-        """
-        return TreeCache(batch, capacity, device)
-
     def open(self, count: int, masked: bool) -> None:
         """Make space for a forward pass of `count` positions, and determine the slots it writes.
 
@@ -288,7 +279,8 @@ class TreeCache(Cache):
         `counts` are the positions of each row in all chunks. Example: in chunks of 3, rows of 5 and
         2 positions commit 3 and 2, then 2 and 0.
         """
-        self.commit([min(max(count - start, 0), width) for count in counts.here])
+        here = [min(max(count - start, 0), width) for count in counts.here]
+        self.commit(Counts(here, (counts.there - start).clamp(0, width)))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
@@ -354,13 +346,6 @@ class StaticCache(TreeCache):
 
     def width(self, counts: Counts, most: int) -> int:
         return most
-
-    def for_drafter(
-        self, kept: KeptCache, batch: int, capacity: int, more: int, device: torch.device
-    ) -> TreeCache:
-        cache = kept.take(batch, self.capacity + more, device)
-        cache.running = self.running
-        return cache
 
     def place_draws(self, draws: Draws) -> Draws:
         """Return the choices of a new batch over tensors that stay where they are."""
@@ -429,9 +414,6 @@ class StaticCache(TreeCache):
             self.starts().add_(send(counts, self.device))
             self._lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
 
-    def commit_chunk(self, start: int, width: int, counts: Counts) -> None:
-        self.commit(Counts([], (counts.there - start).clamp(0, width)))
-
     def stop(self, rows: Sequence[int]) -> None:
         """Let batch rows idle: what they still compute is written over in every round."""
         self.running.index_fill_(0, send(rows, self.device), 0)
@@ -467,6 +449,19 @@ class KeptCache:
             return StaticCache(batch, capacity, device, layers)
         cache.reset()
         return cache
+
+    def beside(
+        self, cache: TreeCache, batch: int, capacity: int, more: int, device: torch.device
+    ) -> TreeCache:
+        """Return an empty cache of `capacity` slots for a drafter of the target that has `cache`.
+
+        Next to a static one it is static, with `more` slots than that.
+        """
+        if not isinstance(cache, StaticCache):
+            return TreeCache(batch, capacity, device)
+        own = self.take(batch, cache.capacity + more, device)
+        own.running = cache.running
+        return own
 
     def put(self, cache: TreeCache) -> None:
         """Keep the cache of a batch that has ended, if it is static."""

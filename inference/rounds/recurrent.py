@@ -18,61 +18,19 @@ V sizes of keys and values, C channels and W width of a convolution. Decays are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .device import fixed
+from .tree import Pass
 
 CHUNK = 64
 """Positions of a text that are computed at once."""
 CHANNEL_CHUNK = 16
 """The same where each channel has its own decay, whose pairs hold K numbers."""
-
-
-@dataclass
-class Course:
-    """Which positions of a forward pass follow which, for recurrent layers.
-
-    With `counts` the positions are a piece of a text, of which each row has so many; the layers
-    take them over in the pass. Without, they are tree nodes, which stay undecided until a commit.
-    """
-
-    counts: Tensor | None = None
-    """[B]: positions that each row has."""
-    documents: Tensor | None = None
-    """[B, N], with `counts`: numbers of the documents of packed rows, none of which sees another.
-    Documents of one number lie side by side; nothing is kept after the pass."""
-    written: Tensor | None = None
-    """[B, N] bool, with `counts`: positions that a model wrote one by one; None: none of them."""
-    depths: Tensor | None = None
-    """[1 | B, N]: depths of the nodes."""
-    visible: Tensor | None = None
-    """[1 | B, N, U] bool: the undecided slots on each node's path, with its own."""
-    slot_depths: Tensor | None = None
-    """[1 | B, U]: depths of all undecided slots."""
-    _windows: dict[int, Tensor] = field(default_factory=dict)
-    """Windows by the width of a convolution."""
-
-    def windows(self, width: int) -> Tensor:
-        """Return `[1 | B, N, W]`: the inputs of a convolution along each node's path.
-
-        They are indices into the W - 1 committed inputs followed by the undecided ones, the node's
-        own at the end. Example: with W = 3 the root, in slot 0, reads 0, 1 and 2, and a child of
-        it, in slot 4, reads 1, 2 and 6.
-        """
-        if width not in self._windows:
-            assert self.depths is not None and self.visible is not None
-            assert self.slot_depths is not None
-            back = torch.arange(width - 1, -1, -1, device=self.depths.device)
-            depths = self.depths[..., None] - back
-            # A path has one node of each depth. Negative depths are committed positions.
-            at_depth = self.slot_depths[:, None, None] == depths[..., None]
-            slots = (self.visible[:, :, None] & at_depth).to(torch.uint8).argmax(-1)
-            self._windows[width] = torch.where(depths < 0, depths, slots) + width - 1
-        return self._windows[width]
 
 
 @dataclass
@@ -130,7 +88,7 @@ class RecurrentState:
             self.added = Added(*(x.index_select(0, index) for x in self.added.parts()))
 
     def convolve(
-        self, new: Tensor, weight: Tensor, course: Course, bias: Tensor | None = None
+        self, new: Tensor, weight: Tensor, layout: Pass, bias: Tensor | None = None
     ) -> Tensor:
         """Return the convolution `[B, N, C]` of inputs `new` `[B, N, C]` by `weight` `[W, C]`.
 
@@ -143,8 +101,8 @@ class RecurrentState:
             self.inputs = new.new_zeros(batch, width - 1, channels)
         parts = [self.inputs] if self.new_inputs is None else [self.inputs, self.new_inputs]
         every = torch.cat([*parts, new], 1)
-        if course.counts is not None:
-            near = course.documents
+        if layout.counts is not None:
+            near = layout.documents
             before = None if near is None else functional.pad(near, (width - 1, 0), value=-1)
             mixed = torch.zeros_like(new, dtype=wide) if bias is None else bias.to(wide)
             for back in range(width):
@@ -153,10 +111,10 @@ class RecurrentState:
                     read = read * (before[:, back : back + count] == near)[..., None]
                 mixed = mixed + read * weight[back]
             if near is None:
-                self.inputs.copy_(_windows_after(every, course.counts, width - 1))
+                self.inputs.copy_(_windows_after(every, layout.counts, width - 1))
             return mixed.to(new.dtype)
         self.new_inputs = every[:, width - 1 :]
-        windows = course.windows(width)
+        windows = layout.windows(width)
         if len(windows) == 1:
             read = every[:, windows[0]]
         else:
@@ -165,7 +123,7 @@ class RecurrentState:
         mixed = (read * weight).sum(2)
         return (mixed if bias is None else mixed + bias.to(wide)).to(new.dtype)
 
-    def recur(self, terms: Terms, delta: bool, course: Course) -> Tensor:
+    def recur(self, terms: Terms, delta: bool, layout: Pass) -> Tensor:
         """Return what the positions read, `[B, G, R, N, V]`.
 
         `delta`: values are corrected by what the matrix holds for their keys.
@@ -173,11 +131,11 @@ class RecurrentState:
         if self.matrix is None:
             shape = *terms.values.shape[:3], terms.keys.shape[-1], terms.values.shape[-1]
             self.matrix = terms.values.new_zeros(shape)
-        if course.counts is not None:
-            return self._over_text(terms, delta, course.counts, course.documents)
-        assert course.visible is not None
+        if layout.counts is not None:
+            return self._over_text(terms, delta, layout.counts, layout.documents)
+        assert layout.visible is not None
         read, self.added = over_nodes(
-            self.matrix, self.added, terms, delta, course.visible[:, None, None]
+            self.matrix, self.added, terms, delta, layout.visible[:, None, None]
         )
         return read
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device import send
+
 # Token of a missing node, and padding of node ids. It is no token id, so that it never equals the
 # target's choice; the tables of Medusa's own code pad with token 0, which can.
 NO_NODE = -1
@@ -236,6 +238,85 @@ class DraftTree:
         # NO_NODE cannot be an index; what it reads as node 0 is replaced below.
         tokens = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
         return torch.where(paths < 0, NO_NODE, tokens)
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """Where the positions of a forward pass are, and what they see.
+
+    Without `depths` they are texts, each position after the one before it, and with a cache the
+    next piece of its texts. With `depths` they are tree nodes over a cache, whose committed
+    positions are followed by U undecided slots, of which these N nodes are the last.
+    """
+
+    positions: Tensor | None = None
+    """[B, N]; None: those that follow from the rest. Without a cache positions that restart mark
+    the documents of a packed row, and no document sees another."""
+    documents: Tensor | None = None
+    """[B, N], on the CPU: numbers of the documents of packed rows. A model that
+    `attends_in_documents` keeps documents apart by them, without a mask."""
+    counts: Tensor | None = None
+    """[B]: positions that each row has of this piece of its text, all of which are committed next.
+    Recurrent layers take them over in the pass, and the others change nothing there."""
+    written: Tensor | None = None
+    """[B, N] bool, in texts: positions of replies, which the model wrote one by one. Some
+    recurrent layers limit their steps in prompts alone."""
+    depths: Tensor | None = None
+    """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
+    visible: Tensor | None = None
+    """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
+    slot_depths: Tensor | None = None
+    """[1 | B, U]: depths of all undecided slots; None: they are the nodes, with `depths`."""
+    _windows: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def undecided_depths(self) -> Tensor:
+        """Depths `[1 | B, U]` of all undecided slots, of tree nodes."""
+        depths = self.depths if self.slot_depths is None else self.slot_depths
+        assert depths is not None
+        return depths
+
+    def complete(self, ids: Tensor) -> Pass:
+        """Return the pass of `ids` `[B, N]` with all that recurrent layers read, on their device.
+
+        That are `counts` of texts, and `depths`, `visible` and `slot_depths` of tree nodes.
+        """
+        counts, device = self.counts, ids.device
+        if counts is None and (self.documents is not None or self.written is not None):
+            counts = torch.full((len(ids),), ids.shape[1], device=device)
+        if counts is not None:
+            documents, written = (
+                None if part is None else send(part, device)
+                for part in (self.documents, self.written)
+            )
+            return Pass(counts=counts, documents=documents, written=written)
+        depths = self.depths
+        if depths is None:
+            depths = torch.arange(ids.shape[1], device=device)[None]
+        slot_depths = depths if self.depths is None else self.undecided_depths
+        visible = self.visible
+        if visible is None:
+            # All undecided slots, which are a chain: a text is one that sees no later position.
+            visible = depths[:, :, None] >= slot_depths[:, None]
+        return Pass(depths=depths, visible=visible, slot_depths=slot_depths)
+
+    def windows(self, width: int) -> Tensor:
+        """Return `[1 | B, N, W]`: the inputs of a convolution along each node's path.
+
+        They are indices into the W - 1 committed inputs followed by the undecided ones, the node's
+        own at the end. Example: with W = 3 the root, in slot 0, reads 0, 1 and 2, and a child of
+        it, in slot 4, reads 1, 2 and 6.
+        """
+        if width not in self._windows:
+            assert self.depths is not None and self.visible is not None
+            assert self.slot_depths is not None
+            back = torch.arange(width - 1, -1, -1, device=self.depths.device)
+            depths = self.depths[..., None] - back
+            # A path has one node of each depth. Negative depths are committed positions.
+            at_depth = self.slot_depths[:, None, None] == depths[..., None]
+            slots = (self.visible[:, :, None] & at_depth).to(torch.uint8).argmax(-1)
+            self._windows[width] = torch.where(depths < 0, depths, slots) + width - 1
+        return self._windows[width]
 
 
 def named(tree: DraftTree, root: Tensor, ids: Tensor | None) -> DraftTree:

@@ -19,8 +19,8 @@ from ...heads.files import JsonObject
 from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
-from ..evaluation.tuning.profile import TuningProfile, read_profile
 from ..keys import read_key
+from ..profile import TuningProfile, read_profile
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
 from ..targets.generation_settings import other_sampling

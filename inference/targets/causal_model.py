@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,17 +23,15 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ...heads.pretrained import known_reason
-from ..kernels.decoder import KernelDecoder
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.recurrent import RecurrentStates
-from ..rounds.tree import TreeShape
-from .documents import Spans, in_documents, spans_of
+from ..rounds.tree import Pass, TreeShape
 from .fused import FusedDecoder, of_llama_form
-from .masks import Pass, packed_mask, tree_mask
-from .mixers import course_of, limit_steps, mixers_of, over, unknown_mixers
+from .masks import Spans, in_documents, packed_mask, spans_of, tree_mask
+from .mixers import install, limit_steps, mixers_of, over, unknown_mixers
 from .model_head import KINDS_OF_ATTENTION, RECURRENT_KINDS, STATELESS_KINDS, ModelHead
-from .packed import PackedLinear, best_packing, is_plain, linears_of, pack_linears
+from .packed import PackedLinear, is_plain, linears_of, pack_linears, pays_to_pack
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ PREFILL_CHUNK = 2048
 TAPS_BY_NUMBER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 """True if transformers keeps single hidden states by their index in `hidden_states`."""
 PROMPT = 3  # tokens before the tree of a trial
+TRIAL_LENGTHS = (PROMPT - 1, PROMPT)
+"""Those of its two rows."""
 TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 """Tree of a trial; its last node's parent is not the node before it."""
 TRIAL_LEAVES = (4, 5)
@@ -91,7 +92,8 @@ class CausalModel(ModelHead):
         self.mixers = mixers_of(self.decoder)
         """Recurrent layers, which run over trees by functions of their own; empty: none."""
         self._check_mixers()
-        self.fused: KernelDecoder | None = None
+        install(self.mixers)
+        self.fused: FusedDecoder | None = None
         """Forward pass of decoding with fewer operators; None: transformers' own."""
         self.packed_bytes = 0
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
@@ -151,8 +153,8 @@ class CausalModel(ModelHead):
         if layout.depths is not None:
             assert cache is not None, "tree nodes follow the positions of a cache"
             ids = ids.clamp(0, self.vocab_size - 1)
-            slots = layout.depths if layout.slot_depths is None else layout.slot_depths
-            in_tree = cache.positions(layout.depths, slots.shape[1], self.max_positions - 1)
+            slots = layout.undecided_depths.shape[1]
+            in_tree = cache.positions(layout.depths, slots, self.max_positions - 1)
             mask = layout if self._kernels_take(ids) else self.tree_mask(layout, in_tree, cache)
             positions = in_tree.expand(len(ids), -1) if positions is None else positions
         if layout.documents is not None and self.attends_in_documents:
@@ -175,9 +177,8 @@ class CausalModel(ModelHead):
                 # Without a cache transformers' own layers run, which know neither documents nor
                 # which positions were written one by one.
                 states = RecurrentStates() if cache is None else cache.recurrent
-                course = course_of(layout, ids)
-                stack.enter_context(over(self.mixers, states, course))
-            if spans is not None:  # once no other thread's pass runs over recurrent layers
+                stack.enter_context(over(states, layout.complete(ids)))
+            if spans is not None:
                 stack.enter_context(in_documents(decoder))
             hidden = Hidden(*run_decoder(decoder, ids, positions, mask, cache, taps, spans))
         if self.spread == "devices":  # each layer's states lie where the layer does
@@ -198,30 +199,29 @@ class CausalModel(ModelHead):
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.num_layers
         if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
             return
-        expected = self._trials()
         windows = {
             kind: None if self._mixed and kind != "sliding_attention" else self.window
             for kind in kinds
         }
-        self.fused = KernelDecoder(self.decoder, kinds, move, windows)
-        if self.fused.kernels_fit(self.dtype, self.device):
-            self.fused.takes_trees = True
+        expected = self._trials()
+        self.fused = FusedDecoder(self.decoder, kinds, move, windows)
+        fit = self.fused.kernels_fit(self.dtype, self.device)
+        for kernels in (True, False) if fit else (False,):
+            self.fused.takes_trees = kernels
             reason = self._failed(expected)
-            reason = reason or self.fused.attention_fault(self.dtype, self.device)
+            if kernels and not reason:
+                reason = self.fused.attention_fault(self.dtype, self.device)
             if not reason:
                 return
-            log.info("%s: the kernels for trees are not used: %s", self._called, reason)
-            self.fused.takes_trees = False
-        reason = self._failed(expected)
-        if reason:
-            log.info("%s: transformers' forward pass is used: %s", self._called, reason)
-            self.fused = None
+            what = "kernels for trees are" if kernels else "fused pass is"
+            log.info("%s: the %s not used: %s", self._called, what, reason)
+        self.fused = None
 
-    def _trials(self) -> list[list[Tensor]]:
+    def _trials(self) -> list[list[Hidden]]:
         """Return the states of a trial at each of its starts, after every layer."""
-        return [self._trial_states(tuple(range(self.num_layers)), s) for s in self.trial_starts]
+        return [self._trial(start, tuple(range(self.num_layers))) for start in self.trial_starts]
 
-    def _failed(self, expected: list[list[Tensor]]) -> str:
+    def _failed(self, expected: list[list[Hidden]]) -> str:
         """Return why the fused forward pass does not give the `expected` trials; empty: it does."""
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
         try:
@@ -230,9 +230,11 @@ class CausalModel(ModelHead):
             if not self._kernels_take(self._trial_ids()[None]):
                 raise
             return first_line(error)
-        for start, mine, states in zip(self.trial_starts, found, expected, strict=True):
+        for start, mine, theirs in zip(self.trial_starts, found, expected, strict=True):
             # Each state by itself, since their sizes differ by factors of hundreds.
-            error = max(map(relative_error, mine, states), key=nan_last)
+            pairs = zip(mine, theirs, strict=True)
+            states = [zip((a.last, *a.taps), (b.last, *b.taps), strict=True) for a, b in pairs]
+            error = max((relative_error(*pair) for pair in chain(*states)), key=nan_last)
             if not error <= tolerance:
                 return (
                     f"the fused pass of {self.config.model_type} differs from transformers' by "
@@ -247,29 +249,23 @@ class CausalModel(ModelHead):
         return self.fused is not None and self.fused.takes(ids)
 
     def pack(self) -> None:
-        """Pack matrices for a CPU where a short measurement finds that faster.
+        """Pack matrices for a CPU, where that pays.
 
         The decoder's own matrices are released: it can be run, and not trained. Of the output
         matrix a packed copy is made: the original may be the embedding too, and drafters read it.
         """
-        if self.dtype not in (torch.float32, torch.bfloat16) or self.spread != "whole":
-            return
         layers = self.fused.layers if self.fused is not None else []
         # Those that decoding multiplies with: joint matrices, where there are any.
         owners = nn.ModuleList(layers) if layers else self.decoder
         linears = [linear for *_, linear in linears_of(owners)]
-        # Judged by itself: it is the largest matrix, and the one that verification slows down most.
-        if is_plain(self._output) and (packing := best_packing([self._output])):
-            self._multiply = PackedLinear(self._output, packing.least_rows)
-        if packing := best_packing(linears):
-            before = bytes_of(self.model)
-            pack_linears(self.decoder, layers, packing.least_rows)
-            self.packed_bytes = before - bytes_of(self.model)
-
-    def keep_layers(self, count: int) -> None:
-        """Decode with the first `count` layers only; the config says so already."""
-        if self.fused is not None:
-            self.fused = self.fused.first(count)
+        head = [self._output] if is_plain(self._output) else []
+        if self.spread != "whole" or not pays_to_pack([*linears, *head]):
+            return
+        if head:
+            self._multiply = PackedLinear(self._output)
+        before = bytes_of(self.model)
+        pack_linears(self.decoder, layers)
+        self.packed_bytes = before - bytes_of(self.model)
 
     def prefill(
         self,
@@ -338,20 +334,20 @@ class CausalModel(ModelHead):
     def _tree_error(self, start: int) -> float:
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
         try:
-            in_tree = self._trial_states((), start)[0][PROMPT:]
-            in_rounds = self._trial_rounds(start)
+            _, tree, after = self._trial(start)
         except UNFIT as error:
-            reason = known_reason(error)
-            raise UserError(f"{self._cannot()}: {reason}") from error
-        # Each leaf's path once more, after the prompt, without cache and mask.
-        ids = self._trial_ids()
+            raise UserError(f"{self._cannot()}: {known_reason(error)}") from error
+        # The paths of leaves, and what follows accepted paths, once more without cache and mask.
+        prompt, nodes = self._trial_ids().split([PROMPT, TRIAL.nodes])
         found = []
-        for leaf in TRIAL_LEAVES:
-            path = TRIAL.path_to(leaf)
-            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])
-            found.append((in_tree[path], text))
+        for path in map(TRIAL.path_to, TRIAL_LEAVES):
+            found.append((tree.last[1, path], [*prompt, *nodes[path]]))
+        for row, (length, path) in enumerate(zip(TRIAL_LENGTHS, TRIAL_PATHS, strict=True)):
+            text = [*prompt[:length], *nodes[list(path)], *prompt[:2]]
+            found.append((after.last[row], text))
         errors = []
-        for states, text in [*found, *in_rounds]:
+        for states, tokens in found:
+            text = torch.stack(tokens)
             positions = torch.arange(start, start + len(text), device=self.device)[None]
             alone = self.forward(text[None], Pass(positions=positions)).last[0]
             if limit_steps(self.mixers):
@@ -368,71 +364,42 @@ class CausalModel(ModelHead):
         return max(errors, key=nan_last)
 
     @torch.no_grad()
-    def _trial_rounds(self, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the last states of two rows after a round, and the texts that end with them.
+    def _trial(self, start: int, taps: tuple[int, ...] = ()) -> list[Hidden]:
+        """Return the states of two rows over a round: prompts, a tree, and a chain of two after it.
 
-        The rows begin at position `start`. Their prompts differ in length, and so do the paths that
-        they accept of a tree; the longer one leaves a node out.
+        The rows begin at position `start`, in slot 0 of the cache: masks are those of a short text.
+        Their prompts differ in length, and so do the paths that they accept of the tree; the longer
+        one leaves a node out.
         """
-        ids, tables = self._trial_ids(), TRIAL.tables(self.device)
-        cache = TreeCache(2, 16, self.device)
-        lengths, paths = [PROMPT - 1, PROMPT], TRIAL_PATHS
-        prompts, nodes = ids[:PROMPT].expand(2, -1), ids[PROMPT:].expand(2, -1)
+        ids, tables = self._trial_ids().expand(2, -1), TRIAL.tables(self.device)
+        cache, lengths = TreeCache(2, 16, self.device), [*TRIAL_LENGTHS]
         positions = torch.arange(start, start + PROMPT, device=self.device).expand(2, -1)
         layout = Pass(
             positions=positions,
             counts=send(lengths, self.device),
             written=torch.ones_like(positions, dtype=torch.bool),
         )
-        self.forward(prompts, layout, cache)
+        prompts = self.forward(ids[:, :PROMPT], layout, cache, taps)
+        assert len(cache) == self.stateful_layers, "some layers keep no state"
         cache.commit(lengths)
         first = cache.starts()[:, None] + start
         in_tree = Pass(
             positions=first + tables.depths, depths=tables.depths, visible=tables.ancestors
         )
-        self.forward(nodes, in_tree, cache)
-        counts = [len(path) for path in paths]
+        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
+        counts = [len(path) for path in TRIAL_PATHS]
         width = max(counts)
-        padded = send([[*path, *[0] * (width - len(path))] for path in paths], self.device)
+        padded = send([[*path, *[0] * (width - len(path))] for path in TRIAL_PATHS], self.device)
         there = send(counts, self.device)
         cache.commit(Counts(counts, there), padded)
-        # Two more tokens, which are the nodes of a chain.
         depths = torch.arange(2, device=self.device)[None]
         causal = torch.ones(1, 2, 2, dtype=torch.bool, device=self.device).tril()
-        chain = Pass(positions=first + there[:, None] + depths, depths=depths, visible=causal)
-        last = self.forward(prompts[:, :2], chain, cache).last
-        texts = [
-            torch.cat([ids[:length], ids[PROMPT:][list(path)], ids[:2]])
-            for length, path in zip(lengths, paths, strict=True)
-        ]
-        return list(zip(last, texts, strict=True))
+        after = Pass(positions=first + there[:, None] + depths, depths=depths, visible=causal)
+        return [prompts, tree, self.forward(ids[:, :2], after, cache, taps)]
 
     def _trial_ids(self) -> Tensor:
         """Return the tokens of a trial, all different: a prompt and the nodes of a tree."""
         return (torch.arange(PROMPT + TRIAL.nodes, device=self.device) * 7 + 3) % self.vocab_size
-
-    @torch.no_grad()
-    def _trial_states(self, taps: tuple[int, ...], start: int) -> list[Tensor]:
-        """Return the last states, and the `taps`, of a short prompt and a tree after it.
-
-        Each is `[PROMPT + nodes, H]`. The prompt begins at position `start`, in slot 0 of the
-        cache: masks are those of a short text.
-        """
-        ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
-        cache = TreeCache(1, 16, self.device)
-        positions = torch.arange(PROMPT, device=self.device)[None]
-        in_prompt = Pass(positions=positions + start)
-        prompt = self.forward(ids[:, :PROMPT], in_prompt, cache, taps)
-        assert len(cache) == self.stateful_layers, "some layers keep no state"
-        cache.commit([PROMPT])
-        in_tree = Pass(
-            positions=tables.depths + PROMPT + start,
-            depths=tables.depths,
-            visible=tables.ancestors,
-        )
-        tree = self.forward(ids[:, PROMPT:], in_tree, cache, taps)
-        joint = Hidden.joined([prompt, tree])
-        return [states[0] for states in (joint.last, *joint.taps)]
 
     def _cannot(self) -> str:
         attention = "" if self.mixers else "--target.attention sdpa or eager, or "

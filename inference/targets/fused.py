@@ -12,17 +12,20 @@ head.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from ...heads.layers import DecoderLayer
-from ..rounds.attention import attention_over
+from ...heads.elementwise import SILU
+from ...heads.layers import Attend, DecoderLayer
+from ..kernels import operators
+from ..kernels.trial import attention_fault
+from ..rounds.attention import FEW, attention_over
 from ..rounds.cache import TreeCache
+from .masks import Pass
 from .packed import is_plain
 
 # Names of all modules with weights. A model with any other is not of Llama's form.
@@ -35,20 +38,27 @@ NORMS = {"q_norm", "k_norm"}
 
 
 class FusedDecoder:
-    """Decoder of Llama's form: embedding, layers with one matrix for each input, final norm."""
+    """Decoder of Llama's form: embedding, layers with one matrix for each input, final norm.
 
-    def __init__(self, decoder: Any, kinds: Sequence[str], move: bool) -> None:
+    Passes over draft trees are made of the kernels where these fit: 10 of them a layer.
+    """
+
+    def __init__(
+        self, decoder: Any, kinds: Sequence[str], move: bool, windows: Mapping[str, int | None]
+    ) -> None:
         """Share the weights of the first layers of a transformers decoder, whose kinds are `kinds`.
 
         With `move` matrices of one input are moved into a joint one, of which the decoder's own
-        parameters become views; otherwise they stay as they are.
+        parameters become views; otherwise they stay as they are. `windows` are those of the kinds.
         """
         self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self._kinds, self._windows = list(kinds), windows
+        layers = decoder.layers[: len(kinds)]
+        self.layers = [FusedLayer(layer, move) for layer in layers]
+        self._norms = [FusedNorm(layer.input_layernorm) for layer in layers]
         self._norm = FusedNorm(decoder.norm)
-        self._layers: list[tuple[nn.Module, DecoderLayer]] = []
-        self._kinds = list(kinds)
-        for layer in decoder.layers[: len(kinds)]:
-            self._layers.append((FusedNorm(layer.input_layernorm), FusedLayer(layer, move)))
+        self.takes_trees = False
+        """True if passes over trees are given as a `Pass`, and run by the kernels."""
 
     def __call__(
         self,
@@ -66,30 +76,122 @@ class FusedDecoder:
         states = self._embed(ids)
         cosines, sines = self._rotary(states, positions)
         rotary = cosines[:, :, None], sines[:, :, None]
-        attends = {}
-        for kind in set(self._kinds):
-            of_kind = mask[kind] if isinstance(mask, dict) else mask
-            attends[kind] = attention_over(cache, of_kind, causal=mask is None)
+        step: TorchStep | KernelStep
+        if isinstance(mask, Pass):
+            seen = {kind: Seen(mask, self._windows[kind]) for kind in set(self._kinds)}
+            step = KernelStep(rotary, cache, [seen[kind] for kind in self._kinds])
+        else:
+            attends = {}
+            for kind in set(self._kinds):
+                of_kind = mask[kind] if isinstance(mask, dict) else mask
+                attends[kind] = attention_over(cache, of_kind, causal=mask is None)
+            step = TorchStep(rotary, [attends[kind] for kind in self._kinds])
         tapped: dict[int, Tensor] = {}
-        for index, (norm, layer) in enumerate(self._layers):
+        normed = step.first(states, self._norms[0])
+        # Each layer's output is normed for the next one, which the kernels do with the sum before.
+        for index, (layer, norm) in enumerate(
+            zip(self.layers, [*self._norms[1:], self._norm], strict=True)
+        ):
             if index in taps:
                 tapped[index] = states
-            attend = attends[self._kinds[index]]
-            states = layer(index, states, layer.qkv(norm(states)), rotary, attend)
-        last = self._norm(states)
-        tapped[len(self._layers)] = last
-        return last, tuple(tapped[tap] for tap in taps)
+            states, normed = step(index, layer, states, normed, norm)
+        tapped[len(self.layers)] = normed
+        return normed, tuple(tapped[tap] for tap in taps)
 
-    @property
-    def layers(self) -> list[DecoderLayer]:
-        return [layer for _, layer in self._layers]
+    def kernels_fit(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return True if the kernels can run these layers."""
+        norms = [norm for layer in self.layers for norm in (layer.q_norm, layer.k_norm)]
+        equal = len({norm.eps for norm in norms if isinstance(norm, FusedNorm)}) <= 1
+        return equal and operators.usable(device, dtype)
 
-    def first(self, count: int) -> FusedDecoder:
-        """Return the decoder of the first `count` layers, with the same weights."""
-        shallow = copy.copy(self)
-        shallow._layers = self._layers[:count]
-        shallow._kinds = self._kinds[:count]
-        return shallow
+    def attention_fault(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Return why the kernel of attention is wrong for these layers; empty: it is not."""
+        sizes = {(layer.heads, layer.kv_heads, layer.size) for layer in self.layers}
+        windows = {self._windows[kind] is not None for kind in self._kinds}
+        return attention_fault(sorted(sizes), sorted(windows), dtype, device)
+
+    def takes(self, ids: Tensor) -> bool:
+        """Return True if the nodes `ids` `[B, N]` of a tree are run by the kernels.
+
+        A model may have been moved, or been given another type, since its trial.
+        """
+        if not self.takes_trees or ids.shape[1] > FEW:
+            return False
+        return operators.usable(ids.device, self._norm.weight.dtype)
+
+
+class TorchStep:
+    """A layer by torch's operators."""
+
+    def __init__(self, rotary: tuple[Tensor, Tensor], attends: Sequence[Attend]) -> None:
+        self._rotary, self._attends = rotary, attends
+
+    def first(self, states: Tensor, norm: FusedNorm) -> Tensor:
+        """Return the normed embeddings."""
+        return norm(states)
+
+    def __call__(
+        self, index: int, layer: FusedLayer, states: Tensor, normed: Tensor, norm: FusedNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of layer number `index` for `states`, `normed`, and its own `norm`."""
+        states = layer(index, states, layer.qkv(normed), self._rotary, self._attends[index])
+        return states, norm(states)
+
+
+class KernelStep:
+    """A layer by the kernels, for the nodes of a tree; calls are those of `TorchStep`."""
+
+    def __init__(
+        self, rotary: tuple[Tensor, Tensor], cache: TreeCache, seen: Sequence[Seen]
+    ) -> None:
+        self._rotary, self._cache, self._seen = rotary, cache, seen
+
+    def first(self, states: Tensor, norm: FusedNorm) -> Tensor:
+        return operators.norm(states, norm.weight, norm.eps)
+
+    def __call__(
+        self, index: int, layer: FusedLayer, states: Tensor, normed: Tensor, norm: FusedNorm
+    ) -> tuple[Tensor, Tensor]:
+        attended, own = layer.output(self._attend(index, layer, normed)), layer.post_attention_norm
+        states, normed = operators.add_norm(states, attended, own.weight, own.eps)
+        gate_up = layer.gate_up(normed)
+        if isinstance(layer.act, SILU):
+            inner = operators.gate(gate_up)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            inner = layer.act(gate) * up
+        return operators.add_norm(states, layer.down(inner), norm.weight, norm.eps)
+
+    def _attend(self, index: int, layer: FusedLayer, normed: Tensor) -> Tensor:
+        """Return the attention `[B, N, G * E]` of layer number `index`."""
+        cache, state, seen = self._cache, self._cache.states[index], self._seen[index]
+        query_weight, key_weight, eps = None, None, 0.0
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query_weight, key_weight = layer.q_norm.weight, layer.k_norm.weight
+            eps = layer.q_norm.eps
+        queries = operators.rotate(
+            *(layer.qkv(normed), state.keys, state.values, cache.starts(), cache.staged),
+            *(*self._rotary, query_weight, key_weight, eps),
+        )
+        return operators.attend(
+            *(queries, state.keys, state.values, cache.starts()),
+            *(seen.visible, seen.depths, seen.window, 0),
+        )
+
+
+class Seen:
+    """Slots that the nodes of a tree see; the cache is open for them."""
+
+    def __init__(self, tree: Pass, window: int | None) -> None:
+        assert tree.depths is not None
+        self.depths, self.window = tree.depths, window or 0
+        depths, slot_depths, visible = tree.depths, tree.undecided_depths, tree.visible
+        if visible is None:
+            shape = 1, depths.shape[1], slot_depths.shape[1]
+            visible = torch.ones(shape, dtype=torch.bool, device=depths.device)
+        if window is not None:
+            visible = visible & (depths[:, :, None] - slot_depths[:, None] < window)
+        self.visible = visible.contiguous()
 
 
 class Joined(nn.Module):

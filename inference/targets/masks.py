@@ -1,48 +1,37 @@
-"""Forward passes: what each position sees, and masks that are made here, not in transformers.
+"""Masks of forward passes, which are made here, and attention of packed rows without a mask.
 
-Shapes: B rows, N positions of one forward pass, U undecided slots of the cache.
+transformers keeps the documents of a packed row apart by a mask, for which CUDA kernels repeat the
+keys of grouped heads in each layer. In `in_documents` every document is a call with a causal order
+alone, which every fast kernel takes, registered as an attention function of transformers.
+
+Shapes: B rows, N positions of one forward pass, U undecided slots of the cache, G attention heads,
+Gkv key-value heads, E size of an attention head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from ..rounds.cache import TreeCache, visible_slots
+from ..rounds.device import send
+from ..rounds.tree import Pass
 
+NAME = "draftsmith_documents"
 
-@dataclass(kw_only=True)
-class Pass:
-    """Where the positions of a forward pass are, and what they see.
-
-    Without `depths` they are texts, each position after the one before it, and with a cache the
-    next piece of its texts. With `depths` they are tree nodes over a cache, whose committed
-    positions are followed by U undecided slots, of which these N nodes are the last.
-    """
-
-    positions: Tensor | None = None
-    """[B, N]; None: those that follow from the rest. Without a cache positions that restart mark
-    the documents of a packed row, and no document sees another."""
-    documents: Tensor | None = None
-    """[B, N], on the CPU: numbers of the documents of packed rows. A model that
-    `attends_in_documents` keeps documents apart by them, without a mask."""
-    counts: Tensor | None = None
-    """[B]: positions that each row has of this piece of its text, all of which are committed next.
-    Recurrent layers take them over in the pass, and the others change nothing there."""
-    written: Tensor | None = None
-    """[B, N] bool, in texts: positions of replies, which the model wrote one by one. Some
-    recurrent layers limit their steps in prompts alone."""
-    depths: Tensor | None = None
-    """[1 | B, N]: depths of the nodes; depth 0 is the position after the committed ones."""
-    visible: Tensor | None = None
-    """[1 | B, N, U] bool: the undecided slots that each node sees; None: all."""
-    slot_depths: Tensor | None = None
-    """[1 | B, U]: depths of all undecided slots; None: they are the nodes, with `depths`."""
+SHARING = {"cuda"}
+"""Kinds of devices on which short documents share calls. On a CPU a call costs little."""
+SHORT, FEWEST = 512, 8
+"""Most positions of a document that shares calls, and the least number of such documents."""
 
 
 def with_replies(starts: Sequence[int], count: int) -> Pass:
@@ -99,8 +88,7 @@ def tree_mask(
     implementation that takes a 4D mask takes an additive one.
     """
     visible = tree.visible
-    slot_depths = tree.depths if tree.slot_depths is None else tree.slot_depths
-    assert slot_depths is not None
+    slot_depths = tree.undecided_depths
     count = positions.shape[1]
     width, undecided = cache.seen(count), slot_depths.shape[1]
     if visible is None:
@@ -126,3 +114,137 @@ def tree_mask(
     # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
     near = positions[..., None] - key_positions[:, None] < window
     return _by_kind(full, ~near[:, None], mixed)
+
+
+class Spans:
+    """Documents of packed rows `[B, N]`, and the calls of attention that take them."""
+
+    def __init__(self, rows: list[list[tuple[int, int]]]) -> None:
+        """`rows` has begin and end of each document of each row."""
+        self.rows = rows
+        self._calls: dict[torch.device, Calls] = {}
+
+    def calls(self, device: torch.device) -> Calls:
+        """Return the calls of attention on `device`."""
+        if device not in self._calls:
+            self._calls[device] = self._made(device)
+        return self._calls[device]
+
+    def _made(self, device: torch.device) -> Calls:
+        length = self.rows[0][-1][1]
+        alone: list[tuple[int, int, int]] = []
+        short: dict[int, list[tuple[int, int]]] = {}
+        for row, spans in enumerate(self.rows):
+            for start, end in spans:
+                if end - start > SHORT or device.type not in SHARING:
+                    alone.append((row, start, end))
+                else:
+                    # Those of one call differ in length by less than a factor of 2.
+                    of_length = short.setdefault((end - start).bit_length(), [])
+                    of_length.append((row * length + start, row * length + end))
+        if sum(map(len, short.values())) < FEWEST:
+            every = [(row, *span) for row, spans in enumerate(self.rows) for span in spans]
+            return Calls(every, [], None)
+        shared = [tables_of(spans) for spans in short.values()]
+        places = [row * length + np.arange(start, end) for row, start, end in alone]
+        places += [index.flatten()[real] for index, real in shared]
+        order = _sent(np.concatenate(places).argsort(), device)
+        there = [(_sent(index, device), _sent(real, device)) for index, real in shared]
+        return Calls(alone, there, order)
+
+
+class Calls(NamedTuple):
+    """Calls of attention that take the documents of packed rows."""
+
+    alone: list[tuple[int, int, int]]
+    """Row, begin and end of each document with a call of its own."""
+    shared: list[tuple[Tensor, Tensor]]
+    """Result of `tables_of` for each call of several documents."""
+    order: Tensor | None
+    """[B * N]: where in the results, one after another, each position is; None: in order."""
+
+
+def _sent(numbers: Any, device: torch.device) -> Tensor:
+    return send(torch.tensor(numbers), device)
+
+
+def tables_of(spans: list[tuple[int, int]]) -> tuple[Any, Any]:
+    """Return positions `[n, L]` of documents, and the numbers of those that are no filling.
+
+    Both are arrays of numpy. Positions count through all rows. Documents are filled up with their
+    last position. Example: the documents 3 .. 5 and 7 .. 10 are the positions 3 4 4 and 7 8 9, of
+    which the numbers 0, 1, 3, 4 and 5 are no filling.
+    """
+    starts, ends = np.array(spans).T[:, :, None]
+    index = starts + np.arange((ends - starts).max())
+    (real,) = (index < ends).flatten().nonzero()
+    return np.minimum(index, ends - 1), real
+
+
+def spans_of(documents: Tensor) -> Spans:
+    """Return the spans of `documents` `[B, N]`, the number of each position's document, on the CPU.
+
+    Example: 0 0 0 1 1 are the spans 0 .. 3 and 3 .. 5. Padding is a document like any other.
+    """
+    rows = []
+    for row in documents:
+        ends = [*((row[1:] != row[:-1]).nonzero()[:, 0] + 1).tolist(), len(row)]
+        rows.append(list(zip([0, *ends[:-1]], ends, strict=True)))
+    return Spans(rows)
+
+
+def attend_in_documents(
+    _module: Any,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    _mask: None,
+    *,
+    documents: Spans,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return what the queries `[B, G, N, E]` read, `[B, N, G, E]`, each in its own document.
+
+    `keys` and `values` are `[B, Gkv, N, E]`.
+    """
+    shared = queries.shape[1] // keys.shape[1]
+    if shared > 1 and queries.device.type == "cuda" and queries.dtype == torch.float32:
+        # The kernels for float32 on CUDA share no heads, and torch would go to one that holds all
+        # scores.
+        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        shared = 1
+    attend = partial(
+        scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=shared > 1
+    )
+    states, calls = (queries, keys, values), documents.calls(queries.device)
+    parts = []
+    for row, start, end in calls.alone:
+        own = (x[row : row + 1, :, start:end] for x in states)
+        part = attend(*own, is_causal=end - start > 1)
+        parts.append(part[0].transpose(0, 1))
+    if calls.shared:
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in states]
+    for index, real in calls.shared:
+        # Filling comes after a document, whose own positions do not see it.
+        part = attend(*(x[index].transpose(1, 2) for x in flat), is_causal=index.shape[1] > 1)
+        parts.append(part.transpose(1, 2).flatten(0, 1)[real])
+    found = torch.cat(parts)
+    if calls.order is not None:
+        found = found[calls.order]
+    return found.unflatten(0, (len(queries), -1)), None
+
+
+AttentionInterface.register(NAME, attend_in_documents)
+
+
+@contextmanager
+def in_documents(decoder: Any) -> Iterator[None]:
+    """Let a transformers decoder, called with `documents=spans`, attend in documents meanwhile."""
+    before = decoder.config._attn_implementation
+    decoder.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        decoder.set_attn_implementation(before)

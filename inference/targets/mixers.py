@@ -14,21 +14,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..rounds.device import send
-from ..rounds.recurrent import Course, RecurrentState, RecurrentStates, Terms
-from .masks import Pass
+from ..rounds.recurrent import RecurrentState, RecurrentStates, Terms
+from ..rounds.tree import Pass
 
-IN_USE = RLock()
-"""Held by the thread whose passes the recurrent modules of the process run."""
+PASSES: dict[int | None, tuple[RecurrentStates, Pass]] = {}
+"""States and layout of the pass that each thread runs; None: of compiled code, without threads."""
 
 
 class Mixer(ABC):
@@ -55,7 +54,7 @@ class Mixer(ABC):
         """Return what follows from a convolution `[B, N, C]`."""
         return functional.silu(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms | None:
+    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms | None:
         """Return the recurrence's terms of a convolution `[B, N, C]`; None: there is none."""
         return None
 
@@ -66,17 +65,17 @@ class Mixer(ABC):
         Without a recurrence `read` is the convolution `[B, N, C]`.
         """
 
-    def run(self, x: Tensor, state: RecurrentState, course: Course) -> Tensor:
+    def run(self, x: Tensor, state: RecurrentState, layout: Pass) -> Tensor:
         """Return the module's output for hidden states `[B, N, H]`."""
         inputs, rest = self.project(x)
         weight, bias = self.convolution.weight.squeeze(1).T, self.convolution.bias
-        mixed = self.activate(state.convolve(inputs, weight, course, bias))
-        terms = self.terms(mixed, rest, course)
+        mixed = self.activate(state.convolve(inputs, weight, layout, bias))
+        terms = self.terms(mixed, rest, layout)
         if terms is None:
             return self.finish(mixed, None, rest)
         # Training may compute in bfloat16, in which differences of sums of decays lose their bits.
         with torch.autocast(x.device.type, enabled=False):
-            read = state.recur(terms, self.delta, course)
+            read = state.recur(terms, self.delta, layout)
         return self.finish(read.flatten(1, 2).transpose(1, 2), terms, rest)
 
 
@@ -91,7 +90,7 @@ class GatedDeltaNet(Mixer):
         rest = module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)
         return module.in_proj_qkv(x), rest
 
-    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
         module = self.module
         _, strength, decay = rest
         sizes = module.key_dim, module.key_dim, module.value_dim
@@ -180,7 +179,7 @@ class KimiDeltaAttention(Mixer):
         inputs = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], -1)
         return inputs, x
 
-    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
         module, heads = self.module, self.module.num_heads
         queries, keys, values = (_headed(x, heads, heads) for x in mixed.chunk(3, -1))
         return Terms(
@@ -216,17 +215,17 @@ class Mamba2(Mixer):
     def activate(self, mixed: Tensor) -> Tensor:
         return self.module.act(mixed)
 
-    def terms(self, mixed: Tensor, rest: Any, course: Course) -> Terms:
+    def terms(self, mixed: Tensor, rest: Any, layout: Pass) -> Terms:
         module = self.module
         groups, heads = module.n_groups, module.num_heads
         states = groups * module.ssm_state_size
         values, keys, queries = mixed.split([module.intermediate_size, states, states], -1)
         steps = functional.softplus(rest[1].float() + module.dt_bias)
-        if course.counts is not None:
+        if layout.counts is not None:
             # `generate` writes by passes over one token, in which transformers does not limit
             # steps.
             limited = steps.clamp(*module.time_step_limit)
-            written = course.written
+            written = layout.written
             steps = limited if written is None else steps.where(written[..., None], limited)
         decays = -steps * module.A_log.float().exp()
         return Terms(
@@ -313,86 +312,36 @@ def limit_steps(mixers: list[Mixer]) -> bool:
     return any(least > 0 or most < math.inf for least, most in limits)
 
 
-def alone(model: Any) -> AbstractContextManager[Any]:
-    """Return what keeps other threads from the process's recurrent modules, if `model` has any.
-
-    Its compilation needs that: what is traced holds the modules' functions of that moment.
-    """
-    return IN_USE if model.mixers else nullcontext()
+def install(mixers: list[Mixer]) -> None:
+    """Let the mixers' modules run by `Mixer.run` within `over`, and by their own functions else."""
+    for mixer in mixers:
+        own = mixer.module.forward
+        if not (isinstance(own, partial) and own.func is _run):
+            mixer.module.forward = partial(_run, mixer, own)
 
 
 @contextmanager
-def over(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
-    """Let the mixers' modules run this thread's pass over `states`, one thread at a time.
-
-    Passes of other threads that need no states run by the modules' own functions meanwhile.
-    """
-    if not torch.compiler.is_compiling():
-        with IN_USE:
-            yield from _swapped(mixers, states, course)
-    else:
-        yield from _swapped(mixers, states, course)
-
-
-def _swapped(mixers: list[Mixer], states: RecurrentStates, course: Course) -> Iterator[None]:
-    """Yield once, while the mixers' modules run over `states`."""
-    # A module may have a function of its own already: that of a hook.
-    before = [mixer.module.__dict__.get("forward") for mixer in mixers]
-    # Compiled code has no threads: it keeps what was traced, and leaves the modules as they were.
-    owner = None if torch.compiler.is_compiling() else get_ident()
+def over(states: RecurrentStates, layout: Pass) -> Iterator[None]:
+    """Let this thread's pass run over `states`; `layout` is a `complete` one."""
+    thread = _thread()
+    PASSES[thread] = states, layout
     try:
-        for mixer in mixers:
-            own = mixer.module.forward
-            mixer.module.forward = partial(_run, mixer, states, course, own, owner)
         yield
     finally:
-        for mixer, own in zip(mixers, before, strict=True):
-            if own is None:
-                mixer.module.__dict__.pop("forward", None)
-            else:
-                mixer.module.forward = own
+        del PASSES[thread]
+
+
+def _thread() -> int | None:
+    return None if torch.compiler.is_compiling() else get_ident()
 
 
 def _run(
-    mixer: Mixer,
-    states: RecurrentStates,
-    course: Course,
-    own: Callable[..., Any],
-    owner: int | None,
-    hidden_states: Tensor,
-    *arguments: Any,
-    **named: Any,
+    mixer: Mixer, own: Callable[..., Any], hidden_states: Tensor, *arguments: Any, **named: Any
 ) -> Any:
-    if owner is not None and get_ident() != owner:
+    if (running := PASSES.get(_thread())) is None:
         return own(hidden_states, *arguments, **named)
-    return mixer.run(hidden_states, states.of(mixer.module.layer_idx), course)
-
-
-def course_of(layout: Pass, ids: Tensor) -> Course:
-    """Return the course of a pass over `ids` `[B, N]`: nodes, a piece of texts, or packed rows."""
-    batch, count = ids.shape
-    counts = layout.counts
-    if counts is None and (layout.documents is not None or layout.written is not None):
-        counts = torch.full((batch,), count, device=ids.device)
-    if counts is not None:
-        return Course(
-            counts=counts,
-            documents=_sent(layout.documents, ids.device),
-            written=_sent(layout.written, ids.device),
-        )
-    depths = layout.depths
-    if depths is None:
-        depths = torch.arange(count, device=ids.device)[None]
-    slot_depths = depths if layout.slot_depths is None else layout.slot_depths
-    visible = layout.visible
-    if visible is None:
-        # All undecided slots, which are a chain: a text is one that sees no later position.
-        visible = depths[:, :, None] >= slot_depths[:, None]
-    return Course(depths=depths, visible=visible, slot_depths=slot_depths)
-
-
-def _sent(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else send(tensor, device)
+    states, layout = running
+    return mixer.run(hidden_states, states.of(mixer.module.layer_idx), layout)
 
 
 def _headed(x: Tensor, heads: int, groups: int) -> Tensor:

@@ -184,7 +184,7 @@ class ModelHead(ConfigFacts):
     @property
     def together(self) -> bool:
         """True if a forward pass is a collective operation: all ranks make equally many."""
-        return self.spread in ("fsdp", "tensor")
+        return self.spread == "fsdp"
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of token ids `[...]`, on the device of the ids."""
@@ -236,7 +236,7 @@ class ModelHead(ConfigFacts):
         target's own is. Where that is spread or no plain matrix, the whole head is computed.
         """
         whole, own = self._output, self._multiply
-        packed = own if isinstance(own, PackedLinear) else None
+        packed = isinstance(own, PackedLinear)
         if self.spread != "whole" or not (packed or is_plain(whole)):
             return lambda last: self.head(last)[..., ids]
         rows = nn.Linear(self.hidden_size, len(ids), whole.bias is not None, device="meta")
@@ -244,9 +244,7 @@ class ModelHead(ConfigFacts):
         rows.weight = nn.Parameter(whole.weight.detach()[ids].to(dtype), requires_grad=False)
         if whole.bias is not None:
             rows.bias = nn.Parameter(whole.bias.detach()[ids].to(dtype), requires_grad=False)
-        multiply = rows
-        if packed and packable(dtype):
-            multiply = PackedLinear(rows, packed.least_rows)
+        multiply = PackedLinear(rows) if packed and packable(dtype) else rows
         return lambda last: self._finished(multiply(last.to(dtype)))
 
     def _finished(self, logits: Tensor) -> Tensor:

@@ -1,23 +1,28 @@
 """Loading of a target that is spread over ranks or devices, because one does not hold it.
 
 torch and transformers do the spreading. This module makes the result look like any other target:
-embedding and head are whole on every rank, since drafters borrow them. Under `fsdp` and `tensor`
-every forward pass is a collective operation of all ranks.
+embedding and head are whole on every rank, since drafters borrow them. Under `fsdp` every forward
+pass is a collective operation of all ranks.
 """
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ...heads.errors import UserError
 from ...heads.fingerprint import weights_hash
-from ...heads.pretrained import make_causal_lm, read_causal_lm, read_config
-from .ranks import on_first
+from ...heads.pretrained import make_causal_lm, read_causal_lm
 from .target_files import read_model
+
+T = TypeVar("T")
+PREPARING = timedelta(hours=6)
+"""Longest wait for what the first rank does alone, such as preparing the data (`on_first`)."""
+_patient: list[Any] = []  # the default group, and one of the same ranks that waits for longer
 
 
 def load_spread(
@@ -40,56 +45,7 @@ def load_spread(
             f"target.spread={kind} shares the target between ranks; start it with accelerate "
             "launch or torchrun"
         )
-    if kind == "tensor":
-        return _split_within_layers(path, options)
     return _sharded_by_layer(path, device, options)
-
-
-def _split_within_layers(path: str, options: dict[str, Any]) -> tuple[Any, str | None]:
-    """Load a model whose layers are each split between the ranks (tensor parallelism)."""
-    config: Any = read_config(path, options["trust_remote_code"]).get_text_config()
-    ranks = torch.distributed.get_world_size()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    # Each rank gets whole key-value heads with the attention heads that read them.
-    if heads % ranks:
-        raise UserError(
-            f"target.spread=tensor cannot share {heads} key-value heads between {ranks} ranks; "
-            "use spread=fsdp"
-        )
-    plan: dict[str, Any] = {"tp_plan": "auto"}
-    try:
-        from transformers.distributed import DistributedConfig
-
-        plan = {"distributed_config": DistributedConfig(**plan)}
-    except (ImportError, TypeError):
-        pass  # before transformers 5.18
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model: Any = read_causal_lm(path, **plan, **options)
-    # The plan may have split embedding and head too. They become plain modules with whole weights:
-    # drafters read them directly, and `Target.head` must give all logits on every rank.
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
-        raise UserError(
-            f"target.spread=tensor does not know the embedding or head of {config.model_type}; "
-            "use spread=fsdp"
-        )
-    rows = _whole(embedding.weight)
-    model.set_input_embeddings(nn.Embedding.from_pretrained(rows, freeze=True))
-    # on the meta device, so that no memory is taken for a weight that is replaced at once
-    output = nn.Linear(head.in_features, len(rows), bias=False, device="meta")
-    output.weight = nn.Parameter(
-        rows if config.tie_word_embeddings else _whole(head.weight), requires_grad=False
-    )
-    model.set_output_embeddings(output)
-    # The hash takes elements of whole tensors, which no rank holds any more: the first rank reads
-    # the model once more, into host memory.
-    return model, on_first(lambda: weights_hash(read_causal_lm(path, **options)))
-
-
-def _whole(weight: Any) -> torch.Tensor:
-    """Return a weight that may be split between ranks as a whole one. All ranks call this."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def _sharded_by_layer(
@@ -152,3 +108,35 @@ def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     raise UserError(
         f"cannot find the {count} layers of {type(decoder).__name__}, whose form is not known here"
     )
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Run `work` on the first rank and return its result on every rank; all ranks call this.
+
+    Its `UserError` is raised on every rank too. Otherwise the others would wait for the first,
+    which has ended.
+    """
+    if not torch.distributed.is_initialized():
+        return work()
+    outcome: list[Any] = [None, None]  # result, error message
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except UserError as error:
+            outcome[1] = str(error)
+    # A collective operation, which every rank has to reach: hence the `try` above.
+    torch.distributed.broadcast_object_list(outcome, 0, _patient_group())
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+def _patient_group() -> Any:
+    """Return the group of all ranks that waits as long as `PREPARING`; all ranks call this.
+
+    It is of gloo, which notices at once if a process has ended, and lets no GPU wait.
+    """
+    world = torch.distributed.group.WORLD
+    if not _patient or _patient[0] is not world:
+        _patient[:] = world, torch.distributed.new_group(backend="gloo", timeout=PREPARING)
+    return _patient[1]

@@ -16,8 +16,8 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
-from ..rounds.compiled import prepare_to_compile
 from ..rounds.device import prepare
+from ..rounds.recorded import prepare_to_compile
 from ..settings import TargetConfig, check_dtype
 from .adapter import merge_adapter
 from .causal_model import CausalModel
@@ -76,8 +76,6 @@ class Target(CausalModel, TargetSource):
 
     digest: str | None = None
     """Hash of the weights, where they cannot be read here: spread over ranks, or packed."""
-    laid_out = False
-    """True if its matrices, and those of drafters for it, are in the order best for decoding."""
     reference = False
     """True if it decodes by transformers' own pass over matrices as they are stored, and draft
     models for it do too (`TargetConfig.attention` is given)."""
@@ -89,7 +87,6 @@ class Target(CausalModel, TargetSource):
         # Of the weights as they are stored, which are gone afterwards.
         self.digest = self.digest or weights_hash(self.model)
         super().pack()
-        self.laid_out = True
 
     @torch.no_grad()
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:

@@ -28,6 +28,10 @@ from ..settings import TargetConfig
 HUB = "https://huggingface.co/"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number
 LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
+A_FOLDER = (
+    "name the folder of a Hugging Face model, with config.json, weights in safetensors and "
+    "tokenizer (of a GGUF file: the published model that it was made of)"
+)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -42,11 +46,7 @@ def check_there(path: str) -> None:
     if folder.is_dir():
         return check_folder(folder)
     if folder.is_file():
-        remedy = "name a model's folder, with config.json, weights in safetensors and tokenizer"
-        with folder.open("rb") as file:
-            if folder.suffix == ".gguf" or file.read(4) == b"GGUF":  # Ollama's have no suffix
-                remedy = of_gguf(folder)
-        raise UserError(f"target {path} is a file; {remedy}")
+        raise UserError(f"target {path} is a file; {A_FOLDER}")
     if path.startswith(HUB):
         name = "/".join(path.removeprefix(HUB).split("/")[:2])
         raise UserError(f"target {path} is an address; give the model's name, {name}")
@@ -64,12 +64,9 @@ def check_there(path: str) -> None:
         if not isinstance(try_to_load_from_cache(path, "config.json"), str):
             HfApi().model_info(path, timeout=10)
     except Exception as error:
-        reason = first_line(error)
-        remedy = hub_remedy(error)
-        if ":" in path:
-            remedy = "if it is a name of Ollama's, give the published model's, such as OWNER/NAME"
         raise UserError(
-            f"target {path!r} is no folder here, and the hub cannot give it ({reason}); {remedy}"
+            f"target {path!r} is no folder here, and the hub cannot give it ({first_line(error)}); "
+            f"{hub_remedy(error)}"
         ) from error
 
 
@@ -89,22 +86,7 @@ def check_folder(folder: Path) -> None:
         )
     if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return
-    if files := sorted(folder.glob("*.gguf")):
-        raise UserError(f"target folder {folder} holds a GGUF file; {of_gguf(files[0])}")
-    raise UserError(
-        f"target folder {folder} holds no config.json; name the folder of a Hugging Face model"
-    )
-
-
-def of_gguf(file: Path) -> str:
-    """Return how a GGUF file is turned into a folder that can be a target, as a remedy."""
-    return (
-        "name the published model that it was made of, or turn this GGUF file into a Hugging Face "
-        f"folder: pip install gguf, then from_pretrained({str(file.parent)!r}, "
-        f"gguf_file={file.name!r}) of transformers' AutoTokenizer and, with "
-        "quantization_config=GgufConfig(dequantize=True), of AutoModelForCausalLM, then "
-        "save_pretrained of both"
-    )
+    raise UserError(f"target folder {folder} holds no config.json; {A_FOLDER}")
 
 
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:

@@ -29,9 +29,9 @@ from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.rounds.accept import recursive
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.rounds.verifiers import recursive
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
 from draftsmith.inference.targets.masks import with_replies

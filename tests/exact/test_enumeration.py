@@ -18,16 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.rounds import verifiers
-from draftsmith.inference.rounds.accept import expected_tokens, match, token_chances
-from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.rounds.verifiers import (
+from draftsmith.inference.rounds import accept as verifiers
+from draftsmith.inference.rounds.accept import (
     AcceptancePlan,
     Verifier,
-    block,
+    expected_tokens,
+    match,
     recursive,
+    token_chances,
     traversal,
 )
+from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
 
 LENGTH = 3
@@ -249,6 +250,21 @@ def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accep
         chances[:, i] = ratio.clamp(max=1)
         probs[:, i - 1] = verifiers.residual(of_target, of_drafter)
     return AcceptancePlan(chances, probs, partial(verifiers.select_down, shape))
+
+
+def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
+    """Block verification by its formula for chains, which the loop's traversal has to equal."""
+    last, weights = shape.nodes - 1, [torch.ones_like(p[:, 0, 0])]
+    for i in range(1, shape.nodes):
+        x = tokens[:, i]
+        ratio = verifiers.ratio(verifiers.at(p[:, i - 1], x), verifiers.at(q[:, i - 1], x))
+        weights.append((weights[-1] * ratio).clamp(max=1))
+    weight = torch.stack(weights, dim=1)
+    chances, probs = weight.clone(), p.clone()
+    rest, mass = verifiers.residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
+    chances[:, :last], probs[:, :last] = verifiers.share_of(mass, weight[:, :last]), rest
+    order = tuple(range(last, -1, -1))
+    return AcceptancePlan(chances, probs, partial(verifiers.select_first, order))
 
 
 LOSSLESS: list[tuple[str, Verifier]] = [

@@ -13,7 +13,7 @@ import torch
 from draftsmith.inference import decode as loop
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.rounds import compiled as compiling
+from draftsmith.inference.rounds import recorded as compiling
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture, near_copy, proposers

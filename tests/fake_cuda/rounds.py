@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.inference import decode
-from draftsmith.inference.kernels.decoder import KernelDecoder
 from draftsmith.inference.proposers import cached
 from draftsmith.inference.rounds import attention, outcome, recorded
 from draftsmith.inference.rounds.outcome import Accepted
@@ -243,7 +242,9 @@ def zeros(shape: list[int]) -> Any:
 def fuse(model: Any, kernels: bool) -> None:
     """`CausalModel.fuse` without its trial, which compares numbers."""
     kinds = ["full_attention"] * model.num_layers
-    model.fused = KernelDecoder(model.decoder, kinds, move=True, windows={"full_attention": None})
+    model.fused = fused.FusedDecoder(
+        model.decoder, kinds, move=True, windows={"full_attention": None}
+    )
     model.fused.takes_trees = kernels
 
 

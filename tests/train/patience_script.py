@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from accelerate import Accelerator
 
-from draftsmith.inference.targets import ranks
+from draftsmith.inference.targets import spread as ranks
 from draftsmith.train import parallel
 
 

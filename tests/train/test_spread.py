@@ -21,8 +21,8 @@ from tests.train.test_loop import launch, logged, make_config, train
 @pytest.mark.parametrize(
     ("method", "spread"),
     [
-        pytest.param("medusa", "tensor", marks=pytest.mark.full),
-        *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("fsdp", "tensor", "devices")),
+        pytest.param("medusa", "fsdp", marks=pytest.mark.full),
+        *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("fsdp", "devices")),
     ],
 )
 def test_training_with_a_shared_target(
@@ -50,7 +50,7 @@ def test_each_rank_holds_its_share_and_no_gradients(tmp_path: Path, saved_tiny: 
         "from accelerate import Accelerator\n"
         "accelerator = Accelerator()\n"
         "from draftsmith.inference.targets.target import TargetConfig, load_target\n"
-        "for spread in ('fsdp', 'tensor'):\n"
+        "for spread in ('fsdp',):\n"
         "    target = load_target(TargetConfig(sys.argv[1], spread=spread))\n"
         "    whole = load_target(TargetConfig(sys.argv[1]))\n"
         "    size = lambda layers: sum(getattr(p, '_local_tensor', p).numel() for p in "
@@ -77,14 +77,11 @@ def test_each_rank_holds_its_share_and_no_gradients(tmp_path: Path, saved_tiny: 
     assert done.returncode == 0 and done.stdout.count("fine") == 2, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("spread", ["fsdp", pytest.param("tensor", marks=pytest.mark.full)])
-def test_a_shared_target_extracts_what_a_whole_one_does(
-    tmp_path: Path, saved_tiny: Path, spread: str
-) -> None:
+def test_a_shared_target_extracts_what_a_whole_one_does(tmp_path: Path, saved_tiny: Path) -> None:
     config = config_for(tmp_path / "run", saved_tiny, "eagle")
     extract(config, tmp_path / "one", "eagle", "--dtype", "float32")
     shared = tmp_path / "shared.yaml"
-    shared.write_text(config.read_text().replace("target:\n", f"target:\n  spread: {spread}\n"))
+    shared.write_text(config.read_text().replace("target:\n", "target:\n  spread: fsdp\n"))
     arguments: list[Any] = [
         "data",
         "extract",

@@ -34,7 +34,7 @@ from ...heads.fingerprint import changed_numbers, without_name
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
-from ...inference.targets.ranks import on_first
+from ...inference.targets.spread import on_first
 from ...inference.targets.stored import (
     MANIFEST,
     SAMPLE_FILE,

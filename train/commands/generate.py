@@ -26,7 +26,7 @@ from ...inference.conversations.templates import check_template_kwargs
 from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
-from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
+from ...inference.profile import TuningProfile, read_profile
 from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import load_for_decoding
 from .options import GenerateOptions as Options

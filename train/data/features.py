@@ -8,14 +8,14 @@ Shapes: B packed rows, S positions, Ht hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
 from ...inference.rounds.device import send
-from ...inference.targets.causal_model import CausalModel, Hidden, nan_last, relative_error
+from ...inference.targets.causal_model import CausalModel, nan_last, relative_error
 from ...inference.targets.masks import Pass
 from ...inference.targets.target import Target
 from .batches import Batch
@@ -63,31 +63,9 @@ class LiveTarget:
         device = self._target.device
         ids = send(batch.ids, device)
         positions = send(batch.positions, device)
-        if self._target.spread == "tensor":
-            hidden = self._in_turn(ids, positions)
-        else:
-            rows = Pass(positions=positions, documents=batch.documents, written=batch.mask)
-            hidden = self._target.forward(ids, rows, taps=self._taps)
+        rows = Pass(positions=positions, documents=batch.documents, written=batch.mask)
+        hidden = self._target.forward(ids, rows, taps=self._taps)
         return Features(batch, hidden.last, hidden.taps)
-
-    def _in_turn(self, ids: Tensor, positions: Tensor) -> Hidden:
-        """Run the batch of each rank in turn by all ranks together; return this rank's states.
-
-        For a target that is split within its layers, of which every rank computes a part of each
-        forward pass. `ids` and `positions` are `[B, S]`, and ranks may differ in both sizes.
-        """
-        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        # A broadcast needs a tensor of the right shape on the receiving ranks.
-        shapes: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(shapes, tuple(ids.shape))
-        own_hidden = None
-        for turn, shape in enumerate(shapes):
-            both = torch.stack([ids, positions]) if turn == rank else ids.new_empty(2, *shape)
-            torch.distributed.broadcast(both, turn)
-            hidden = self._target.forward(both[0], Pass(positions=both[1]), taps=self._taps)
-            own_hidden = hidden if turn == rank else own_hidden
-        assert own_hidden is not None
-        return own_hidden
 
     def finish(self) -> None: ...
 
@@ -104,11 +82,6 @@ def check_packing(model: CausalModel, name: str) -> None:
     # Rows are computed in another shape than each document alone, and rounding grows with depth: 3%
     # of the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if model.mixers and model.spread == "tensor":  # whose ranks do not know each other's documents
-        raise UserError(
-            f"{name} ({model.config.model_type}) has recurrent layers, which keep documents of a "
-            "row apart only where each rank runs its own rows; leave out target.spread=tensor"
-        )
     if takes_documents(model, tolerance):
         return
     # `not error <= tolerance` instead of `error > tolerance`: an error of NaN must fail too.
@@ -127,11 +100,10 @@ def takes_documents(model: CausalModel, tolerance: float) -> bool:
     """Let a model attend to each document of a packed row by itself, and return whether it can.
 
     Layers with a sliding window would need a mask even within a document, and other attention
-    than torch's is what the user has asked for. All ranks of a target that is split within its
-    layers run the same rows, whose documents only one of them knows.
+    than torch's is what the user has asked for.
     """
     torchs = getattr(model.decoder.config, "_attn_implementation", None) == "sdpa"
-    if not torchs or model.window is not None or model.spread == "tensor":
+    if not torchs or model.window is not None:
         return False
     model.attends_in_documents = True
     try:

@@ -45,8 +45,7 @@ from ...inference.proposers.draft_model import DEFAULT_LENGTH
 from ...inference.replay import replay
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import CausalModel, Hidden
-from ...inference.targets.documents import in_documents
-from ...inference.targets.masks import Pass, with_replies
+from ...inference.targets.masks import Pass, in_documents, with_replies
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
 from ..data.batches import Batch, Batches

@@ -16,7 +16,7 @@ from draftsmith.inference.drafters import (
     trained_kind,
 )
 from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
-from draftsmith.inference.evaluation.tuning.profile import key_of
+from draftsmith.inference.profile import key_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.inference.tree_settings import LOOKUP_SETTINGS

@@ -31,8 +31,9 @@ from draftsmith.inference.evaluation.tuning.halving import (
     level_of,
     rungs,
 )
-from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
+from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.tune import Options, check
+from draftsmith.inference.profile import TuningProfile, key_of
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target

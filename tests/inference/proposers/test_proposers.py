@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.drafters import load_proposer, parse_spec
-from draftsmith.inference.evaluation.tuning.profile import key_of
+from draftsmith.inference.profile import key_of
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
 from draftsmith.inference.proposers.ngram import NgramLookup

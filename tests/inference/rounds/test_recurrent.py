@@ -17,10 +17,10 @@ from torch import Tensor
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds.cache import Counts, TreeCache
-from draftsmith.inference.rounds.recurrent import Course, RecurrentStates, Terms, over_nodes
+from draftsmith.inference.rounds.recurrent import RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
-from draftsmith.inference.targets.mixers import IN_USE, Mixer
+from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
 from tests.architectures import HYBRIDS, architecture, without_limits
 
@@ -102,7 +102,7 @@ def test_a_window_is_a_nodes_own_path() -> None:
     a child of the second one."""
     shape = TreeShape((-1, 0, 0, 2))
     tables = shape.tables(torch.device("cpu"))
-    course = Course(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
+    course = Pass(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
     assert course.windows(3).tolist() == [[[0, 1, 2], [1, 2, 3], [1, 2, 4], [2, 4, 5]]]
 
 
@@ -217,7 +217,7 @@ def test_rows_that_leave_take_their_states_along() -> None:
 
 
 def test_a_reset_forgets_states_at_the_same_place() -> None:
-    states, course = RecurrentStates(), Course(counts=torch.tensor([3]))
+    states, course = RecurrentStates(), Pass(counts=torch.tensor([3]))
     state = states.of(0)
     state.convolve(torch.ones(1, 5, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
     state.recur(random_terms(1, 5, False, 0), True, course)
@@ -232,7 +232,7 @@ def test_a_reset_forgets_states_at_the_same_place() -> None:
 
 def test_states_of_a_prefill_that_failed_are_forgotten_whole() -> None:
     """A layer may have inputs of its convolution and no matrix then: it is no convolution alone."""
-    states, course = RecurrentStates(), Course(counts=torch.tensor([3]))
+    states, course = RecurrentStates(), Pass(counts=torch.tensor([3]))
     states.of(0).convolve(torch.ones(1, 5, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
     states.reset()
     assert not states.layers
@@ -246,14 +246,14 @@ def test_a_node_off_the_path_may_have_decayed_to_nothing() -> None:
     terms.decays[:, :, :, 1] = -200.0
     states = RecurrentStates()
     state = states.of(0)
-    start = Course(counts=torch.tensor([1]))
+    start = Pass(counts=torch.tensor([1]))
     state.convolve(torch.ones(1, 1, CHANNELS), torch.ones(WIDTH, CHANNELS), start)
     state.recur(Terms(*(x[:, :, :, :1] for x in vars(terms).values())), True, start)
     states.place()
     assert state.matrix is not None
     first = state.matrix.clone()
     tables = shape.tables(torch.device("cpu"))
-    course = Course(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
+    course = Pass(depths=tables.depths, visible=tables.ancestors, slot_depths=tables.depths)
     state.convolve(torch.ones(1, 3, CHANNELS), torch.ones(WIDTH, CHANNELS), course)
     found = state.recur(terms, True, course)
     read, matrix = step_by_step(first[0], terms, [0, 2], delta=True)
@@ -298,18 +298,6 @@ def test_another_threads_pass_without_a_cache_changes_nothing(
     assert generate_one(target, PlainDecoding(), prompt, 12).token_ids == alone
     assert len(found) >= 12 * len(target.mixers)
     assert all(torch.equal(states, features) for states in found)
-
-
-def test_packed_rows_wait_for_a_decoding_thread_before_they_change_its_attention() -> None:
-    target = architecture("qwen3.5", dtype=torch.float32)
-    before = target.decoder.config._attn_implementation
-    ids, documents = torch.tensor([[5, 9, 33, 7]]), torch.tensor([[0, 0, 1, 1]])
-    with IN_USE:
-        other = Thread(target=lambda: target.forward(ids, layout=Pass(documents=documents)))
-        other.start()
-        other.join(0.3)
-        assert other.is_alive() and target.decoder.config._attn_implementation == before
-    other.join()
 
 
 def test_two_threads_decode_with_one_target() -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.targets import documents
-from draftsmith.inference.targets.documents import NAME, spans_of
-from draftsmith.inference.targets.masks import Pass, packed_mask
+from draftsmith.inference.targets import masks as documents
+from draftsmith.inference.targets.masks import NAME, Pass, packed_mask, spans_of
 from draftsmith.train.data.features import check_packing
 from tests.architectures import ARCHITECTURES, HYBRIDS, architecture
 

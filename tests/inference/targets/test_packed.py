@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import time
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from draftsmith.inference.targets import causal_model, packed
+from draftsmith.inference.targets import packed
 from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.packed import (
     PackedLinear,
     PackedPart,
-    Packing,
-    best_packing,
     pack_linears,
     packable,
+    pays_to_pack,
 )
 from draftsmith.inference.targets.target import Target
 from tests.architectures import architecture
 from tests.conftest import tiny_target
 from tests.inference.targets.test_fused import states_of
 
+LEAST_ROWS = packed.least_rows.__wrapped__
 IDS = torch.arange(3, 15)[None]
 
 
 @pytest.fixture(autouse=True)
 def every_trial_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack whatever the trial finds: which order is faster depends on the machine."""
-    monkeypatch.setattr(causal_model, "best_packing", lambda linears: Packing(2.0, 4))
+    """Pack small models too, and extend few rows on any processor."""
+    monkeypatch.setattr(packed, "FEWEST_BYTES", 1)
+    monkeypatch.setattr(packed, "least_rows", lambda dtype: 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,23 +50,13 @@ def test_a_packed_layer_gives_the_layers_products(bias: bool, dtype: torch.dtype
 def test_inputs_of_few_rows_are_extended(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(48, 80)
-    layer, x = PackedLinear(linear, least_rows=4), torch.randn(shape)
+    layer, x = PackedLinear(linear), torch.randn(shape)
     product = layer(x)
     torch.testing.assert_close(product, linear(x))
     rows = x.reshape(-1, 48)
     if len(rows) == 3:  # as if a fourth row had stood beside them
         four = PackedLinear(linear)(torch.cat([rows, torch.zeros(1, 48)]))
         assert torch.equal(product.reshape(-1, 80), four[:3])
-
-
-def test_few_rows_are_extended_where_four_take_less_time() -> None:
-    one, two, four, eight = (6.0, 5.0, True), (8.0, 6.0, True), (8.0, 4.0, True), (16.0, 4.0, True)
-    gain, least_rows = packed._packing_by([one, two, four, eight])
-    # One and two rows take the 4 seconds of four: gains of 1.5, 2, 2 and 4.
-    assert least_rows == 4 and gain == pytest.approx(24 ** (1 / 4))
-    gain, least_rows = packed._packing_by([one, (8.0, 4.6, True), four, eight])
-    assert least_rows == 1, "a difference that noise may make"
-    assert gain == pytest.approx((6 / 5 * 8 / 4.6 * 2 * 4) ** (1 / 4))
 
 
 def test_parts_of_a_joint_layer_share_a_product() -> None:
@@ -154,61 +140,16 @@ def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(packed, "_packed", missing)
-    assert not best_packing([nn.Linear(4, 4)])
+    assert not packed.packable(torch.float16)
 
 
-def test_a_trial_is_of_one_thread_and_its_own_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What other processes do meanwhile takes wall time, and none of this thread's."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    before, product, threads = torch.get_num_threads(), packed._product, []
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        threads.append(torch.get_num_threads())
-        time.sleep(0.0005)  # as if another process ran
-        return product(*arguments)
-
-    monkeypatch.setattr(packed, "_product", interrupted)
-    torch.set_num_threads(2)
-    try:
-        with packed.one_thread():
-            weights = [torch.randn(64, 64) for _ in range(8)]
-            busy = packed._times(weights, [packed._packed(w) for w in weights], 8)
-        assert busy[1] < 0.004, "eight pauses are 0.004 s"
-        best_packing([nn.Linear(64, 64)])
-        assert threads[-1] == 1 and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_measured_gain_is_kept_for_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    fast, slow = [(2.0, 1.0, True)] * 4, [(1.0, 2.0, True)] * 4
-    disturbed = [(1.0, 1.05, True), (1.0, 1.2, False), *[(1.0, 1.2, True)] * 2]
-    clear = [(1.0, 2.0, False)] * 4
-    times = iter([*disturbed, *clear, *fast, *slow, *slow])
-    monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: next(times))
-    small, large = [nn.Linear(8, 8)], [nn.Linear(8, 16)]
-    assert best_packing(small) == packed.UNSTEADY, "disturbed, and not kept"
-    assert not best_packing(small), "disturbed and clear, and not kept"
-    assert best_packing(small) and best_packing(small), "measured once"
-    assert not best_packing(large), "another trial"
-    file = tmp_path / "cache" / "packing.json"
-    assert list(json.loads(file.read_text()).values()) == [[2.0, 1], [0.5, 1]]
-    file.write_text("{")
-    assert not best_packing(small), "a damaged file is measured again, and written again"
-    assert list(json.loads(file.read_text()).values()) == [[0.5, 1]]
-    monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
-    monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: fast[0])
-    assert best_packing(small), "where nothing can be written"
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("DRAFTSMITH_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    assert best_packing(small), "a user without a home folder"
+def test_small_models_stay_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matrices count together; few rows are extended on AMD's processors in float32."""
+    monkeypatch.setattr(packed, "FEWEST_BYTES", 4 * 100)
+    assert not pays_to_pack([nn.Linear(9, 11)]) and not pays_to_pack([])
+    assert pays_to_pack([nn.Linear(10, 5), nn.Linear(5, 10)]) == packable(torch.float32)
+    assert not pays_to_pack([nn.Linear(10, 10, dtype=torch.float64)])
+    assert not pays_to_pack([nn.Linear(10, 10, device="meta")])
+    for name, rows in (("AMD EPYC 9B14 AVX512", 4), ("Intel(R) Xeon(R) AVX512", 1)):
+        monkeypatch.setattr(packed, "processor", lambda name=name: name)
+        assert LEAST_ROWS(torch.float32) == rows and LEAST_ROWS(torch.bfloat16) == 1

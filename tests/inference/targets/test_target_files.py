@@ -108,14 +108,12 @@ def test_a_target_with_a_fault_is_refused_in_one_line(
 
 
 def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
-    for name in ("m.gguf", "sha256-1"):
-        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for name, message in (
         (str(QUICKSTART.parent / "drafters" / "eagle3"), r"is a drafter \(eagle\), not a target"),
-        (str(QUICKSTART / "config.json"), "is a file; name a model's folder"),
-        (str(tmp_path / "sha256-1"), "turn this GGUF file into .*GgufConfig.dequantize=True"),
-        ("llama3.2:1b", "if it is a name of Ollama's, give the published model's"),
-        (str(tmp_path), "holds a GGUF file; name the published model that it was made of, or turn"),
+        (str(QUICKSTART / "config.json"), "is a file; name the folder of a Hugging Face model"),
+        (str(tmp_path / "m.gguf"), "of a GGUF file: the published model that it was made of"),
+        (str(tmp_path), "holds no config.json; .*of a GGUF file: the published model"),
         (
             "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main",
             "give the model's name, Qwen/Qwen3-0.6B",

@@ -95,6 +95,8 @@ UNTRAINED = {
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
 }
 """Drafters that need no training, by the name that a user gives."""
+FORMER = {"suffix": "ngram:longest=8", "lookahead": "ngram", "early-exit": "ngram"}
+"""Drafters of earlier versions, and what accepts more in their place."""
 
 MODEL_FOLDER = Kind(
     "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
@@ -163,7 +165,10 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     if first in UNTRAINED and first != name:
         raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
     if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
-        near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
+        word = name.lower().replace("_", "-")
+        near = (
+            [FORMER[word]] if word in FORMER else difflib.get_close_matches(word, UNTRAINED, 1, 0.7)
+        )
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
     check_name(name, settings.get("name"))

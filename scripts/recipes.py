@@ -1,4 +1,4 @@
-"""Table of configs/README.md: the figures of `draftsmith data plan` for every recipe in configs/.
+"""Table of configs/README.md: the figures of `draftsmith data plan` for every printed recipe.
 
 The hub is not asked: targets and siblings are the config.json files of train/planning/targets/.
 
@@ -9,14 +9,18 @@ The hub is not asked: targets and siblings are the config.json files of train/pl
 from __future__ import annotations
 
 import argparse
+import atexit
 import re
+import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from draftsmith.train.commands.plan import Options, count, hours, planned
+from draftsmith.train.commands.recipe import names, recipe
 from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.method import METHODS
 
@@ -39,20 +43,23 @@ COLUMNS = (
 Plans = dict[Path, tuple[Any, RunSizes, dict[str, float]]]
 
 
-HAVE_RUN = ("quickstart", "smollm2-135m")
-"""Targets whose configurations were run here, and are written for this project's own data."""
-BASELINES = ("as-published",)
-"""Configurations for research, which no table of recipes has."""
-
-
+@cache
 def recipes() -> list[Path]:
-    """configs/METHOD/TARGET.yaml of targets that nobody has run here, by the size of the target,
-    then by method as `METHODS` has them."""
-    found = [path for method in METHODS for path in (ROOT / "configs" / method).glob("*.yaml")]
-    return sorted(
-        (path for path in found if path.stem not in HAVE_RUN + BASELINES),
-        key=lambda path: (billions(path.stem), path.stem),
-    )
+    """METHOD/TARGET.yaml in a temporary folder for each recipe that `draftsmith recipe` prints, by
+    the size of the target, then by method as `METHODS` has them."""
+    folder = Path(tempfile.mkdtemp(prefix="draftsmith-recipes-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    paths = [folder / f"{name}.yaml" for name in sorted(names(), key=order)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(recipe(path.parent.name, path.stem))
+    return paths
+
+
+def order(name: str) -> tuple[float, str, int]:
+    """The place of a recipe, such as eagle/qwen3-32b, in the table."""
+    method, target = name.split("/")
+    return billions(target), target, list(METHODS).index(method)
 
 
 UNTOLD = {"deepseek-v3": 671.0, "glm-4.5-air": 106.0}
@@ -85,22 +92,22 @@ def plans(folder: Path) -> Plans:
     """The run, the shape and the plan of every recipe; configs of targets and siblings are put into
     `folder`."""
     found: Plans = {}
-    for recipe in recipes():
-        run: dict[str, Any] = yaml.safe_load(recipe.read_text())
+    for path in recipes():
+        run: dict[str, Any] = yaml.safe_load(path.read_text())
         changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
-        if path := run.get("draft_model", {}).get("path"):
-            changes.append(f"draft_model.path={config_folder(path, folder)}")
-        found[recipe] = planned(Options(str(recipe), recipe.parent.name, set=changes))  # type: ignore[arg-type]
+        if smaller := run.get("draft_model", {}).get("path"):
+            changes.append(f"draft_model.path={config_folder(smaller, folder)}")
+        found[path] = planned(Options(config=str(path), method=path.parent.name, set=changes))  # type: ignore[arg-type]
     return found
 
 
 def table(found: Plans) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for recipe, (_, shape, plan) in found.items():
-        method = recipe.parent.name
+    for path, (_, shape, plan) in found.items():
+        method = path.parent.name
         cells = [
-            recipe.stem,
-            f"[{method}]({method}/{recipe.name})",
+            path.stem,
+            method,
             count(shape.drafter_params).split()[0],
             size(plan["feature_bytes"]),
         ]

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.heads.fingerprint import LARGEST_EXACT
 from tests.conftest import PYTHON, ROOT, tiny_target
-from tests.train.test_loop import environment
+from tests.helpers.training import environment
 
 SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152,

@@ -12,7 +12,8 @@ import pytest
 from draftsmith.train.command_line.fields import fields_of
 from draftsmith.train.method import METHODS, run_class_named
 from tests.conftest import ROOT
-from tests.pages import HISTORY, PAGES, module_of
+from tests.helpers.documents import anchors_of
+from tests.helpers.pages import HISTORY, PAGES, module_of
 
 DOCUMENTS = [*PAGES, *sorted(HISTORY)]
 CODE = sorted(
@@ -23,20 +24,6 @@ CODE = sorted(
 )
 REFERENCE = re.compile(r"\bdocs/([\w/-]+\.md)(?:#([\w-]+))?")
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
-
-
-def anchors_of(path: Path) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub makes them."""
-    anchors: dict[str, int] = {}
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    found = set()
-    for heading in re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower().replace("`", "")
-        anchor = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
-        count = anchors.get(anchor, 0)
-        anchors[anchor] = count + 1
-        found.add(f"{anchor}-{count}" if count else anchor)
-    return found
 
 
 def missing(path: Path, anchor: str | None) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from tests.conftest import PYTHON, QUICKSTART, ROOT
-from tests.pages import (
+from tests.helpers.pages import (
     PAGES,
     Block,
     blocks_of,

@@ -18,7 +18,7 @@ from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.report.report import gather, html, markdown
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
-from tests.inference.evaluation.reports import Seen
+from tests.helpers.reports import Seen
 
 NAMES = ["medusa", "eagle", "ngram", "eagle + lookup"]
 """Rows of the first table that a newcomer sees, besides plain decoding."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.conftest import ROOT
-from tests.pages import module_of
+from tests.helpers.pages import module_of
 
 
 def test_the_reference_pages_are_those_of_the_options() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -297,10 +297,6 @@ def examples_of(method: str) -> tuple[str, ...]:
 class RunConfig:
     """Training run: the part that all methods share."""
 
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path", "data.sources", "out", "optim.lr", "epochs", "rows_per_step",
-        "batch_rows", "precision", "init_from",
-    )  # fmt: skip
     out: str
     """Folder for checkpoints and the finished drafter."""
     target: TargetConfig

@@ -32,16 +32,6 @@ class EvaluateOptions(SourceOptions):
         "draftsmith evaluate --target TARGET --server http://127.0.0.1:8000 --prompts "
         "held_out.jsonl",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "prompts",
-        "baselines",
-        "sampling.temperature",
-        "max_new_tokens",
-        "limit",
-        "json",
-    )
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
@@ -100,11 +90,6 @@ class CompareOptions:
         "draftsmith compare public.json tuned.json",
         "draftsmith compare public.json tuned.json --fail-on-regression 2%",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "reports",
-        "fail_on_regression",
-        "drafter",
-    )
 
     reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
@@ -126,7 +111,6 @@ class SimulateOptions:
         "draftsmith simulate --acceptance out.json",
         "draftsmith simulate --acceptance out.json --gpu H100 --params 8B --context 2000",
     )
-    first: ClassVar[tuple[str, ...]] = ("acceptance", "length", "draft_cost", "gpu", "params")
 
     acceptance: str
     """Probability that a draft is accepted if those before it were: 0.8, or one for each position:
@@ -167,11 +151,6 @@ class ReportOptions:
         "draftsmith report out.json runs/medusa --out report.html",
         "draftsmith report before.json after.json --format md",
         "draftsmith report before.json after.json --out report.md",
-    )
-    first: ClassVar[tuple[str, ...]] = (
-        "runs",
-        "out",
-        "format",
     )
 
     runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})

@@ -46,7 +46,7 @@ def blocks_of(queries: int, size: int, dtype: torch.dtype) -> tuple[int, int, in
 
     After it come the slots that it takes at a time, and its warps. With these numbers no registers
     are spilled on an sm_90, and shared memory is below the 99 KiB of the smallest GPUs
-    (EXPERIMENTS.md, "Kernels").
+    (docs/log/2026-11-experiments.md, "Kernels").
     """
     most, slots = (64, 64) if size <= 128 else (32, 32)
     if dtype == torch.float32:  # no tensor cores

@@ -26,7 +26,7 @@ from .growth import Continue, Level, Slots, grow_dynamic, grow_fixed
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
 # chosen before anything is known: measured on the quickstart target at T = 0.7 and 1
-# (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.
+# (docs/log/2026-11-experiments.md, "Which kind of draft"). Any values are lossless.
 SAMPLED_ACCEPTANCE = (0.67, 0.115, 0.045, 0.035, 0.015, 0.012, 0.01, 0.01)
 
 DEFAULT_TREE = TreeSettings()

@@ -20,15 +20,6 @@ class ServeOptions:
         "draftsmith serve --target TARGET --drafter runs/eagle/best",
         "draftsmith serve --target TARGET --drafter runs/eagle/best --drafter ngram --port 8080",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "host",
-        "port",
-        "sampling.temperature",
-        "max_new_tokens",
-        "api_key_file",
-    )
 
     target: TargetConfig
     drafter: list[str] = field(default_factory=list)

@@ -32,8 +32,8 @@ from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.features import check_packing
-from tests.architectures import architecture
 from tests.conftest import make_tokenizer, tiny_target
+from tests.helpers.architectures import architecture
 
 TEXTS = [torch.arange(3, 40), torch.arange(60, 20, -1)]
 IDS = torch.arange(5, 30)[None]

@@ -28,11 +28,10 @@ from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.blocks import contexts, run_blocks
-from tests.blocks import KINDS, proposer_of, random_block
 from tests.conftest import tiny_target
-from tests.exact.test_eagle_identity import own_texts
-from tests.exact.test_eagle_replay import text_of
-from tests.trained import accepted_in_chains
+from tests.helpers.eagle_texts import own_texts, text_of
+from tests.helpers.random_blocks import KINDS, proposer_of, random_block
+from tests.helpers.trained import accepted_in_chains
 
 
 class Recorder:

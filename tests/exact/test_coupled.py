@@ -33,9 +33,9 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.rounds import noise
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from tests.architectures import FromTheFuture, architecture, near_copy, proposers
 from tests.conftest import ROOT, tiny_target
-from tests.trained import chat_prompts, story_prompts
+from tests.helpers.architectures import FromTheFuture, architecture, near_copy, proposers
+from tests.helpers.trained import chat_prompts, story_prompts
 
 LENGTH = 12
 SETTINGS: list[dict[str, Any]] = [

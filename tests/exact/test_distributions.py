@@ -27,12 +27,12 @@ from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import near_copy
-from tests.blocks import proposer_of, random_block
 from tests.conftest import ROOT, by_default, random_heads
-from tests.eagles import random_eagle
-from tests.exact.test_enumeration import token_level
-from tests.trained import chat_prompts
+from tests.helpers.architectures import near_copy
+from tests.helpers.enumeration import token_level
+from tests.helpers.random_blocks import proposer_of, random_block
+from tests.helpers.random_eagles import random_eagle
+from tests.helpers.trained import chat_prompts
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,9 @@ from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.unroll import unroll
 from tests.conftest import tiny_target
-from tests.eagles import KINDS, committed, random_eagle
-from tests.trained import chat_prompts, story_prompts
+from tests.helpers.eagle_texts import own_texts
+from tests.helpers.random_eagles import KINDS, committed, random_eagle
+from tests.helpers.trained import chat_prompts, story_prompts
 
 STEPS = 4
 
@@ -163,17 +164,6 @@ def compare(
                 compared += 1
         assert min(here) == start, "the first round of the reply is among them"
     return compared
-
-
-def own_texts(target: Target, prompts: list[list[int]], limit: int) -> list[tuple[list[int], int]]:
-    from draftsmith.inference.decode import generate
-    from draftsmith.inference.proposers.plain import PlainDecoding
-
-    replies = generate(target, PlainDecoding(), prompts, limit, eos_ids=frozenset())
-    return [
-        (prompt + reply.token_ids, len(prompt))
-        for prompt, reply in zip(prompts, replies, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -15,7 +15,6 @@ from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
-from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
@@ -24,22 +23,13 @@ from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.methods.eagle import METHOD
-from tests.architectures import architecture
 from tests.conftest import random_heads, tiny_target
-from tests.eagles import committed, random_eagle
-from tests.trained import accepted_in_chains, chat_prompts
+from tests.helpers.architectures import architecture
+from tests.helpers.eagle_texts import text_of
+from tests.helpers.random_eagles import committed, random_eagle
+from tests.helpers.trained import accepted_in_chains, chat_prompts
 
 LENGTH = 4
-
-
-def text_of(
-    target: Target, prompt: list[int], taps: tuple[int, ...], limit: int
-) -> tuple[torch.Tensor, Hidden]:
-    """The prompt with the target's greedy reply, and its features from one plain forward."""
-    ids = torch.tensor(prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids)
-    with torch.no_grad():
-        hidden = target.forward(ids[None], taps=taps)
-    return ids, Hidden(hidden.last[0], tuple(tap[0] for tap in hidden.taps))
 
 
 def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> float:

@@ -30,6 +30,7 @@ from draftsmith.inference.rounds.accept import (
 )
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
+from tests.helpers.enumeration import token_level
 
 LENGTH = 3
 CHAIN = TreeShape.chain(2)
@@ -239,17 +240,6 @@ def error_of(outcome: tuple[Tensor, float], models: ToyModels) -> float:
     found = outcome[0]
     assert float(found.sum()) == pytest.approx(1, abs=1e-9)
     return float((found - models.joint(models.p)).abs().max())
-
-
-def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Token-level rejection of a sampled chain: Leviathan et al., Chen et al."""
-    probs, chances = p.clone(), torch.ones_like(p[..., 0])
-    for i in range(1, shape.nodes):
-        x, of_target, of_drafter = tokens[:, i], p[:, i - 1], q[:, i - 1]
-        ratio = verifiers.ratio(verifiers.at(of_target, x), verifiers.at(of_drafter, x))
-        chances[:, i] = ratio.clamp(max=1)
-        probs[:, i - 1] = verifiers.residual(of_target, of_drafter)
-    return AcceptancePlan(chances, probs, partial(verifiers.select_down, shape))
 
 
 def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:

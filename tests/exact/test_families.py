@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from tests.conftest import ROOT
-from tests.families import FAMILIES, outcome
+from tests.helpers.families import FAMILIES, outcome
 
 SAMPLE = (
     "deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_neo", "gpt_oss", "ministral3",

@@ -21,7 +21,8 @@ from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import (
+from tests.conftest import ROOT, wrong_heads
+from tests.helpers.architectures import (
     ARCHITECTURES,
     HYBRIDS,
     TEN_NODES,
@@ -30,9 +31,8 @@ from tests.architectures import (
     near_copy,
     proposers,
 )
-from tests.conftest import ROOT, wrong_heads
-from tests.eagles import random_eagle
-from tests.trained import chat_prompts, story_prompts, trained_artifact
+from tests.helpers.random_eagles import random_eagle
+from tests.helpers.trained import chat_prompts, story_prompts, trained_artifact
 
 BATCH = 8
 SAMPLED = ("llama", "gpt2")

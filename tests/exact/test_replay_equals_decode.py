@@ -17,7 +17,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.medusa import METHOD
 from tests.conftest import random_heads, tiny_target
-from tests.trained import accepted_in_tree, chat_prompts, story_prompts, trained_artifact
+from tests.helpers.trained import accepted_in_tree, chat_prompts, story_prompts, trained_artifact
 
 
 def check(

@@ -11,44 +11,17 @@ import pytest
 import torch
 
 from draftsmith.inference import decode as loop
-from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.decode import generate
 from draftsmith.inference.rounds import recorded as compiling
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.targets.target import Target
-from tests.architectures import architecture, near_copy, proposers
+from tests.helpers.architectures import architecture, near_copy, proposers
+from tests.helpers.fixed_shapes import SAMPLINGS, full, run, without_times
 
-SAMPLINGS = {
-    "greedy": Sampling(),
-    "coupled": Sampling(temperature=0.8, seed=2),
-    "rejection": Sampling(temperature=0.8, seed=2, rule="rejection"),
-    "penalty": Sampling(repetition_penalty=1.3),
-}
 # Heads on the target's states, and a drafter with layers; the others with `--all`.
 TRACED = ("medusa",)
 OTHERS = (
     *("eagle3 tree", "eagle3 chain", "eagle1 tree", "dflash chain", "dspark tree"),
     *("draft-model chain", "draft-model tree"),
 )
-full = pytest.mark.full
-PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 8, 3], [7, 7, 7]]
-
-
-def run(target: Target, proposer: Proposer, sampling: Sampling) -> list[Generation]:
-    """Replies of different lengths, so that rows leave the batch one by one."""
-    requests = [Request(prompt, place) for place, prompt in enumerate(PROMPTS)]
-    return generate(target, proposer, requests, 24, sampling, frozenset({1, 2, 50, 51}))
-
-
-def without_times(replies: list[Generation]) -> list[Any]:
-    found = []
-    for reply in replies:
-        rounds = []
-        for r in reply.rounds:
-            overlap = None if r.overlap is None else [round(x, 4) for x in r.overlap]
-            rounds.append((r.tokens, r.drafted, r.accepted, r.offered, r.rule, r.rows, overlap))
-        found.append((reply.token_ids, reply.finish_reason, rounds))
-    return found
 
 
 def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:

@@ -32,7 +32,7 @@ from draftsmith.inference.rounds.outcome import Accepted
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets import fused
 from draftsmith.inference.targets.target import Target
-from tests.architectures import architecture, proposers
+from tests.helpers.architectures import architecture, proposers
 
 VIEWS = {
     *("view", "_unsafe_view", "expand", "slice", "select", "transpose", "t", "permute", "unbind"),

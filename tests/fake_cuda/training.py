@@ -34,11 +34,11 @@ from draftsmith.train.method import method_named
 from draftsmith.train.methods import blocks, dflash, ranks, unroll
 from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
-from tests.architectures import architecture
-from tests.blocks import random_block
 from tests.conftest import random_heads
-from tests.eagles import random_eagle
 from tests.fake_cuda.rounds import MODE, Watch, borrowed, cast
+from tests.helpers.architectures import architecture
+from tests.helpers.random_blocks import random_block
+from tests.helpers.random_eagles import random_eagle
 
 
 class Cuda(TorchDispatchMode):

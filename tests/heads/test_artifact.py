@@ -17,7 +17,7 @@ from draftsmith.heads.files import read_json, whole_directory, whole_file, write
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.conftest import edit_config, random_heads, tiny_target
-from tests.tampered import seal
+from tests.helpers.sealed import seal
 
 TARGET = tiny_target()
 WEIGHTS_FILE = "medusa_lm_head.safetensors"

@@ -21,10 +21,10 @@ from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.first_weights import attend_nearby, block_weights, linear_fit, rescale
-from tests.architectures import architecture
-from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
-from tests.tampered import seal
+from tests.helpers.architectures import architecture
+from tests.helpers.random_blocks import KINDS, random_block
+from tests.helpers.sealed import seal
 
 
 def taps_of(target: Target, drafter: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -25,10 +25,10 @@ from draftsmith.heads.eagle import (
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.eagle import first_weights
-from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
-from tests.eagles import KINDS, random_eagle
-from tests.tampered import seal
+from tests.helpers.architectures import ARCHITECTURES, architecture
+from tests.helpers.random_eagles import KINDS, random_eagle
+from tests.helpers.sealed import seal
 
 TARGET = tiny_target(num_hidden_layers=3)
 

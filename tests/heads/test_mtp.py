@@ -19,8 +19,8 @@ from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.commands.mtp.extract import find_layer, read_for
-from tests import mtp_models
 from tests.conftest import tiny_target
+from tests.helpers import mtp_models
 
 CHAIN, TREE = TreeSettings(length=3, width=1), TreeSettings(length=4, width=4, nodes=12)
 

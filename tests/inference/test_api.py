@@ -19,7 +19,7 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import python
 from tests.conftest import QUICKSTART, ROOT, tiny_target
-from tests.trained import questions
+from tests.helpers.trained import questions
 
 PROMPT = "def add(a, b):"
 

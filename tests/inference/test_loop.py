@@ -20,8 +20,8 @@ from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import FromTheFuture, near_copy, proposers
 from tests.conftest import tiny_target
+from tests.helpers.architectures import FromTheFuture, near_copy, proposers
 
 NONE: frozenset[int] = frozenset()
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28]]

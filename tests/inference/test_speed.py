@@ -17,7 +17,7 @@ import pytest
 
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
-from tests.trained import chat_prompts
+from tests.helpers.trained import chat_prompts
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

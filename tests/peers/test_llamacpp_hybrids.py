@@ -18,8 +18,8 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands.mtp import extract
 from draftsmith.train.commands.mtp.options import ExtractLayerOptions
 from tests.conftest import QUICKSTART
-from tests.exported import DRAFTS, REPLY, Counts, counts_like_each, unseen_functions
-from tests.peers.test_llamacpp_exports import (
+from tests.helpers.exported import DRAFTS, REPLY, Counts, counts_like_each, unseen_functions
+from tests.helpers.llamacpp import (
     ALIKE,
     DRAFT_MODEL,
     TIE,

@@ -17,9 +17,9 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.fingerprint import weights_hash
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.config import TargetConfig
-from tests.train.data.test_store import config_for, extract
-from tests.train.test_faults import curve
-from tests.train.test_loop import logged, train
+from tests.helpers.faults import curve
+from tests.helpers.stores import config_for, extract
+from tests.helpers.training import logged, train
 
 pytestmark = pytest.mark.peers
 

@@ -26,10 +26,8 @@ from draftsmith.heads.exchange.exporter import export, load_alone
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from tests.blocks import changed_block, share_key_norms
 from tests.conftest import QUICKSTART, ROOT
-from tests.eagles import changed, committed, vary, widened
-from tests.exported import (
+from tests.helpers.exported import (
     DRAFTS,
     PROMPTS,
     REPLY,
@@ -39,7 +37,9 @@ from tests.exported import (
     selected,
     unseen_functions,
 )
-from tests.trained import trained_heads
+from tests.helpers.random_blocks import changed_block, share_key_norms
+from tests.helpers.random_eagles import changed, committed, vary, widened
+from tests.helpers.trained import trained_heads
 
 pytestmark = [
     pytest.mark.peers,

@@ -29,9 +29,9 @@ from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.served import Client, ServedFeatures, ServedTarget, served_texts
 from draftsmith.train.evaluation import write_text
 from tests.conftest import QUICKSTART, ROOT
-from tests.train.data.test_store import config_for, extract
-from tests.train.test_faults import curve
-from tests.train.test_loop import launch, make_config, train
+from tests.helpers.faults import curve
+from tests.helpers.stores import config_for, extract
+from tests.helpers.training import launch, make_config, train
 
 pytestmark = [
     pytest.mark.peers,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.robust.mutations import TOTALS
+from tests.helpers.mutations import TOTALS
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from tests.conftest import QUICKSTART, ROOT, by_default
-from tests.robust.mutations import MANY, complaints, trials
-from tests.tampered import seal
+from tests.helpers.mutations import MANY, complaints, trials
+from tests.helpers.sealed import seal
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 ALL = pytest.param(MANY, marks=pytest.mark.full, id="all")
@@ -209,7 +209,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     file is never made."""
     import io
 
-    from tests.robust.mutations import outcome
+    from tests.helpers.mutations import outcome
 
     sentinel = tmp_path / "sentinel"
     evil = (

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from tests.conftest import PYTHON, QUICKSTART, ROOT
-from tests.train.data.test_store import config_for
-from tests.train.data.test_tables import write
-from tests.train.test_loop import LAUNCH, environment, make_config
+from tests.helpers.rows import write
+from tests.helpers.stores import config_for
+from tests.helpers.training import LAUNCH, environment, make_config
 
 DRAFTER = QUICKSTART.parent / "drafters" / "eagle3"
 CLI = ["-c", "from draftsmith.train.commands.cli import main; main()"]

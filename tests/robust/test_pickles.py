@@ -16,9 +16,9 @@ from safetensors.torch import save
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.stored_tensors import StoredTensors
-from tests.heads.exchange.random_artifacts import heads
-from tests.heads.exchange.test_public import store
-from tests.robust.mutations import TOTALS, outcome
+from tests.helpers.mutations import TOTALS, outcome
+from tests.helpers.public_checkpoints import store
+from tests.helpers.random_artifacts import heads
 
 TENSORS = {
     "fc.weight": torch.ones(8, 4),

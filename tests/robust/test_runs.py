@@ -17,10 +17,10 @@ import torch
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder
 from tests.conftest import QUICKSTART, by_default
-from tests.robust.mutations import MANY, complaints, forked, outcome, trials
-from tests.train.data.test_store import config_for, extract
-from tests.train.test_faults import command_of, disturb
-from tests.train.test_loop import make_config, train, weights
+from tests.helpers.faults import command_of, disturb
+from tests.helpers.mutations import MANY, complaints, forked, outcome, trials
+from tests.helpers.stores import config_for, extract
+from tests.helpers.training import make_config, train, weights
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 SAMPLE = pytest.param(6, id="sample")

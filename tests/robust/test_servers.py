@@ -4,11 +4,9 @@ limit."""
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import pytest
 
 from draftsmith.train.commands import replies
 from tests.conftest import QUICKSTART, by_default
-from tests.robust.mutations import outcome
+from tests.helpers.mutations import outcome
+from tests.helpers.serving import serving, whole
 
 SECONDS = 1.0  # the time limit of a reply
 GOOD: dict[str, Any] = {
@@ -33,19 +32,6 @@ GOOD: dict[str, Any] = {
 
 def changed(**choice: Any) -> bytes:
     return json.dumps({**GOOD, "choices": [{**GOOD["choices"][0], **choice}]}).encode()
-
-
-def whole(
-    body: bytes, status: int = 200, **headers: str
-) -> Callable[[BaseHTTPRequestHandler], None]:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return answer
 
 
 def drip(handler: BaseHTTPRequestHandler) -> None:
@@ -145,34 +131,6 @@ PATHS = {
     "/metrics": whole(b"vllm:generation_tokens_total 0.0\nvllm:num_requests_running 0.0\n"),
     "/version": whole(b'{"version": "0.32.0"}'),
 }
-
-
-@contextmanager
-def serving(
-    answer: Callable[[BaseHTTPRequestHandler], None],
-    paths: dict[str, Callable[[BaseHTTPRequestHandler], None]] | None = None,
-) -> Iterator[str]:
-    """The address of a server that answers so, but at `paths` as they say."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"] or 0))
-            with suppress(OSError):  # the client has gone, which is what is tested
-                (paths or {}).get(self.path, answer)(self)
-
-        do_GET = do_POST
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.full

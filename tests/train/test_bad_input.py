@@ -25,29 +25,12 @@ from tests.conftest import (
     random_heads,
     tiny_target,
 )
-from tests.train.data.test_tables import chat, write
-from tests.train.test_loop import environment, make_config
+from tests.helpers.bad_input import expect, quick
+from tests.helpers.rows import chat, write
+from tests.helpers.training import environment, make_config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = ("draftsmith.train", "medusa", "--config")
-
-
-def expect(done: subprocess.CompletedProcess[str], *says: str) -> None:
-    """Exit code 2, and on stderr exactly one line that begins with `error:` and says it all."""
-    assert done.returncode == 2, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, done.stderr
-    assert "Traceback" not in done.stderr and "usage:" not in done.stderr
-    for text in says:
-        assert text in errors[0]
-
-
-def quick(capsys: pytest.CaptureFixture[str], *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """`draftsmith ...` in this process."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    out = capsys.readouterr()
-    return subprocess.CompletedProcess(arguments, int(stopped.value.code or 0), out.out, out.err)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +405,7 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
 def test_under_a_launcher_the_line_is_printed_once(tmp_path: Path, saved_tiny: Path) -> None:
     """accelerate adds a traceback of its own and exits with 1: the line is there once, before any
     model loads."""
-    from tests.train.test_loop import launch
+    from tests.helpers.training import launch
 
     config = make_config(tmp_path, saved_tiny)
     for ranks in (1, 2):

@@ -22,8 +22,8 @@ from draftsmith.train.config import Evaluation
 from draftsmith.train.data.tables import load
 from draftsmith.train.evaluation import PLAIN_PROMPT, held_out_prompts
 from tests.conftest import QUICKSTART, ROOT
-from tests.train.data.test_tables import write
-from tests.train.test_loop import train
+from tests.helpers.rows import write
+from tests.helpers.training import train
 
 TOKENS = 24
 

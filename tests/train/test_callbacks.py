@@ -16,8 +16,8 @@ from huggingface_hub import constants
 import draftsmith
 from draftsmith.train.config import Tracker
 from draftsmith.train.log_lines import flat, spelled
-from tests.train.commands.test_exporting import Hub, hub  # noqa: F401
-from tests.train.test_loop import make_config
+from tests.helpers.fake_hub import Hub, hub  # noqa: F401
+from tests.helpers.training import make_config
 
 
 class Recorder(draftsmith.Callback):

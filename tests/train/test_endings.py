@@ -16,7 +16,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import damage
 from draftsmith.train import endings
 from draftsmith.train.checkpoint import RunFolder
-from tests.train.test_loop import LAUNCH, environment, make_config
+from tests.helpers.training import LAUNCH, environment, make_config
 
 SIMULATE = ["simulate", "--acceptance", "0.8"]
 

@@ -18,8 +18,8 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.checkpoint import RunFolder
 from tests.conftest import PYTHON, ROOT
-from tests.train.test_faults import curve, disturb
-from tests.train.test_loop import METHODS, environment, make_config, resumed_at, train, weights
+from tests.helpers.faults import curve, disturb
+from tests.helpers.training import METHODS, environment, make_config, resumed_at, train, weights
 
 SCRIPT = ROOT / "scripts" / "bench" / "engine_rank.py"
 ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed-zero2", "zero3": "deepspeed-zero3"}

@@ -19,11 +19,11 @@ import yaml
 
 from draftsmith.train.checkpoint import RunFolder
 from tests.conftest import PYTHON, QUICKSTART
-from tests.train.data.test_store import config_for
-from tests.train.data.test_tables import write
-from tests.train.test_bad_input import expect
-from tests.train.test_faults import command_of, disturb
-from tests.train.test_loop import environment, make_config, resumed_at
+from tests.helpers.bad_input import expect
+from tests.helpers.faults import command_of, disturb
+from tests.helpers.rows import write
+from tests.helpers.stores import config_for
+from tests.helpers.training import environment, make_config, resumed_at
 
 LONG = {"max_steps": 100_000, "evaluation": {"every": 100_000, "limit": 2, "max_new_tokens": 4}}
 

@@ -27,7 +27,7 @@ from draftsmith.train.config import Evaluation
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.method import Method, method_named
 from tests.conftest import PYTHON, QUICKSTART, ROOT
-from tests.trained import accepted_in_chains
+from tests.helpers.trained import accepted_in_chains
 
 METHOD = "scripts.learning_drafter:Gru"
 PROMPTS = [

@@ -17,8 +17,8 @@ from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, 
 from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.unrolled_loss import UnrolledObjective
 from tests.conftest import tiny_target
-from tests.eagles import random_eagle
-from tests.train.methods.test_alignment import batch_of
+from tests.helpers.alignment import batch_of
+from tests.helpers.random_eagles import random_eagle
 
 Maker = Callable[..., tuple[nn.Module, Callable[[], Tensor]]]
 TARGET = tiny_target(seed=4, num_hidden_layers=4)

@@ -11,7 +11,7 @@ import pytest
 from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
-from tests.train.test_bad_input import expect, quick
+from tests.helpers.bad_input import expect, quick
 
 HF_NAMES = {
     "report_to": "--tracker", "bf16": "--precision", "fp16": "--precision",

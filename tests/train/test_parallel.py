@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.train.test_loop import LAUNCH, environment
+from tests.helpers.training import LAUNCH, environment
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from draftsmith.train.commands.cli import main
 from draftsmith.train.method import method_named
 from draftsmith.train.outline import target_of_run
 from tests.conftest import QUICKSTART, ROOT
-from tests.train.test_loop import METHODS, make_config, weights
+from tests.helpers.training import METHODS, make_config, weights
 
 # Without the options that METHODS sets for speed: what is left to the target has to be found.
 DERIVED = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.pages import blocks_of
-from tests.train.test_loop import environment, make_config, resumed_at
+from tests.helpers.pages import blocks_of
+from tests.helpers.training import environment, make_config, resumed_at
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 # Of SLURM: a step is a process group of its own, to which signals to the step go.

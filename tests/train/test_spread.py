@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from tests.architectures import architecture
-from tests.train.data.test_store import config_for, extract
-from tests.train.test_faults import curve
-from tests.train.test_loop import launch, logged, make_config, train
+from tests.helpers.architectures import architecture
+from tests.helpers.faults import curve
+from tests.helpers.stores import config_for, extract
+from tests.helpers.training import launch, logged, make_config, train
 
 
 @pytest.mark.parametrize(

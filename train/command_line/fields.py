@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from ...inference.settings import OTHER_NAMES
-from .former_names import FORMER_NAMES, STILL_READ, entry_of
+from .former_names import entry_of
 
 SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
@@ -108,7 +108,7 @@ def known_name(name: str, types: dict[str, Any], owner: Any = None) -> str:
     if name in types:
         return name
     group = name.rpartition(".")[0]
-    if now := entry_of(STILL_READ, name, owner, types.get(group)):
+    if now := entry_of("still_read", name, owner, types.get(group)):
         same_part = f"{group}.{now}"
         return same_part if same_part in types else now
     # --from is the field from_, since a field cannot have the name of a Python keyword.
@@ -120,7 +120,7 @@ def former_hint(name: str, types: dict[str, Any], owner: Any) -> str | None:
     """Return what to use in place of an option that went, or None where there was none."""
     plain = name.removeprefix("no_")
     for full in (plain, *(f"{part}.{plain}" for part in SHORT_GROUPS)):
-        if hint := entry_of(FORMER_NAMES, full, owner, types.get(full.rpartition(".")[0])):
+        if hint := entry_of("options", full, owner, types.get(full.rpartition(".")[0])):
             return hint
     return None
 

@@ -15,7 +15,7 @@ import yaml
 from ...heads.files import YamlLoader, read_yaml
 from ...inference.settings import choice_named, dtype_named
 from .fields import alternatives, item_of, joined, options_of_class, written
-from .former_names import FORMER_NAMES, entry_of
+from .former_names import entry_of
 
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 TABLES = (dict, dict[str, Any])
@@ -111,7 +111,7 @@ def table_of(item: Any, value: Any, kind: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WrongValue(f" takes {takes(kind)}, not {shown(value)}")
     if unknown := [key for key in value if key not in options]:
-        if hint := entry_of(FORMER_NAMES, unknown[0], item, None):
+        if hint := entry_of("options", unknown[0], item, None):
             raise WrongValue(f": there is no {unknown[0]} any more: {hint}")
         raise WrongValue(f" has an unknown key {unknown[0]!r}; there are: {', '.join(options)}")
     table = {}

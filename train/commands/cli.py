@@ -49,6 +49,7 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "train":
         _train_main(argv[1:], "draftsmith train")
         return
+    from ..command_line.former_names import former_names
     from ..command_line.parse import parse
 
     verb_words = 2 if argv[0] in GROUPS and len(argv) > 1 and not argv[1].startswith("-") else 1
@@ -57,6 +58,8 @@ def _main(argv: list[str]) -> None:
         print(_usage(f"{verb} "))
         return
     if verb not in VERBS:
+        if (instead := former_names()["commands"].get(verb)) is not None:
+            fail(f"there is no command {verb!r} any more: {instead}")
         fail(f"unknown command {verb!r}; {hint_for(verb)}")
     options = parse(options_of_verb(verb), argv[verb_words:], f"draftsmith {verb}")
     choose_threads(options)

@@ -21,9 +21,30 @@ from ...inference.settings import (
 )
 from ..command_line.parse import RunFile
 from ..config import StoreType
+from ..method import MethodName
 
 # The form of the names that the hub knows licences by.
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+
+
+@dataclass
+class RecipeOptions:
+    """Print the configuration of a method for a known target, to start from.
+
+    Without a target all recipes are listed. Nobody has run them: each says what it rests on.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith recipe",
+        "draftsmith recipe --method dflash --target qwen3-32b --out dflash-qwen3-32b.yaml",
+    )
+
+    method: MethodName = "eagle"
+    """Method of the drafter."""
+    target: str | None = None
+    """Target, by its name on the hub or a short one, such as qwen3-32b."""
+    out: str | None = field(default=None, metadata={"form": "FILE"})
+    """File to write; the terminal if not given."""
 
 
 @dataclass

@@ -7,8 +7,8 @@ short that threads which sleep in between cost more than they gain, so it takes 
 have a core each. A training step consists of longer ones: it keeps all threads, which sleep while
 they wait, since several threads get a larger share of crowded cores than one, unless so much else
 runs that they mostly wait. Both settings are read when torch is first imported, so they are chosen
-before, from the processes that run at that moment. EXPERIMENTS.md, "Threads on a shared machine",
-has the measurements.
+before, from the processes that run at that moment. docs/log/2026-11-experiments.md, "Threads on a
+shared machine", has the measurements.
 
 Threads change only the speed of a command, and the last bits of what is trained. A command that
 continues earlier work therefore takes the number that the work began with.

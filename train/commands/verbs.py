@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 VERBS = {
+    "recipe": ("train.commands.recipe", "train.commands.options.RecipeOptions"),
     "data plan": ("train.commands.plan", "train.planning.options.PlanOptions"),
     "data extract": ("train.commands.extract", "train.commands.options.ExtractOptions"),
     "data regenerate": ("train.commands.regenerate", "train.commands.options.RegenerateOptions"),

@@ -115,7 +115,7 @@ def attend_nearby(drafter: DFlashDrafter, taps: tuple[Tensor, ...], ids: Tensor)
     positions tell which of the wanted rows is nearest: the direction for the context lies in the
     half of the head that rotates fast, so that its product fades with distance, the one for the
     anchor in the slow half. For the quickstart target the first draft is then right 20% of the time
-    after 200 steps, with random weights 9% (EXPERIMENTS.md).
+    after 200 steps, with random weights 9% (docs/log/2026-11-experiments.md).
     """
     query_fit, anchor_fit, context_fit = _fit_rows(drafter, taps, ids)
     size, numbers = drafter.shape.head_dim, torch.arange(drafter.shape.head_dim)

@@ -48,7 +48,7 @@ SURENESS = 0.45
 With the matrix as it is, heads are as sure as the target, and wrong: with SmolLM2 the divergences
 of three heads begin at 9.0, 11.1 and 11.4, with the matrix times 0.45 at 5.7, 6.7 and 6.8. The
 factor with the least divergence lies between 0.4 and 0.5, with the quickstart target too
-(EXPERIMENTS.md)."""
+(docs/log/2026-11-experiments.md)."""
 
 
 class MedusaObjective:

@@ -24,15 +24,6 @@ class PlanOptions(RunFile):
         " --tokens 300M --price-per-gpu-hour 2.5",
         "draftsmith data plan --config run.yaml --set target.path=FOLDER --set batch_rows=4",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "config",
-        "tokens",
-        "gpu",
-        "gpus",
-        "price_per_gpu_hour",
-        "target_shape",
-        "set",
-    )
 
     tokens: float = 1e9
     """Number of tokens of data, prompts included."""

@@ -23,15 +23,6 @@ class TuneOptions(SourceOptions):
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --profile profile.json "
         "--prompts held_out.jsonl",
     )
-    first: ClassVar[tuple[str, ...]] = (
-        "target.path",
-        "drafter",
-        "prompts",
-        "out",
-        "budget",
-        "temperatures",
-        "batch_size",
-    )
 
     target: TargetConfig
     prompts: str

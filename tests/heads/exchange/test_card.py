@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from draftsmith.heads.exchange.card import CardFigures
 from draftsmith.heads.exchange.exporter import export
-from tests.heads.exchange.random_artifacts import eagle, heads, order
+from tests.helpers.random_artifacts import eagle, heads, order
 
 
 def test_the_card_names_a_licence_only_where_one_was_given(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from draftsmith.heads.exchange.public import read_public
 from draftsmith.inference.targets.stored import StoredTarget, embedding_and_head_in
 from draftsmith.train.commands.importing import target_parts
 from tests.conftest import QUICKSTART, ROOT
-from tests.heads.exchange import test_public as plain
-from tests.heads.exchange import test_public_blocks as blocks
-from tests.heads.exchange.test_public import Tensors, read, store
+from tests.helpers import public_blocks as blocks
+from tests.helpers import public_checkpoints as plain
+from tests.helpers.public_checkpoints import Tensors, read, store
+from tests.helpers.random_artifacts import TARGET, eagle, heads
 
 CASES = ROOT.parent / "shared" / "cases" / "import"
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
@@ -102,8 +103,8 @@ def test_shared_cases_that_name_their_taps_as_layers(tmp_path: Path) -> None:
 
 def five(tmp_path: Path, **keys: Any) -> ImportedDrafter:
     """A tiny EAGLE-3 of five taps with these keys."""
-    drafter = plain.eagle("eagle3", taps=(0, 2, 4, 5, 7)).drafter
-    config = plain.LLAMA | {"draft_vocab_size": plain.TARGET.vocab_size} | keys
+    drafter = eagle("eagle3", taps=(0, 2, 4, 5, 7)).drafter
+    config = plain.LLAMA | {"draft_vocab_size": TARGET.vocab_size} | keys
     return read(store(tmp_path, config, drafter.serving_state()))
 
 
@@ -285,9 +286,13 @@ def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:
     config["transformer_layer_config"] = config["transformer_layer_config"] | {"warp": "x"}
     (note,) = read(store(tmp_path / "b", config, tensors, "model.safetensors")).notes
     assert note.endswith("(not read: flux_depth, transformer_layer_config.warp)")
-    heads = plain.heads().drafter
-    config = {"medusa_num_heads": heads.config.num_heads, "flux": 1, "base_model_name_or_path": "x"}
-    (note,) = read(store(tmp_path / "m", config, heads.serving_state())).notes
+    medusa = heads().drafter
+    config = {
+        "medusa_num_heads": medusa.config.num_heads,
+        "flux": 1,
+        "base_model_name_or_path": "x",
+    }
+    (note,) = read(store(tmp_path / "m", config, medusa.serving_state())).notes
     assert note.endswith("(not read: flux)")
 
 

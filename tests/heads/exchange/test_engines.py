@@ -13,7 +13,7 @@ from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import TITLES, recipe_for
 from draftsmith.inference.evaluation import engines
-from tests.heads.exchange.random_artifacts import also_read_by, eagle, heads, order
+from tests.helpers.random_artifacts import also_read_by, eagle, heads, order
 
 TOY = ServingEngine(
     name="toy",

@@ -11,7 +11,7 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, EngineName
 from draftsmith.heads.exchange.exporter import export
-from tests.heads.exchange.random_artifacts import (
+from tests.helpers.random_artifacts import (
     block,
     eagle,
     heads,

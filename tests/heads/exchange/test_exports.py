@@ -26,10 +26,9 @@ from draftsmith.heads.exchange.exporter import LENGTH, export, files_for, load_a
 from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
-from tests.architectures import architecture
 from tests.conftest import QUICKSTART, ROOT
-from tests.eagles import random_eagle
-from tests.heads.exchange.random_artifacts import (
+from tests.helpers.architectures import architecture
+from tests.helpers.random_artifacts import (
     TARGET,
     also_read_by,
     block,
@@ -38,6 +37,7 @@ from tests.heads.exchange.random_artifacts import (
     order,
     side,
 )
+from tests.helpers.random_eagles import random_eagle
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,

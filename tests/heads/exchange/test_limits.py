@@ -29,7 +29,7 @@ from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.engines import facts_before, say_engines
 from draftsmith.train.method import method_named
 from tests.conftest import QUICKSTART, ROOT
-from tests.heads.exchange.random_artifacts import TARGET, block, eagle, heads, order
+from tests.helpers.random_artifacts import TARGET, block, eagle, heads, order
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from draftsmith.heads.errors import UserError
-from tests.heads.exchange import test_public_blocks as blocks
-from tests.heads.exchange.random_artifacts import heads
-from tests.heads.exchange.test_public import (
+from tests.helpers import public_blocks as blocks
+from tests.helpers.mutations import outcome
+from tests.helpers.public_checkpoints import (
     LLAMA,
     Tensors,
     eagle1,
@@ -28,7 +28,7 @@ from tests.heads.exchange.test_public import (
     speculators_config,
     store,
 )
-from tests.robust.mutations import outcome
+from tests.helpers.random_artifacts import heads
 
 HUGE = (2**40, 10**9, 2**19)
 WRONG = (*HUGE, 0, -1, 10**30, 1.5, float("inf"), "x", True, [2**40], {"x": 2**40})

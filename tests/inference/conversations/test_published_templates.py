@@ -15,7 +15,7 @@ from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
 from draftsmith.inference.conversations.rendering import prompt_ids
 from tests.conftest import ROOT
-from tests.published_templates import (
+from tests.helpers.published_templates import (
     COLUMNS,
     WORD,
     Words,
@@ -112,4 +112,4 @@ def test_no_text_of_many_random_rows_is_lost(name: str, made: tuple[dict[str, An
 
 def test_the_table_in_the_documents_is_what_was_found() -> None:
     document = (ROOT / "docs" / "reference" / "templates.md").read_text()
-    assert table() in document, "python -m tests.published_templates prints it"
+    assert table() in document, "python -m tests.helpers.published_templates prints it"

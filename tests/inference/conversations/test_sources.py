@@ -23,7 +23,7 @@ from draftsmith.inference.settings import RowSource
 from draftsmith.train.config import Source
 from draftsmith.train.provenance import data_sets
 from tests.conftest import QUICKSTART, ROOT
-from tests.hub import DataHub
+from tests.helpers.hub import DataHub
 
 CARD = """---
 configs:

@@ -17,9 +17,9 @@ from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from tests.blocks import proposer_of, random_block
 from tests.conftest import QUICKSTART
-from tests.trained import chat_prompts
+from tests.helpers.random_blocks import proposer_of, random_block
+from tests.helpers.trained import chat_prompts
 
 HERE = QUICKSTART.parent
 EAGLE3, EAGLE1, MEDUSA = (str(HERE / "drafters" / name) for name in ("eagle3", "eagle1", "medusa"))

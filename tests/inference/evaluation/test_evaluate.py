@@ -23,7 +23,7 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
 from tests.conftest import QUICKSTART
-from tests.inference.evaluation.test_simulate import run_cli
+from tests.helpers.command_line import run_cli
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 

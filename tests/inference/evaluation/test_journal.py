@@ -22,7 +22,8 @@ from draftsmith.inference.evaluation.evaluate import leave_out_names
 from draftsmith.inference.evaluation.journal import Journal, journal_path
 from draftsmith.inference.evaluation.results import read_report
 from tests.conftest import PYTHON, QUICKSTART
-from tests.inference.evaluation.test_simulate import environment, run_cli
+from tests.helpers.command_line import run_cli
+from tests.helpers.training import environment
 
 DRAFTER = str(QUICKSTART.parent / "drafters" / "eagle3")
 CLI = "from draftsmith.train.commands.cli import main; main()"

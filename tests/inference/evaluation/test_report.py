@@ -17,7 +17,8 @@ from draftsmith.inference.evaluation.report.report import Options, gather, html,
 from draftsmith.inference.evaluation.tables import Table, served, size, summary
 from draftsmith.inference.evaluation.training_log import Training, trainings
 from tests.conftest import ROOT
-from tests.inference.evaluation.reports import (
+from tests.helpers.command_line import run_cli
+from tests.helpers.reports import (
     EVIL,
     Seen,
     drafter,
@@ -27,7 +28,6 @@ from tests.inference.evaluation.reports import (
     typed,
     write_inputs,
 )
-from tests.inference.evaluation.test_simulate import run_cli
 
 
 @pytest.fixture

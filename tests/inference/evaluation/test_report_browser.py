@@ -6,9 +6,7 @@ The page is shown from file://, where nothing but itself is at hand.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -18,7 +16,8 @@ import pytest
 
 from draftsmith.inference.evaluation.report.report import Options, run
 from tests.conftest import ROOT
-from tests.inference.evaluation.reports import EVIL, made, sample, write_inputs
+from tests.helpers.browser import chromium
+from tests.helpers.reports import EVIL, made, sample, write_inputs
 
 
 @pytest.fixture
@@ -59,15 +58,6 @@ setTimeout(() => {
   found.closed = tip.hidden;
   document.body.dataset.found = JSON.stringify(found);
 }, 1000); });</script>"""
-
-
-def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if (path := shutil.which(name)) is not None:
-            return path
-    if os.environ.get("CI"):
-        pytest.fail("no chromium: CI must show the page in a browser, and .ci/run installs one")
-    pytest.skip("no chromium")
 
 
 def visit(page: Path, width: int = 1280) -> tuple[str, list[str], list[str]]:

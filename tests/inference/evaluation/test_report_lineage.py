@@ -12,7 +12,7 @@ from draftsmith.inference.evaluation.compare import compared
 from draftsmith.inference.evaluation.report.lineage import parts_of_page
 from draftsmith.inference.evaluation.report.report import gather, html, markdown
 from draftsmith.inference.evaluation.results import read_report
-from tests.inference.evaluation.reports import Seen, answered, made
+from tests.helpers.reports import Seen, answered, made
 
 BEFORE, AFTER = [2, 4] * 6, [3, 3] * 6  # code gains, chat loses, together nothing changes
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith.heads.errors import UserError
-from tests.inference.evaluation.test_server import (
+from tests.helpers.engine_server import (
     STEPS,
     TOKENS,
     Handler,

@@ -4,7 +4,6 @@ what was measured."""
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import mul
@@ -39,20 +38,8 @@ from draftsmith.inference.evaluation.simulate import (
     run,
     simulation,
 )
-from tests.conftest import PYTHON, QUICKSTART
-from tests.train.test_loop import environment
-
-
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from draftsmith.train.commands.cli import main; main()"
-    return subprocess.run(
-        [PYTHON, "-c", code, *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
+from tests.conftest import QUICKSTART
+from tests.helpers.command_line import run_cli
 
 CHANCE = st.floats(0, 1, allow_nan=False)
 

@@ -38,8 +38,8 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, tiny_target
-from tests.inference.evaluation.test_simulate import run_cli
-from tests.trained import chat_prompts
+from tests.helpers.command_line import run_cli
+from tests.helpers.trained import chat_prompts
 
 EAGLE = str(QUICKSTART.parent / "drafters" / "eagle3")
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")

@@ -29,7 +29,7 @@ def test_kernels_fit_a_gpu(
 ) -> None:
     """One node, 8 and 60, with and without a window."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.inference.kernels.compiled", architecture]
+    command = [sys.executable, "-m", "tests.helpers.compiled_kernels", architecture]
     command += [*dtypes, *map(str, sizes)]
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

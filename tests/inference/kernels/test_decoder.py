@@ -16,10 +16,10 @@ from draftsmith.inference.kernels import operators
 from draftsmith.inference.rounds.attention import attention_of_nodes
 from draftsmith.inference.rounds.cache import Counts, StaticCache, TreeCache
 from draftsmith.inference.targets.target import Target
-from tests.architectures import architecture, near_copy, proposers
 from tests.conftest import by_default
-from tests.exact.test_recorded import Tape, tapes  # noqa: F401
-from tests.inference.targets.test_fused import FUSED, states_of
+from tests.helpers.architectures import architecture, near_copy, proposers
+from tests.helpers.fused_targets import FUSED, states_of
+from tests.helpers.tape import Tape, tapes  # noqa: F401
 
 pytest.importorskip("triton")
 

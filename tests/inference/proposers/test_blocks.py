@@ -23,11 +23,10 @@ from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.dspark import (
     calibration_error,
-    confidence_calibration,
     scale_sequentially,
 )
-from tests.blocks import proposer_of, random_block
 from tests.conftest import tiny_target
+from tests.helpers.random_blocks import proposer_of, random_block
 
 
 def draws_on(batch: int, sampling: Sampling = GREEDY) -> Draws:
@@ -162,30 +161,15 @@ def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
     generator = torch.Generator().manual_seed(0)
     true = torch.randn(4000, 4, generator=generator)
     survived = (torch.rand(4000, 4, generator=generator) < true.sigmoid()).int().cumprod(-1).float()
-    texts = torch.stack([1 - survived, 3 * true], dim=-1).split(400)
-    found = confidence_calibration(texts)
-    assert all(2.3 < t < 3.9 for t in found["temperatures"])
-    assert max(found["error"]) < 0.03 < 0.08 < found["error_before"][0]
-    assert found["temperatures"] == scale_sequentially(3 * true, survived), "of all texts"
+    found = scale_sequentially(3 * true, survived)
+    assert all(2.3 < temperature < 3.9 for temperature in found)
+    for depth, limit in enumerate((0.03, 0.03, 0.03, 0.03)):
+        chances = (3 * true / torch.tensor(found)).sigmoid().cumprod(-1)[:, depth]
+        assert calibration_error(chances, survived[:, depth]) < limit
+    raw = (3 * true[:, 0]).sigmoid()
+    assert calibration_error(raw, survived[:, 0]) > 0.08
     honest = scale_sequentially(true, survived)
     assert all(0.7 < t < 1.4 for t in honest[:2]), "deeper ones have few survivors to go by"
-
-
-def test_the_error_of_a_calibration_is_of_texts_that_it_was_not_fitted_to() -> None:
-    """Two texts that contradict each other: in the first every draft survives, in the second none.
-    So the first asks for the sharpest temperature, an eighth, and the second for the bluntest."""
-    rows = (28, 32)  # bins of four rows are of one text each
-    texts = []
-    for count, rank in zip(rows, (0.0, 1.0), strict=True):
-        texts.append(torch.tensor([rank, 2.0]).expand(count, 1, 2))
-    found = confidence_calibration(texts)
-    sharp, blunt = (float(torch.tensor(2.0 / t).sigmoid()) for t in (1 / 8, 8.0))
-    assert found["error"] == pytest.approx([(28 * (1 - blunt) + 32 * sharp) / 60])
-    survived = torch.tensor([1.0] * 28 + [0.0] * 32)
-    chance = torch.tensor(2.0 / found["temperatures"][0]).sigmoid()
-    assert found["error"][0] > calibration_error(chance.expand(60), survived), "on the same rows"
-    assert "error" not in confidence_calibration(texts[:1])
-    assert "error" not in confidence_calibration([texts[0], texts[1][:0]])
 
 
 def test_calibration_error_by_hand() -> None:

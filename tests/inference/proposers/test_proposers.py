@@ -25,8 +25,8 @@ from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import architecture, near_copy
 from tests.conftest import QUICKSTART, tiny_target
+from tests.helpers.architectures import architecture, near_copy
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 NONE: frozenset[int] = frozenset()

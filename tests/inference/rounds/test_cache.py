@@ -11,8 +11,8 @@ from draftsmith.inference.rounds.cache import KeptCache, StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target
-from tests.architectures import architecture
 from tests.conftest import tiny_target
+from tests.helpers.architectures import architecture
 
 TARGETS = {
     "llama": tiny_target(seed=3),

@@ -22,7 +22,7 @@ from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
-from tests.architectures import HYBRIDS, architecture, without_limits
+from tests.helpers.architectures import HYBRIDS, architecture, without_limits
 
 GROUPS, HEADS, KEY, VALUE, WIDTH, CHANNELS = 2, 3, 5, 4, 4, 3
 

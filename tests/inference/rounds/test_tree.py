@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tables_of
 from draftsmith.inference.targets.masks import Pass
-from tests.architectures import architecture
 from tests.conftest import tiny_target
+from tests.helpers.architectures import architecture
 
 CPU = torch.device("cpu")
 

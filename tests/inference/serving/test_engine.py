@@ -16,7 +16,7 @@ from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, by_default
-from tests.trained import chat_prompts
+from tests.helpers.trained import chat_prompts
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 KINDS = ["ngram", "none"]

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from draftsmith.inference.api import load
 from draftsmith.inference.targets.target import Target
-from tests.inference.evaluation.test_report_browser import chromium
+from tests.helpers.browser import chromium
 from tests.inference.serving.conftest import EAGLE3, Running, started
 
 WORDS = "def add(a, b):"

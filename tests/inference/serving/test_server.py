@@ -21,9 +21,9 @@ from draftsmith.inference.detokenize import special_ids
 from draftsmith.inference.serving.serve import hosts_of, listen
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
-from tests.inference.evaluation.test_simulate import run_cli
+from tests.helpers.command_line import run_cli
+from tests.helpers.trained import questions
 from tests.inference.serving.conftest import EAGLE3, Running, started
-from tests.trained import questions
 
 CLIENTS, LIMIT = 16, 16
 

@@ -21,7 +21,7 @@ from draftsmith.inference.api import load
 from draftsmith.train.commands.exporting import run
 from draftsmith.train.commands.options import ExportOptions
 from tests.conftest import QUICKSTART
-from tests.trained import questions
+from tests.helpers.trained import questions
 
 DRAFTERS = ("eagle3", "medusa", "dspark", "distill")
 

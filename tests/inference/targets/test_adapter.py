@@ -29,9 +29,9 @@ from draftsmith.inference.targets.stored import (
 )
 from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
 from draftsmith.inference.tree_settings import TreeSettings
-from tests.architectures import architecture
 from tests.conftest import tiny_target
-from tests.eagles import random_eagle
+from tests.helpers.architectures import architecture
+from tests.helpers.random_eagles import random_eagle
 
 full = pytest.mark.full
 PROMPT = [5, 6, 7, 8, 9]

@@ -14,14 +14,11 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.targets.causal_model import Hidden
-from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.packed import linears_of
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from tests.architectures import ARCHITECTURES, HEADS, architecture
 from tests.conftest import QUICKSTART, tiny_target
-
-FUSED = {"llama", "llama-mqa", "qwen2", "qwen3", "mistral"}
+from tests.helpers.architectures import ARCHITECTURES, HEADS, architecture
+from tests.helpers.fused_targets import FUSED, states_of
 
 
 @pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
@@ -29,17 +26,6 @@ def test_models_of_llamas_form_are_fused_and_no_others(kind: str) -> None:
     target = architecture(kind)
     target.fuse(move=True)
     assert (target.fused is not None) == (kind in FUSED)
-
-
-def states_of(target: Target, ids: Tensor, lengths: list[int]) -> list[Hidden]:
-    """States of a prefill of rows of different lengths, and of a tree behind it."""
-    cache = TreeCache(len(ids), 16)
-    taps = (0, 1, target.num_layers)
-    prompt = target.prefill(ids, lengths, cache, taps)
-    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None]
-    depths = torch.tensor([[0, 1, 1]])
-    tree = target.forward(ids[:, :3], Pass(depths=depths, visible=visible), cache, taps)
-    return [prompt, tree]
 
 
 @pytest.mark.parametrize("move", [True, False])

@@ -16,7 +16,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets import masks as documents
 from draftsmith.inference.targets.masks import NAME, Pass, packed_mask, spans_of
 from draftsmith.train.data.features import check_packing
-from tests.architectures import ARCHITECTURES, HYBRIDS, architecture
+from tests.helpers.architectures import ARCHITECTURES, HYBRIDS, architecture
 
 
 def test_a_packed_mask_that_can_be_checked_by_eye() -> None:

@@ -16,9 +16,9 @@ from draftsmith.inference.targets.packed import (
     pays_to_pack,
 )
 from draftsmith.inference.targets.target import Target
-from tests.architectures import architecture
 from tests.conftest import tiny_target
-from tests.inference.targets.test_fused import states_of
+from tests.helpers.architectures import architecture
+from tests.helpers.fused_targets import states_of
 
 LEAST_ROWS = packed.least_rows.__wrapped__
 IDS = torch.arange(3, 15)[None]

@@ -16,7 +16,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.targets.model_head import borders_of
 from draftsmith.inference.targets.target import Target, checked
 from draftsmith.train.data.features import packing_error
-from tests.families import (
+from tests.helpers.families import (
     BORDER,
     POSITIONS,
     TOKENIZER,

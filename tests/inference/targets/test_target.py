@@ -18,8 +18,8 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.generation_settings import not_applied
 from draftsmith.inference.targets.target import Target, load_target, target_of
-from tests.architectures import HYBRIDS, architecture
 from tests.conftest import tiny_target
+from tests.helpers.architectures import HYBRIDS, architecture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 EPS = ("norm_eps", "norm_epsilon")

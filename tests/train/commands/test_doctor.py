@@ -17,11 +17,11 @@ from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.learned import Run, ShownSequence
 from draftsmith.train.config import Data, Source
 from draftsmith.train.data.tables import build
-from tests.published_templates import COLUMNS, Words, row_of
-from tests.train.data.test_row_formats import REFUSED
-from tests.train.data.test_row_formats import ROWS as ROWS_OF_OTHERS
-from tests.train.data.test_tables import write
-from tests.train.test_bad_input import expect, quick
+from tests.helpers.bad_input import expect, quick
+from tests.helpers.published_templates import COLUMNS, Words, row_of
+from tests.helpers.row_formats import REFUSED
+from tests.helpers.row_formats import ROWS as ROWS_OF_OTHERS
+from tests.helpers.rows import write
 
 ASKED = {"role": "user", "content": "hello"}
 ROWS: list[Any] = [

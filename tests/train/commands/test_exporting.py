@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,13 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
-from tests.blocks import random_block
 from tests.conftest import PYTHON, QUICKSTART, ROOT, random_heads
-from tests.eagles import random_eagle
-from tests.tampered import seal
-from tests.train.test_loop import make_config, train
-from tests.trained import chat_prompts
+from tests.helpers.fake_hub import Hub
+from tests.helpers.random_blocks import random_block
+from tests.helpers.random_eagles import random_eagle
+from tests.helpers.sealed import seal
+from tests.helpers.trained import chat_prompts
+from tests.helpers.training import make_config, train
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 Change = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Any]
@@ -432,63 +430,6 @@ def test_answers_are_given_as_the_help_says(tmp_path: Path, capsys: pytest.Captu
     for wrong in ("taps=x", "taps=[true]", "taps=[]", "norm_output=1", "embedding=own", "x"):
         out = ["--out", f"{tmp_path}/o"]
         refused(["import", *words, wrong, *out], f"--set {wrong} is not understood", capsys)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload of small files needs."""
-
-    files: dict[str, bytes] = {}  # noqa: RUF012
-    created: list[Any] = []  # noqa: RUF012
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            self.answer({"url": f"http://{self.headers['Host']}/me/medusa"})
-        elif "/preupload/" in self.path:
-            self.answer(
-                {
-                    "files": [
-                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                        for f in json.loads(body)["files"]
-                    ]
-                }
-            )
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            host = self.headers["Host"]
-            self.answer(
-                {
-                    "commitUrl": f"http://{host}/me/medusa/commit/0",
-                    "commitOid": "0" * 40,
-                    "success": True,
-                }
-            )
-        else:
-            self.answer({})
-
-    def do_GET(self) -> None:
-        self.answer({"sha": "0" * 40, "siblings": [], "id": "me/medusa", "private": True})
-
-    def answer(self, value: Any) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@pytest.fixture
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ from draftsmith.train.commands.streaming import (
     write,
 )
 from tests.conftest import QUICKSTART
-from tests.train.test_bad_input import expect, quick
+from tests.helpers.bad_input import expect, quick
 
 BASE = ("--target", str(QUICKSTART), "--target.device", "cpu", "--max-new-tokens", "16")
 

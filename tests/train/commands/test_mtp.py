@@ -27,8 +27,8 @@ from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.commands.mtp import extract, options, stitch
-from tests import mtp_models
 from tests.conftest import by_default, tiny_target
+from tests.helpers import mtp_models
 
 
 def checkpoint(kind: str, folder: Path, seed: int = 0, layer: bool = True, **save: Any) -> Path:

@@ -18,15 +18,8 @@ from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS
 from draftsmith.train.planning.verdict import plan_for
 from tests.conftest import tiny_target
-from tests.train.test_loop import make_config, train
-
-
-def run_of(tmp_path: Path, target: Path, method: str, **changes: Any):
-    config = make_config(tmp_path, target, method, **changes)
-    module = method_named(method.rstrip("1"))
-    from draftsmith.train.command_line.parse import parse
-
-    return config, module, parse(module.run_class, ["--config", str(config)], "x")
+from tests.helpers.plans import run_of
+from tests.helpers.training import make_config, train
 
 
 def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
@@ -130,7 +123,7 @@ def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(
     ).save_pretrained(folder)  # fmt: skip
     (tmp_path / "run").mkdir()
     config = make_config(tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000})
-    plan.run(Options(str(config), "eagle", json=str(tmp_path / "plan.json")))
+    plan.run(Options(str(config), method="eagle", json=str(tmp_path / "plan.json")))
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["plan"]["feature_bytes"] == pytest.approx(40.96e12)
     assert (
@@ -152,7 +145,7 @@ def test_a_target_that_is_elsewhere_is_neither_spread_nor_sharded(
         ("features.store=STORE", ("from a store", "embedding and head, bf16")),
         ("features.server=http://n:1/v1", ("from a server", "embedding and head, bf16")),
     ):
-        plan.run(Options(config, "medusa", gpus=1, tokens=1e12, set=[setting]))
+        plan.run(Options(config, method="medusa", gpus=1, tokens=1e12, set=[setting]))
         printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
         assert {word for word in live if word in printed} == {*live} & {*says}
         assert all(word in printed for word in says)
@@ -185,7 +178,7 @@ def test_the_drafter_is_as_large_as_the_trained_one(
     config = make_config(tmp_path, saved_tiny, method, max_steps=1)
     done = train(config, method=method)
     size = float(done.stderr.split("drafter of ")[1].split("M")[0])
-    plan.run(Options(str(config), method, json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
+    plan.run(Options(str(config), method=method, json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
     assert json.loads((tmp_path / "plan.json").read_text())["shape"][
         "drafter_params"
     ] / 1e6 == pytest.approx(size, abs=0.006)
@@ -205,7 +198,7 @@ def test_a_draft_model_is_as_large_as_the_one_that_is_cut(
     from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 
     config = make_config(tmp_path, saved_tiny, "distill", draft_model=draft_model)
-    _, shape, _ = plan.planned(Options(str(config), "distill"))
+    _, shape, _ = plan.planned(Options(str(config), method="distill"))
     cut = make_draft_model(
         DraftModelConfig(**draft_model), tiny_target(), lambda: [torch.arange(3, 40)]
     )
@@ -219,7 +212,7 @@ def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_
         config = make_config(
             tmp_path, saved_tiny, "medusa", heads={"num_heads": 3, "shared_head": shared}
         )
-        _, shape, _ = plan.planned(Options(str(config), "medusa"))
+        _, shape, _ = plan.planned(Options(str(config), method="medusa"))
         assert shape.operations == 0
         assert shape.head_operations == 3 * (each * 32 * shape.vocab + 6 * 32 * 32)
 
@@ -233,7 +226,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     keeps 20 states of 32 fp32 numbers for each row."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
-    run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6))
+    run, shape, found = plan.planned(Options(str(config), method="dflash", tokens=1e6))
     assert (shape.passes, shape.layers, shape.taps) == (0.5, 2, 1)
     assert shape.logit_rows == 3 * run.objective.rows_per_chunk
     # queries of 4 heads and keys and values of 2 have size 8; the MLP is 64 wide
@@ -245,7 +238,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1
     monkeypatch.setenv("COLUMNS", "200")
-    plan.run(Options(str(make_config(tmp_path, saved_tiny, "dspark")), "dspark"))
+    plan.run(Options(str(make_config(tmp_path, saved_tiny, "dspark")), method="dspark"))
     assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
 
 
@@ -253,9 +246,9 @@ def test_all_tokens_are_replies_if_nothing_is_said(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(make_config(tmp_path, saved_tiny, "eagle"))
-    plan.run(Options(config, "eagle"))
+    plan.run(Options(config, method="eagle"))
     assert "All tokens are counted as replies" in " ".join(capsys.readouterr().out.split())
-    plan.run(Options(config, "eagle", reply_share=0.5))
+    plan.run(Options(config, method="eagle", reply_share=0.5))
     assert "counted as replies" not in " ".join(capsys.readouterr().out.split())
 
 

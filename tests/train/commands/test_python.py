@@ -25,8 +25,8 @@ from draftsmith.train.commands.options import ExportOptions, ExtractOptions
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.method import method_named
 from tests.conftest import QUICKSTART
-from tests.inference.evaluation.test_simulate import run_cli
-from tests.trained import questions
+from tests.helpers.command_line import run_cli
+from tests.helpers.trained import questions
 
 Run = method_named("eagle").run_class
 EAGLE3 = QUICKSTART.parent / "drafters" / "eagle3"

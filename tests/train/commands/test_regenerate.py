@@ -12,13 +12,12 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.sources import rows_of as read_rows
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.inference.targets.target import load_target
 from draftsmith.train.commands import replies
 from draftsmith.train.commands.options import RegenerateOptions as Options
 from draftsmith.train.commands.options import ServerOptions
@@ -28,8 +27,9 @@ from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.tables import prepare
 from draftsmith.train.data.templates import encode
 from tests.conftest import tiny_target
-from tests.published_templates import tokenizer_of
-from tests.train.data.test_tables import write
+from tests.helpers.published_templates import tokenizer_of
+from tests.helpers.regeneration import alone
+from tests.helpers.rows import write
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
 TURNS: dict[str, Any] = {
@@ -56,15 +56,6 @@ def options(
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-
-
-def alone(target: Target, prompt: list[int], limit: int) -> list[int]:
-    """The target's greedy reply to one prompt, cut behind its end token."""
-    out = target.model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0
-    )[0, len(prompt) :].tolist()
-    end = next((i for i, t in enumerate(out) if t in target.eos_ids), len(out) - 1)
-    return out[: end + 1]
 
 
 def test_batched_replies_equal_those_written_alone_token_for_token(

@@ -17,7 +17,7 @@ from draftsmith.inference.conversations.rendering import prompt_ids
 from draftsmith.inference.conversations.templates import ChatTemplate
 from draftsmith.train.data.templates import encode
 from tests.conftest import make_tokenizer
-from tests.published_templates import files, tokenizer_of
+from tests.helpers.published_templates import files, tokenizer_of
 
 GLM = ["<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|system|>", "<sop>"]
 TOKENIZERS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from draftsmith.inference.conversations.formats import Conversation
 from draftsmith.inference.conversations.messages import RowError
 from draftsmith.train.data.templates import Encoded, encode
 from tests.conftest import make_tokenizer
-from tests.train.data.test_templates import GEMMA, MISTRAL, QWEN3
+from tests.helpers.templates import GEMMA, MISTRAL, QWEN3
 
 LAYOUTS = Path(__file__).parent / "layouts"
 

@@ -25,7 +25,7 @@ from draftsmith.train.data.tables import TokenTable
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.methods.draft_model import runner_of
 from tests.conftest import tiny_target
-from tests.train.methods.test_draft_model import draft_model_of
+from tests.helpers.draft_models import draft_model_of
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 

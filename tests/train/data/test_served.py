@@ -19,7 +19,7 @@ from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_hea
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Evaluation
 from draftsmith.train.data.served import Client, FeatureReply, ServedTarget, served_texts
-from tests.robust.test_servers import serving, whole
+from tests.helpers.serving import serving, whole
 
 IDS, REPLY, LAYERS, WIDTH = [5, 6, 7], [9], [2, 8], 4
 STATES = torch.arange(3 * 2 * WIDTH).reshape(3, 2, WIDTH).float()

@@ -22,22 +22,9 @@ from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
 from tests.conftest import tiny_target
+from tests.helpers.rows import chat, write
 
 TARGET = tiny_target()
-
-
-def chat(user: str, reply: str, **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": user}, {"role": "assistant", "content": reply}],
-        **more,
-    }
-
-
-def write(path: Path, rows: list[Any]) -> str:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return str(path)
 
 
 def data(tmp_path: Path, rows: list[Any], held: list[Any] | None = None, **options: Any) -> Data:

@@ -23,8 +23,8 @@ from draftsmith.train.methods import eagle, medusa
 from draftsmith.train.methods.first_weights import start_uncertain, take_heads_before
 from draftsmith.train.methods.mask_token import warn_of_mask_token
 from tests.conftest import by_default, tiny_target
-from tests.eagles import random_eagle
-from tests.train.test_loop import launch, make_config, train
+from tests.helpers.random_eagles import random_eagle
+from tests.helpers.training import launch, make_config, train
 
 
 def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:

@@ -21,8 +21,8 @@ from draftsmith.train.methods.blocks import Anchors, BlockAttention, Pair, conte
 from draftsmith.train.methods.dflash import BlockLoss, BlockObjective
 from draftsmith.train.methods.dspark import DSparkLoss, DSparkObjective
 from draftsmith.train.methods.mask_token import mask_token_for, spare, unused
-from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
+from tests.helpers.random_blocks import KINDS, random_block
 
 CPU = torch.device("cpu")
 

@@ -36,20 +36,13 @@ from draftsmith.train.methods.draft_model import (
     check_draft_model,
     runner_of,
 )
-from tests.architectures import architecture
-from tests.conftest import ROOT, tiny_target
-from tests.train.methods.test_alignment import batch_of
-from tests.trained import chat_prompts
+from tests.conftest import ROOT
+from tests.helpers.alignment import batch_of
+from tests.helpers.architectures import architecture
+from tests.helpers.draft_models import TARGET, draft_model_of
+from tests.helpers.trained import chat_prompts
 
-TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 DISTILLED = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
-
-
-def draft_model_of(target: Target = TARGET, **config: Any) -> DraftModel:
-    draft_model = make_draft_model(
-        DraftModelConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)]
-    )
-    return draft_model.to(target.dtype)
 
 
 def objective(draft_model: DraftModel, **options: Any) -> DistillObjective:

@@ -30,9 +30,9 @@ from draftsmith.train.objectives import (
     survival_weights,
 )
 from tests.conftest import tiny_target
-from tests.eagles import random_eagle
-from tests.train.methods.test_alignment import batch_of, cut
-from tests.trained import accepted_in_chains
+from tests.helpers.alignment import batch_of, cut
+from tests.helpers.random_eagles import random_eagle
+from tests.helpers.trained import accepted_in_chains
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 STEPS = 3

@@ -29,10 +29,10 @@ from draftsmith.train.methods.first_weights import take_heads_before
 from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
 from draftsmith.train.methods.ranks import ranks_in
 from tests.conftest import tiny_target
-from tests.heads.exchange.random_artifacts import TARGET as EXPORTED_TARGET
-from tests.heads.exchange.random_artifacts import heads as exported_heads
-from tests.heads.exchange.random_artifacts import order
-from tests.train.test_loop import make_config, train
+from tests.helpers.random_artifacts import TARGET as EXPORTED_TARGET
+from tests.helpers.random_artifacts import heads as exported_heads
+from tests.helpers.random_artifacts import order
+from tests.helpers.training import make_config, train
 
 TARGET = tiny_target()
 V, DRAFTED, DEPTH = TARGET.vocab_size, TARGET.vocab_size // 2, 3

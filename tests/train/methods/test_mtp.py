@@ -24,9 +24,9 @@ from draftsmith.train.methods.ranks import batch_of_text
 from draftsmith.train.methods.runs import MtpLoss
 from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.methods.unrolled_loss import UnrolledObjective
-from tests import mtp_models
-from tests.train.methods.test_alignment import batch_of
-from tests.trained import accepted_in_chains
+from tests.helpers import mtp_models
+from tests.helpers.alignment import batch_of
+from tests.helpers.trained import accepted_in_chains
 
 SIZE = 96
 

@@ -17,8 +17,8 @@ from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.unroll import UnrolledAttention, unroll
 from tests.conftest import tiny_target
-from tests.eagles import KINDS, random_eagle
-from tests.train.methods.test_alignment import cut
+from tests.helpers.alignment import cut
+from tests.helpers.random_eagles import KINDS, random_eagle
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from draftsmith.train.method import AnyMethod
 from draftsmith.train.objectives import TrainingModule
 from draftsmith.train.planning.step_memory import full_batch
 from tests.conftest import tiny_target
-from tests.train.commands.test_plan import run_of
+from tests.helpers.plans import run_of
 
 # Wide, with short rows: attention, which the estimate leaves out, is small beside the matrices.
 SIZES: dict[str, Any] = dict(

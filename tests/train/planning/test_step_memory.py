@@ -24,11 +24,11 @@ from draftsmith.train.planning.step_memory import (
     step_of,
     without_memory,
 )
-from tests import mtp_models
-from tests.architectures import GEMMA, HEADS
 from tests.conftest import tiny_target
-from tests.train.commands.test_plan import run_of
-from tests.train.test_loop import make_config
+from tests.helpers import mtp_models
+from tests.helpers.architectures import GEMMA, HEADS
+from tests.helpers.plans import run_of
+from tests.helpers.training import make_config
 
 
 def test_bytes_that_can_be_counted_by_hand() -> None:
@@ -84,7 +84,7 @@ def test_a_step_takes_what_it_takes_with_numbers(
 ) -> None:
     config, module, run = run_of(tmp_path, saved_tiny, method)
     found = memory_of_step(module, run)
-    parameters = plan.planned(Options(str(config), method))[1].drafter_params  # type: ignore[arg-type]
+    parameters = plan.planned(Options(str(config), method=method))[1].drafter_params  # type: ignore[arg-type]
     assert found.drafter == found.gradients == 4 * parameters
     if run.optim.optimizer == "adamw":
         assert found.moments == 8 * parameters
@@ -125,9 +125,9 @@ def test_a_target_with_windows_has_masks(tmp_path: Path) -> None:
 
 def test_the_plan_prints_it(tmp_path: Path, saved_tiny: Path, capsys: Any) -> None:
     config = str(make_config(tmp_path, saved_tiny, "eagle"))
-    plan.run(Options(config, "eagle", json=str(tmp_path / "plan.json"), reply_share=0.5))
+    plan.run(Options(config, method="eagle", json=str(tmp_path / "plan.json"), reply_share=0.5))
     found = json.loads((tmp_path / "plan.json").read_text())["memory"]
-    run, _, _ = plan.planned(Options(config, "eagle"))
+    run, _, _ = plan.planned(Options(config, method="eagle"))
     assert found["peak"] == memory_of_step(method_named("eagle"), run, 0.5).peak
     assert "... at the peak" in " ".join(capsys.readouterr().out.split())
 
@@ -142,7 +142,7 @@ def test_a_target_whose_code_looks_at_numbers_still_has_a_plan(
         return plain(self, ids, *rest, **options)
 
     monkeypatch.setattr(Target, "forward", curious)
-    plan.run(Options(str(make_config(tmp_path, saved_tiny, "eagle")), "eagle"))
+    plan.run(Options(str(make_config(tmp_path, saved_tiny, "eagle")), method="eagle"))
     assert "whose code looks at numbers" in caplog.text
     printed = capsys.readouterr().out
     assert "train the drafter" in printed and "GPU memory" not in printed

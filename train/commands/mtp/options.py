@@ -19,7 +19,6 @@ class ExtractLayerOptions:
         "draftsmith mtp extract --from Qwen/Qwen3.5-0.8B --out drafters/mtp",
         "draftsmith mtp extract --from FINE_TUNE --base Qwen/Qwen3.5-0.8B --out drafters/mtp",
     )
-    first: ClassVar[tuple[str, ...]] = ("from_", "out", "base")
 
     from_: str
     """Folder of the target, or its name on the hub."""
@@ -40,7 +39,6 @@ class StitchOptions:
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith mtp stitch --drafter runs/mtp/best --into FINE_TUNE --out model-with-mtp",
     )
-    first: ClassVar[tuple[str, ...]] = ("drafter", "into", "out")
 
     drafter: str
     """Folder of the drafter."""
@@ -62,7 +60,6 @@ class ExamineOptions:
         "draftsmith mtp doctor --target Qwen/Qwen3.5-0.8B",
         "draftsmith mtp doctor --target FINE_TUNE --base Qwen/Qwen3.5-0.8B --prompts mine.jsonl",
     )
-    first: ClassVar[tuple[str, ...]] = ("target.path", "prompts", "base")
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target whose layer is examined."""

@@ -1,0 +1,21 @@
+"""Draft models cut from a tiny target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.inference.targets.target import Target
+from tests.conftest import tiny_target
+
+TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
+
+
+def draft_model_of(target: Target = TARGET, **config: Any) -> DraftModel:
+    draft_model = make_draft_model(
+        DraftModelConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)]
+    )
+    return draft_model.to(target.dtype)

@@ -59,7 +59,7 @@ def recipes() -> list[Path]:
 def order(name: str) -> tuple[float, str, int]:
     """The place of a recipe, such as eagle/qwen3-32b, in the table."""
     method, target = name.split("/")
-    return billions(target), target, list(METHODS).index(method)
+    return billions(target), target, [*map(str, METHODS)].index(method)
 
 
 UNTOLD = {"deepseek-v3": 671.0, "glm-4.5-air": 106.0}

@@ -42,7 +42,6 @@ STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 def pytest_configure(config: pytest.Config) -> None:
     """Say where the server of `warm/python` is to be, and what is measured once; workers of xdist
     inherit it."""
-    pytest.register_assert_rewrite("tests.helpers")
     if "DRAFTSMITH_WARM_SOCKET" not in os.environ:
         folder = tempfile.mkdtemp(prefix="draftsmith-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

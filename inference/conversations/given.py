@@ -65,6 +65,12 @@ def given_rows(given: Any, name: str, split: str | None = None, chat: bool = Fal
             f"{name} is a path, a list of rows, or a Dataset of the package datasets, not "
             f"{type(given).__name__}{remedy}"
         )
+    for number, row in enumerate(given if isinstance(given, list | tuple) else ()):
+        if not isinstance(row, str | Mapping):
+            raise UserError(
+                f"{name}[{number}] is of type {type(row).__name__}; a row is a dict such as "
+                '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+            )
     return GivenRows(name, given, chat)
 
 

@@ -50,7 +50,7 @@ def test_they_write_the_targets_text(quickstart: Target, spec: str) -> None:
             expected = plain.generate(PROMPTS, 24, **settings)
             assert [r.token_ids for r in replies] == [r.token_ids for r in expected]
     drafted = [
-        n for r in decoder.generate(PROMPTS, 24) for round_ in r.rounds for n in [round_.drafted]
+        round_.drafted or 0 for reply in decoder.generate(PROMPTS, 24) for round_ in reply.rounds
     ]
     assert max(drafted) == (6 if "LastSeen" in spec else 1)
 

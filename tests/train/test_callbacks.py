@@ -16,7 +16,7 @@ from huggingface_hub import constants
 import draftsmith
 from draftsmith.train.config import Tracker
 from draftsmith.train.log_lines import flat, spelled
-from tests.helpers.fake_hub import Hub, hub  # noqa: F401
+from tests.helpers.fake_hub import Hub
 from tests.helpers.training import make_config
 
 
@@ -76,7 +76,7 @@ def test_a_callback_ends_a_training_which_goes_on_when_asked(
 
 
 @pytest.fixture
-def online(hub: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:  # noqa: F811
+def online(hub: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The stand-in in place of the hub, with a token."""
     Hub.files.clear()
     Hub.created.clear()

@@ -78,7 +78,7 @@ MEANINGS = {
     "DEVICE": "Device",
     "TYPE": "Type of the weights",
     "KEY": "Key",
-    "KEY=VALUE": "Change of a key",
+    "KEY=VALUE": "Change of a key|Answer",
     "TEXT": "[Tt]ext|Prompt",
     "JSON": "Variables",
     "TIME": "moment",

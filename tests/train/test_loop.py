@@ -258,7 +258,7 @@ def test_a_run_without_any_round_has_a_best_drafter_and_ends(
     with pytest.raises(UserError, match="evaluation.max_new_tokens must be at least 2"):
         Evaluation(max_new_tokens=1)
     *_, advice, command = done.stdout.splitlines()
-    assert "the one to quote is that of other prompts" in advice
+    assert "quote tau from other prompts" in advice
     assert command.startswith(f"next: draftsmith evaluate --target {target} --drafter")
 
 

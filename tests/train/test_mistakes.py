@@ -139,7 +139,7 @@ def test_a_mistake_is_said_in_words(
         ("bench", "did you mean 'evaluate'?"),
         ("version", "did you mean '--version'?"),
         ("evalute", "did you mean 'evaluate'?"),
-        ("xyzzy", "there are: data plan, "),
+        ("xyzzy", "there are: recipe, data plan, "),
     ],
 )
 def test_an_unknown_command_is_answered_with_ours(

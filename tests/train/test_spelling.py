@@ -123,9 +123,9 @@ def test_a_former_name_that_is_still_read_is_the_option_of_today() -> None:
 
 def test_a_command_on_a_run_takes_the_options_of_the_run() -> None:
     words = ["--config", "c", "--out", "o", "--set", "seed=1", "--target", "T"]
-    words += ["--optim.lr", "1e-4", "--no-push-each-best"]
+    words += ["--optim.lr", "1e-4", "--no-retarget"]
     options = parse(ExtractOptions, words, "x")
-    changes = ["seed=1", "target.path=T", "optim.lr=1e-4", "push_each_best=false"]
+    changes = ["seed=1", "target.path=T", "optim.lr=1e-4", "retarget=false"]
     assert (options.config, options.set) == ("c", changes)
 
 

@@ -19,7 +19,7 @@ from draftsmith.inference.targets.target import Target
 from tests.conftest import by_default
 from tests.helpers.architectures import architecture, near_copy, proposers
 from tests.helpers.fused_targets import FUSED, states_of
-from tests.helpers.tape import Tape, tapes  # noqa: F401
+from tests.helpers.tape import Tape
 
 pytest.importorskip("triton")
 
@@ -54,7 +54,7 @@ def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
 def test_recorded_rounds_with_them_write_the_same_texts(
     way: str,
     interpreted: None,
-    tapes: list[Tape],  # noqa: F811
+    tapes: list[Tape],
 ) -> None:
     """Rows of two lengths, growing and recorded; in float32, as the kernels know no float64."""
     target = architecture("llama", dtype=torch.float32)

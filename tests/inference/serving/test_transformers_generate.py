@@ -159,7 +159,7 @@ def test_samples_follow_torchs_seed(model: Any, prompts: Any, exports: dict[str,
     torch.manual_seed(1)
     seed = int(torch.randint(1 << 31, ()))
     ids = prompts["input_ids"][0][prompts["attention_mask"][0].bool()].tolist()
-    reply = load(model).generate([ids], 12, temperature=1.0, top_k=50, seed=seed)[0]
+    reply = load(model).generate(ids, 12, temperature=1.0, top_k=50, seed=seed)
     start = prompts["input_ids"].shape[1]
     assert drawn[0][0][start : start + len(reply.token_ids)] == reply.token_ids
 

@@ -29,7 +29,8 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     shape = RunSizes(
         1000, 10**9, 10**9, 32000, 10**8, 3, False, operations=4e9, head_operations=2e8
     )
-    found = plan_for(shape, Options("x", "eagle", gpus=1, tokens=1e9), config)
+    options = Options("x", method="eagle", gpus=1, tokens=1e9)
+    found = plan_for(shape, options, config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
     assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
     assert found["train_gpu_hours"] == pytest.approx(
@@ -37,14 +38,16 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     )
     stages = [found[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train")]
     config.epochs = 3.0  # live: the target runs over the data in each epoch
-    live = plan_for(shape, Options("x", "eagle", gpus=1, tokens=1e9), config)
+    live = plan_for(shape, options, config)
     assert live["total_gpu_hours"] == pytest.approx(
         stages[0] + 3 * stages[1] + live["train_gpu_hours"]
     )
     config.features.store = "store"
-    assert plan_for(shape, Options("x", "eagle", gpus=1, tokens=1e9), config)["extractions"] == 1
+    assert plan_for(shape, options, config)["extractions"] == 1
     assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
-    half = plan_for(shape, Options("x", "eagle", gpus=1, tokens=1e9, reply_share=0.5), config)
+    half = plan_for(
+        shape, Options("x", method="eagle", gpus=1, tokens=1e9, reply_share=0.5), config
+    )
     assert (
         half["feature_bytes"] == 7e12
         and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2

@@ -262,7 +262,10 @@ def test_errors_name_arguments(tmp_path: Path) -> None:
         (lambda: draftsmith.train("eagle", QUICKSTART, 3, out), "data is a path, a list of rows"),
         (lambda: draftsmith.export(medusa, "vllm", medusa), "name another out"),
         (lambda: draftsmith.train("eagle", QUICKSTART, rows, out, held_out={}), meant),
-        (lambda: draftsmith.train("eagle", QUICKSTART, {"sources": [[1]]}, out), "is of type list"),
+        (
+            lambda: draftsmith.train("eagle", QUICKSTART, {"sources": [[1]]}, out),
+            "is of type list",
+        ),
         (lambda: draftsmith.train("eagle", QUICKSTART, [("a", "b")], out), r"data\[0\] is of type"),
         (lambda: draftsmith.train("eagle", decoder, rows, out), "not a Decoder; save it with save"),
         (

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from draftsmith.heads.errors import UserError
@@ -314,20 +313,6 @@ def test_a_row_that_the_template_refuses_is_left_out_and_the_others_are_written(
     system = {"messages": [{"role": "system", "content": "x"}, *ROWS[0]["messages"]]}
     run(options(tmp_path, tmp_path / "t", [system, *ROWS[1:3]], bad_rows="skip"))
     assert len(rows_of(tmp_path)) == 2
-
-
-def test_a_split_of_a_saved_data_set(tmp_path: Path, saved_tiny: Path) -> None:
-    """As the hub's, and no more of its rows than are taken."""
-    table = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}] * 3)
-    saved = datasets.DatasetDict({"train_sft": table.select([0]), "test_sft": table})
-    saved.save_to_disk(str(tmp_path / "saved"))
-    asked = options(tmp_path, saved_tiny, [], split="test_sft", limit=2)
-    asked.data = str(tmp_path / "saved")
-    run(asked)
-    assert len(rows_of(tmp_path)) == 2
-    asked.split = "train"
-    with pytest.raises(UserError, match=r"no split train; .*\(--split\): train_sft, test_sft"):
-        run(asked)
 
 
 def test_rows_of_one_id_are_kept_apart(tmp_path: Path, saved_tiny: Path) -> None:

@@ -477,8 +477,8 @@ def test_flex_on_a_gpu_has_the_gradients_of_the_reference(dtype: torch.dtype) ->
         def cast(pair, kind=kind) -> Any:
             return tuple(t.to(kind) for t in pair)
 
-        make = Reference if backend == "plain" else BlockAttention
-        attention = make(batch, places, 8, device, backend)  # type: ignore[arg-type]
+        kind_of_attention: Any = Reference if backend == "plain" else BlockAttention
+        attention = kind_of_attention(batch, places, 8, device, backend)
         out = attention(queries.to(kind), cast(context), cast(own))
         found.append((out.detach().float(), *torch.autograd.grad((out.float() ** 2).sum(), leaves)))
     limit = 1e-4 if dtype == torch.float32 else 3e-2

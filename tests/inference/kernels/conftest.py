@@ -1,0 +1,3 @@
+"""Fixtures of this folder: the tapes of recorded rounds."""
+
+from tests.helpers.tape import tapes  # noqa: F401

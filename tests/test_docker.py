@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "scripts" / "docker").glob("*.Dockerfile"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-def test_what_is_copied_is_there_and_whole(file: object) -> None:
+def test_dockerfiles_copy_all_package_and_environment_files(file: object) -> None:
     """Every folder of the wheel's packages, and every file that the environment is made from."""
     text = file.read_text()  # type: ignore[attr-defined]
     copied = {

@@ -97,7 +97,7 @@ def test_the_keys_of_a_config_that_documents_name_exist() -> None:
     assert not named - types.keys()
 
 
-def test_the_index_of_scripts_is_whole() -> None:
+def test_scripts_readme_lists_every_script() -> None:
     index = (ROOT / "scripts" / "README.md").read_text()
     for folder in (ROOT / "scripts", ROOT / "scripts" / "bench"):
         for script in [*folder.glob("*.py"), *folder.glob("*.sh")]:

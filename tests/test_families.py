@@ -86,7 +86,7 @@ def target_of(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", [*by_default(["gemma3", "phi3"], "gemma3"), *OTHERS])
-def test_a_family_from_doctor_to_import(
+def test_each_family_works_from_doctor_to_import(
     family: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -106,7 +106,7 @@ def test_the_source_distribution_holds_what_the_wheel_is_made_of(wheel: Path, sd
     assert files - made == {name for name in kept if ".egg-info" not in name}
 
 
-def test_the_version_is_said_once() -> None:
+def test_citation_version_matches_package_version() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
 
 

@@ -20,7 +20,7 @@ def printed(cell: Any) -> str:
     return "".join(parts)
 
 
-def test_its_stored_outputs_are_of_no_single_machine() -> None:
+def test_stored_notebook_outputs_are_complete_and_machine_independent() -> None:
     notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]

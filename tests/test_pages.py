@@ -57,7 +57,7 @@ def ids(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def test_every_block_says_how_it_is_kept_true() -> None:
+def test_every_block_declares_how_it_is_checked() -> None:
     faults = [f"{b.place}: {b.fault}" for blocks in BLOCKS.values() for b in blocks if b.fault]
     faults += [f"{place}: fence it" for page in PAGES for place in indented_blocks_of(page)]
     assert not faults, "\n".join(faults)

@@ -19,7 +19,7 @@ PROGRAMS = sorted([*(CASES / "lossless").glob("*.py"), *(CASES / "engines").glob
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
-def test_the_case_is_right(script: os.PathLike[str]) -> None:
+def test_shell_script_of_shared_case_succeeds(script: os.PathLike[str]) -> None:
     environment = {**os.environ, "DRAFTSMITH_ROOT": str(ROOT), "DRAFTSMITH_PYTHON": sys.executable}
     done = subprocess.run(
         ["bash", str(script)], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -31,7 +31,7 @@ def test_the_case_is_right(script: os.PathLike[str]) -> None:
 @pytest.mark.parametrize(
     "script", PROGRAMS, ids=lambda script: str(script.relative_to(CASES).with_suffix(""))
 )
-def test_the_text_and_the_exports_are_right(script: os.PathLike[str]) -> None:
+def test_python_script_of_shared_case_succeeds(script: os.PathLike[str]) -> None:
     # They call `draftsmith` too, which is next to the interpreter.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}

@@ -83,7 +83,7 @@ def test_word_problems_have_no_field_left(prompts: Path) -> None:
     assert len({row["source"] for row in rows}) == 27, "each template is used"
 
 
-def test_prompts_of_further_kinds(tmp_path: Path) -> None:
+def test_broad_prompts_exclude_leaks_and_share_no_source(tmp_path: Path) -> None:
     """Begun prompts become ones if they end; none shares 13 words with a file that is left out, and
     no source is in two splits."""
     make, seeds = SCRIPTS / "prompts" / "make.py", tmp_path / "seeds.jsonl"
@@ -125,7 +125,7 @@ def test_prompts_of_further_kinds(tmp_path: Path) -> None:
     assert {r["id"] for r in wide}.isdisjoint(r["id"] for rows in splits.values() for r in rows)
 
 
-def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:
+def test_packed_replies_unpack_to_the_original_rows(tmp_path: Path) -> None:
     reply = {
         "id": "a",
         "token_ids": [5, 7, 2],
@@ -184,7 +184,7 @@ def test_the_drafter_that_comes_with_the_project_reads_back() -> None:
     assert "license: apache-2.0" in card and "| T | batch | tau" in card and "/tmp/" not in card
 
 
-def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+def test_measure_script_rejects_invalid_requests_in_one_line(tmp_path: Path) -> None:
     runs, target = tmp_path / "runs", tmp_path / "target"
     runs.mkdir()
 

@@ -153,7 +153,7 @@ def test_equal_distributions_lose_nothing_and_learn_nothing(name: Divergence) ->
         assert float(torch.autograd.grad(loss.sum(), z)[0].abs().max()) < 1e-9
 
 
-def test_limits() -> None:
+def test_divergences_respect_known_bounds_and_identities() -> None:
     """JSD is at most log 2 and symmetric; TV is one minus the overlap; -log alpha is cross-entropy
     for a point mass."""
     z, log_p, labels = random_case(2)

@@ -74,7 +74,7 @@ def never() -> list[float]:
         (None, "even", [0]),
     ],
 )
-def test_chosen_layers_of_eight(
+def test_layer_choice_picks_expected_layers_of_eight(
     layers: int | list[int] | None, choose: str, expected: list[int]
 ) -> None:
     assert chosen_layers(DraftModelConfig(layers=layers, choose=choose), 8, never) == expected  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
     torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
-def test_trimmed_vocabularies() -> None:
+def test_trimmed_vocabulary_keeps_logits_and_needs_end_tokens() -> None:
     target = tiny_target()
     trimmed = target_of(make_draft_model(DraftModelConfig(layers=2, vocab_size=100), target, texts))
     torch.testing.assert_close(
@@ -189,7 +189,7 @@ def test_the_plan_counts_what_a_draft_reads() -> None:
     assert "MB in bfloat16" in found.lines(torch.bfloat16)[0]
 
 
-def test_draft_models_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
+def test_draft_models_are_made_from_folder_or_config(tmp_path: Path) -> None:
     target = tiny_target()
     LlamaConfig(
         hidden_size=16,
@@ -220,7 +220,7 @@ def test_draft_models_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
         make_draft_model(DraftModelConfig(config=str(tmp_path / "nowhere")), target, texts)
 
 
-def test_tokenizers_are_told_apart_by_vocabulary_and_by_what_they_do() -> None:
+def test_tokenizer_differences_in_vocabulary_or_behaviour_are_reported() -> None:
     first = make_tokenizer(["<p>", "<e>"], None, eos="<e>")
     assert tokenizer_difference(first, make_tokenizer(["<p>", "<e>"], None, eos="<e>")) is None
     assert "token '<p>' is 0 in the target and 1 in" in (

@@ -105,14 +105,14 @@ def check_same_text(target: Target, spec: str, samplings: list[Sampling] = SAMPL
 
 
 @pytest.mark.parametrize("kind", by_default(KINDS, "eagle3", "distill"))
-def test_the_text_is_the_targets(target: Target, kind: str) -> None:
+def test_output_equals_target_output_with_added_tokens(target: Target, kind: str) -> None:
     # Trees, and chains of several rows.
     assert check_same_text(target, str(DRAFTERS / kind)) > 1.5
     check_same_text(target, f"{DRAFTERS / kind}:width=1", SAMPLINGS[:1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_said(target: Target, folder: Path, kind: str) -> None:
+def test_added_tokens_are_warned_about_or_refused(target: Target, folder: Path, kind: str) -> None:
     said: list[str] = []
     load_proposer(str(DRAFTERS / kind), target, said.append)
     if kind != "distill":  # it logs its line
@@ -127,7 +127,7 @@ def test_what_is_said(target: Target, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", by_default(KINDS, "eagle3"))
-def test_padded_rows(tmp_path: Path, kind: str) -> None:
+def test_padded_embedding_rows_do_not_change_output(tmp_path: Path, kind: str) -> None:
     target = target_in(tuned(tmp_path, BASE + 64))
     check_same_text(target, str(DRAFTERS / kind), SAMPLINGS[:2])
 
@@ -135,7 +135,9 @@ def test_padded_rows(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", by_default(["eagle3", "eagle1", "medusa", "dflash", "dspark"], "dspark")
 )
-def test_a_base_with_more_rows_than_tokens(target: Target, kind: str, tmp_path: Path) -> None:
+def test_drafters_of_a_padded_base_keep_target_output(
+    target: Target, kind: str, tmp_path: Path
+) -> None:
     """Its drafters have room for the added tokens, and for more than the target has."""
     target_before, warn = target.fingerprint(), lambda line: None
     artifact = Artifact.load(DRAFTERS / kind, target_before, target.embedding_and_head, warn)
@@ -183,7 +185,7 @@ def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Ta
 @pytest.mark.parametrize(
     "kind", by_default(["eagle3_plain", "eagle1", "dspark", "medusa"], "eagle3_plain")
 )
-def test_an_import_for_the_tuned_target(
+def test_imported_public_drafter_is_bound_to_tuned_target(
     target: Target, folder: Path, kind: str, tmp_path: Path
 ) -> None:
     """It is a drafter of that target afterwards, and needs no option."""
@@ -214,7 +216,7 @@ def test_an_import_for_the_tuned_target(
         check_same_text(target, str(tmp_path / "hf"), SAMPLINGS[:1])
 
 
-def test_an_export_of_ours_for_the_tuned_target(
+def test_exported_drafter_is_imported_for_tuned_target(
     target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exporting.run(ExportOptions(str(DRAFTERS / "eagle3"), "speculators", str(tmp_path / "e")))

@@ -114,13 +114,13 @@ def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: range) -> 
         *(pytest.param(kind, 13, marks=pytest.mark.full) for kind in ("gemma3", "gpt2", "qwen2")),
     ],
 )
-def test_windows_and_learned_positions(kind: str, end: int) -> None:
+def test_coupled_text_equals_oracle_with_windows_and_learned_positions(kind: str, end: int) -> None:
     check(range(5, end), kind, 10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen3.5", "bamba", "lfm2"])
-def test_hybrids(kind: str) -> None:
+def test_coupled_text_of_hybrids_equals_the_oracle(kind: str) -> None:
     """200 seeds of the drafters that treat states in ways of their own."""
     check(range(200), kind, 30, ("plain", "ngram", "draft-model tree", "eagle3 tree"))
 
@@ -185,7 +185,9 @@ def check(seeds: range, kind: str, least: int, names: Sequence[str] | None = Non
         ),
     ],
 )
-def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) -> None:
+def test_coupled_text_of_real_targets_equals_the_oracle(
+    which: str, count: int, request: pytest.FixtureRequest
+) -> None:
     target: Target = request.getfixturevalue(which)
     prompts = (
         chat_prompts(target, "test", count)

@@ -265,7 +265,9 @@ def test_a_sampled_chain_with_a_threshold_does_not_depend_on_other_rows(rule: st
 
 @pytest.mark.parametrize("rule", ["rejection", "recursive"])
 @pytest.mark.parametrize("temperature", [0.05, 0.2])
-def test_a_drafter_that_is_sure_at_a_low_temperature(rule: str, temperature: float) -> None:
+def test_overconfident_drafter_at_low_temperature_keeps_target_distribution(
+    rule: str, temperature: float
+) -> None:
     """One round of a tree of two children, through the functions of the loop: its first token has
     the target's probabilities, though the drafter's second child has 1e-26 and less."""
     rounds = 20_000
@@ -302,7 +304,7 @@ def test_coins_and_draws_do_not_depend_on_the_batch() -> None:
     ]
 
 
-def test_the_noise_of_draft_and_verifier_is_apart() -> None:
+def test_draft_and_verifier_noise_streams_are_separate() -> None:
     """Draws, coins and the last token of a round come from streams of their own."""
     keys = torch.tensor([5])
     lengths = torch.tensor([9])

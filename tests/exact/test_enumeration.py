@@ -274,7 +274,7 @@ LOSSLESS: list[tuple[str, Verifier]] = [
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
 @pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (3, 3, 1), (2, 4, 0)])
-def test_joint_distribution_is_the_targets(
+def test_joint_distribution_equals_that_of_the_target(
     shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool
 ) -> None:
     models = ToyModels(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
@@ -286,7 +286,7 @@ def test_joint_distribution_is_the_targets(
 
 
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
-def test_drafts_that_do_not_depend_on_each_other(shape: str, verify: Verifier) -> None:
+def test_rules_are_exact_for_independent_drafts(shape: str, verify: Verifier) -> None:
     """As those of Medusa's heads and of a block: one distribution for all nodes of a depth."""
     models = ToyModels(4, 3, far=True)
     models.q = {prefix: models.q[(0,) * len(prefix)] for prefix in models.q}
@@ -312,7 +312,7 @@ def corner_distributions(seed: int) -> ToyModels:
 
 
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
-def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> None:
+def test_rules_stay_exact_in_float32_near_underflow(shape: str, verify: Verifier) -> None:
     """A weight of 1 beside a mass that float32 loses beside 1 once gave chances of 1e4."""
 
     def single(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
@@ -375,7 +375,7 @@ def test_a_sure_drafter_leaves_the_targets_distribution(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_match_of_a_deterministic_tree(seed: int) -> None:
+def test_matching_a_deterministic_tree_is_exact(seed: int) -> None:
     models = ToyModels(seed, 3, far=False)
     shape = TreeShape((-1, 0, 0, 1, 1, 2))
     drafts = [best_tree(shape, models.q)]

@@ -127,7 +127,7 @@ def accepted(results: Sequence[Generation]) -> int:
         *(pytest.param(kind, 24, marks=pytest.mark.full) for kind in ARCHITECTURES),
     ],
 )
-def test_every_architecture(kind: str, count: int) -> None:
+def test_every_architecture_matches_greedy_generate(kind: str, count: int) -> None:
     target = architecture(kind)
     target.check_head()
     target.check_tree()
@@ -212,7 +212,7 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("count", [2, 56])
-def test_quickstart_target(quickstart: Target, count: int) -> None:
+def test_quickstart_target_matches_greedy_generate(quickstart: Target, count: int) -> None:
     drafters = real_drafters(quickstart)
     for settings in ("length=4", "length=4,width=2,nodes=8"):
         drafters[f"draft-model {settings}"] = load_proposer(
@@ -240,7 +240,7 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [BATCH // 2, pytest.param(48, marks=pytest.mark.full)])
-def test_real_pretrained_target(stories: Target, count: int) -> None:
+def test_pretrained_target_matches_greedy_generate(stories: Target, count: int) -> None:
     found = check(stories, real_drafters(stories), story_prompts(stories, count), 48, alone=2)
     assert accepted(found["medusa"]) > count
 
@@ -261,7 +261,7 @@ def test_stop_strings_end_where_transformers_ends(quickstart: Target) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(quickstart: Target) -> None:
+def test_greedy_text_on_gpu_matches_cpu(quickstart: Target) -> None:
     target = load_target(
         TargetConfig(str(ROOT / "scripts/quickstart/target"), dtype="float32", device="cuda")
     )

@@ -52,7 +52,7 @@ def models(
 @pytest.mark.parametrize(
     "kind", ["qwen3.5", *(pytest.param(k, marks=full) for k in ("bamba", "lfm2"))]
 )
-def test_recorded_rounds_of_hybrids(kind: str, tapes: list[Tape]) -> None:
+def test_recorded_rounds_of_hybrids_equal_unrecorded_ones(kind: str, tapes: list[Tape]) -> None:
     target, drafters = models(kind=kind)
     for way in ("plain", "draft-model chain", "draft-model tree", "eagle3 tree"):
         target.compiled = False
@@ -128,7 +128,7 @@ def test_requests_follow_one_another_in_one_recording(
         *(pytest.param(name, None, marks=full) for name in ("coupled", "rejection")),
     ],
 )
-def test_what_a_recording_reads_is_kept_and_stays_where_it_is(
+def test_memory_read_by_a_recording_is_neither_freed_nor_moved(
     name: str, ways: tuple[str, ...] | None, tapes: list[Tape]
 ) -> None:
     """Also where tables that it reads are dropped by everyone else."""
@@ -187,7 +187,7 @@ def drawn(rng: random.Random, target: Target) -> Proposer:
 @pytest.mark.parametrize(
     "seeds", [range(10), pytest.param(range(10, 310), marks=full)], ids=["few", "many"]
 )
-def test_random_batches_of_trees_chains_and_mixtures(
+def test_recording_random_batches_does_not_change_rounds(
     seeds: range, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of 2 to 6 rows, one after the other with the same target and its kept caches."""
@@ -228,7 +228,7 @@ def test_a_cache_that_is_dropped_is_freed_at_once(tapes: list[Tape]) -> None:
         gc.enable()
 
 
-def test_a_round_that_asks_the_host_goes_on_without_a_recording(
+def test_rounds_that_synchronise_run_unrecorded(
     tapes: list[Tape], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafters = models()
@@ -254,7 +254,7 @@ def test_a_round_that_asks_the_host_goes_on_without_a_recording(
 
 @pytest.mark.full
 @pytest.mark.parametrize("ahead", [False, True])
-def test_recorded_rounds_of_a_real_target(
+def test_recorded_rounds_of_real_target_equal_unrecorded_ones(
     ahead: bool, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SmolLM2-135M, where `scripts/smollm2/get.sh` has made it."""

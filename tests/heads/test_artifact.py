@@ -73,7 +73,7 @@ def test_heads_of_another_target_are_refused(folder: Path) -> None:
         Artifact.load(folder, other.fingerprint())
 
 
-def test_a_fine_tune_is_told_from_its_base(folder: Path) -> None:
+def test_loading_for_a_fine_tuned_target_warns_about_weights(folder: Path) -> None:
     tuned = tiny_target()
     with torch.no_grad():
         tuned.head_weight.add_(0.5)
@@ -88,7 +88,7 @@ def test_a_fine_tune_is_told_from_its_base(folder: Path) -> None:
     )
 
 
-def test_a_target_whose_config_was_edited_is_said_with_both_values(
+def test_edited_target_config_warning_names_old_and_new_values(
     folder: Path, saved_tiny: Path, tmp_path: Path
 ) -> None:
     """The edit that model cards ask for, for long texts; the weights stay the same."""
@@ -216,7 +216,7 @@ def test_a_wrong_value_in_draftsmith_json_is_named(
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"a": NaN}', '{"a": ' + "9" * 6000 + "}", "", "\xff", "[1]", "null"]
 )
-def test_what_is_no_table_of_json_is_refused(folder: Path, text: str) -> None:
+def test_draftsmith_json_that_is_not_an_object_is_refused(folder: Path, text: str) -> None:
     (folder / OWN_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=OWN_FILE):
         Artifact.load(folder, TARGET.fingerprint())

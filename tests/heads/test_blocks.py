@@ -224,7 +224,7 @@ def test_embeddings_come_unscaled_as_engines_hand_them_over() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dspark draft vocabulary", "dflash"])
-def test_a_drafter_of_a_smaller_type_than_its_target(kind: str, tmp_path: Path) -> None:
+def test_low_precision_block_drafter_keeps_target_text(kind: str, tmp_path: Path) -> None:
     """The text is the target's own; the drafter, and what it borrows of the head, is smaller."""
     target = tiny_target(num_hidden_layers=3)
     Artifact(random_block(target, kind), target.fingerprint()).save(tmp_path / "d")

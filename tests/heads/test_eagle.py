@@ -41,7 +41,7 @@ def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(2)
 
 
-def test_of_a_target_without_attention_a_drafter_has_heads_of_64() -> None:
+def test_drafter_for_attention_free_target_uses_head_size_64() -> None:
     config = Mamba2Config(hidden_size=192, num_heads=12, head_dim=32, num_hidden_layers=4)
     shape = shape_for(EagleConfig(taps=[0, 1, 3]), config)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (3, 3, 64)
@@ -324,7 +324,7 @@ def test_a_shared_head_is_the_targets_and_is_not_stored(tmp_path: Path) -> None:
         ({"version": 1, "taps": None}, "heads.shared_head is for version 3"),
     ],
 )
-def test_where_a_head_cannot_be_shared(options: dict[str, Any], says: str) -> None:
+def test_impossible_head_sharing_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         shape_for(EagleConfig(**{"taps": [0, 1], "shared_head": True, **options}), TARGET.config)
 

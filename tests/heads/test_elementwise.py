@@ -76,7 +76,7 @@ def test_a_slice_of_a_wider_table_has_the_same_gradients(name: str) -> None:
     torch.testing.assert_close(gradient_of(ours), gradient_of(plain))
 
 
-def test_a_norm_by_eye() -> None:
+def test_rms_norm_matches_hand_computed_values() -> None:
     # The mean square of 3 and 4 is 12.5, and with an eps of 3.5 the root is 4.
     x, weight = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.tensor([1.0, 2.0])
     module = elementwise.RMSNorm(2, 3.5)
@@ -84,7 +84,7 @@ def test_a_norm_by_eye() -> None:
     assert module(x).tolist() == [[0.75, 2.0]]
 
 
-def test_a_turn_by_eye() -> None:
+def test_rotation_and_gradient_match_hand_computed_values() -> None:
     # A quarter turn takes the pairs (1, 3) and (2, 4) to (-3, 1) and (-4, 2).
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     found = turned(x, torch.zeros(4), torch.ones(4))
@@ -94,7 +94,7 @@ def test_a_turn_by_eye() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
-def test_norms_of_small_and_large_states(size: float) -> None:
+def test_norm_matches_reference_for_small_and_large_states(size: float) -> None:
     x = (size * torch.randn(3, 64)).requires_grad_()
     found, expected = elementwise.RMSNorm(64, EPS)(x), plain_norm(x, torch.ones(64))
     torch.testing.assert_close(found, expected)
@@ -116,13 +116,13 @@ def test_a_norms_gradient_is_not_rounded_under_autocast() -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_other_activations_gate_as_they_are() -> None:
+def test_gate_applies_non_silu_activations() -> None:
     gate_up = torch.tensor([2.0, -1.0, 3.0, 5.0], requires_grad=True)
     assert gated(gate_up, nn.ReLU()).tolist() == [6.0, 0.0]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_other_types_take_torchs_norm() -> None:
+def test_bfloat16_norm_equals_torch_rms_norm() -> None:
     module = elementwise.RMSNorm(4, 1e-6)
     x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
     torch.testing.assert_close(module(x), nn.RMSNorm(4, 1e-6)(x))

@@ -86,7 +86,7 @@ def test_the_folder_of_a_file_is_flushed_after_its_rename(
     assert flushed == [(str(aside), False), (str(tmp_path), True)]
 
 
-def test_two_names_are_exchanged_here(tmp_path: Path) -> None:
+def test_file_system_exchanges_two_names_atomically(tmp_path: Path) -> None:
     """Otherwise the test of a kill would try one way only."""
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -96,7 +96,7 @@ def test_two_names_are_exchanged_here(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
 
 
-def test_files_that_others_named_alike_are_left_alone(tmp_path: Path) -> None:
+def test_user_files_with_similar_names_are_not_deleted(tmp_path: Path) -> None:
     """The folder of an export may be the user's own, with any files in it."""
     names = (".notes.replaced", "notes.replaced", ".vimrc.replaced", ".a.host.1.replaced")
     for name in names:

@@ -29,7 +29,7 @@ LLAMA_70B_EMBEDDING = 128256 * 8192
 QWEN3_32B_EMBEDDING = 151936 * 5120
 
 
-def test_sampled_places_can_be_checked_by_eye() -> None:
+def test_sampled_places_match_hand_computed_values() -> None:
     assert sampled_places(1) == [0]
     assert sampled_places(4) == [0, 1, 2, 3]
     assert sampled_places(32) == list(range(32))
@@ -124,7 +124,7 @@ def test_each_number_that_changes_the_output_is_noticed(kind: Any, name: str, va
     assert name in changed_numbers(before, now)
 
 
-def test_what_changes_no_output_is_left_alone() -> None:
+def test_fingerprint_ignores_values_that_do_not_affect_output() -> None:
     before = numbers_of(LlamaConfig())
     more = LlamaConfig(
         initializer_range=0.5, attention_dropout=0.5, use_cache=False, max_position_embeddings=4096

@@ -46,7 +46,7 @@ def test_partials_of_living_processes_stay_and_those_of_dead_ones_go(
     assert set(tmp_path.iterdir()) == {mine, others}, "nothing has changed elsewhere for a day"
 
 
-def test_a_number_that_another_process_has_now_is_not_the_writer(
+def test_partial_of_a_reused_process_id_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's main process is number 1 again after a restart."""
@@ -57,7 +57,7 @@ def test_a_number_that_another_process_has_now_is_not_the_writer(
     assert not left.exists()
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_second_writer_of_a_path_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     for is_folder in (True, False):
         with only_writer(out, is_folder, "wait"):
@@ -76,7 +76,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["file"]
 
 
-def test_a_lock_that_is_given_back_meanwhile_is_taken_anew(
+def test_lock_file_removed_before_locking_is_reacquired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file is removed between opening and locking it, as the former holder does."""
@@ -95,7 +95,7 @@ def test_a_lock_that_is_given_back_meanwhile_is_taken_anew(
             raise AssertionError
 
 
-def test_a_file_system_without_locks_is_said(
+def test_file_system_without_locks_is_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refusing(descriptor: int, operation: int) -> None:
@@ -107,7 +107,7 @@ def test_a_file_system_without_locks_is_said(
     assert f"{tmp_path} is on a file system without locks (No locks available)" in caplog.text
 
 
-def test_a_folder_that_refuses_the_lock_is_one_line(tmp_path: Path) -> None:
+def test_lock_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
     lock_of(tmp_path, True).mkdir()
     with (
         pytest.raises(UserError, match="cannot write to .*: Is a directory; choose"),

@@ -58,7 +58,7 @@ def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_heads_of_a_smaller_type_than_their_target(shared: bool, tmp_path: Path) -> None:
+def test_low_precision_heads_keep_target_text(shared: bool, tmp_path: Path) -> None:
     """The text is the target's own."""
     target = tiny_target(dtype=torch.float32)
     heads = MedusaHeads(

@@ -114,7 +114,7 @@ def test_logits_are_those_of_transformers_or_of_a_plain_reference(
 
 
 @torch.no_grad()
-def test_low_precision(pair: tuple[str, Target, MtpDrafter]) -> None:
+def test_low_precision_logits_stay_close_to_float32(pair: tuple[str, Target, MtpDrafter]) -> None:
     _, target, drafter = pair
     ids = torch.randint(2, 96, (1, 12), generator=torch.Generator().manual_seed(3))
     last = target.model.model(ids).last_hidden_state
@@ -127,7 +127,7 @@ def test_low_precision(pair: tuple[str, Target, MtpDrafter]) -> None:
 
 
 @torch.no_grad()
-def test_greedy_text_is_the_targets_and_rounds_are_transformers(
+def test_greedy_text_matches_target_and_rounds_match_transformers(
     pair: tuple[str, Target, MtpDrafter],
 ) -> None:
     kind, target, drafter = pair

@@ -46,7 +46,7 @@ def test_only_one_file_loads_through_transformers() -> None:
     assert {owner for _, owner in others} <= HARMLESS, others
 
 
-def test_that_file_says_in_every_call_whether_code_may_run() -> None:
+def test_every_auto_class_call_sets_trust_remote_code() -> None:
     calls = calls_in(Path(pretrained.__file__))
     assert len(calls) == 4
     for owner, call in calls:

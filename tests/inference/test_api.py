@@ -31,7 +31,7 @@ def test_the_examples_in_the_docstrings_run(monkeypatch: pytest.MonkeyPatch) -> 
         assert results.attempted >= examples and results.failed == 0
 
 
-def test_prompts_of_every_kind(quickstart: Target) -> None:
+def test_generate_accepts_text_ids_messages_and_arrays(quickstart: Target) -> None:
     decoder = load(quickstart, "ngram")
     ids = decoder.encode(PROMPT)
     one = decoder.generate(PROMPT, 20)
@@ -65,7 +65,7 @@ def test_a_reply_says_its_speed_and_acceptance(quickstart: Target) -> None:
     assert short["tau"] is None and short["tokens_per_second"] is None and short["rounds"] == []
 
 
-def test_samples_batches_and_seeds(quickstart: Target) -> None:
+def test_seeded_samples_do_not_depend_on_batch_size(quickstart: Target) -> None:
     decoder = load(quickstart, "ngram")
     options: dict = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
     found = decoder.generate([PROMPT, "def f():"], **options)
@@ -159,7 +159,7 @@ def test_a_dtype_may_be_torchs_own() -> None:
     assert load(str(QUICKSTART), device="cpu", dtype=torch.bfloat16).target.dtype == torch.bfloat16
 
 
-def test_a_lossy_reply_says_so(quickstart: Target) -> None:
+def test_lossy_replies_are_flagged(quickstart: Target) -> None:
     decoder = load(quickstart, "ngram")
     assert not decoder.generate(PROMPT, 20, temperature=1.0, rule="lossy-typical").lossless
     assert decoder.generate(PROMPT, 20, temperature=1.0).lossless

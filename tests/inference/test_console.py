@@ -19,7 +19,7 @@ from draftsmith.inference.console import Progress, clock, several
     ("seconds", "text"),
     [(0, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (-1, "0 s")],
 )
-def test_a_duration_is_said_as_people_say_it(seconds: float, text: str) -> None:
+def test_durations_are_formatted_in_readable_units(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
@@ -46,13 +46,15 @@ def test_a_line_says_what_is_done_and_what_is_left() -> None:
         (900, 300, True),
     ],
 )
-def test_when_a_line_is_due(began: float, waited: float, due: bool) -> None:
+def test_progress_lines_become_due_less_often_over_time(
+    began: float, waited: float, due: bool
+) -> None:
     with Progress(total=1000, desc="extracting") as progress:
         progress._began, progress._last = 1000.0 - began, 1000.0 - waited
         assert progress.due(1000.0) == due
 
 
-def test_the_innermost_speaks_and_work_that_hangs_is_told_of(
+def test_innermost_progress_is_printed_even_when_work_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "LINE_S", 0.5)
@@ -67,7 +69,7 @@ def test_the_innermost_speaks_and_work_that_hangs_is_told_of(
     assert not Progress._open
 
 
-def test_work_of_an_earlier_process_took_no_time() -> None:
+def test_skipped_work_does_not_affect_the_time_estimate() -> None:
     with Progress(total=40, desc="evaluating") as progress:
         progress.skip(10)
         progress.update(15)

@@ -72,7 +72,7 @@ def test_settings_that_a_drafter_has_pass(
     [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"),
      ("float", "float32"), ("fp64", "float64"), ("double", "float64"), ("float16", "float16")],
 )  # fmt: skip
-def test_short_names_of_types(short: str, full: str) -> None:
+def test_short_dtype_names_are_expanded(short: str, full: str) -> None:
     assert TargetConfig("x", dtype=short).dtype == full
     assert resolve_dtype(short, torch.device("cpu")) == getattr(torch, full)
     assert parse_spec(f"d:dtype={short}")[1] == {"dtype": full}

@@ -93,7 +93,7 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text_there() -> None:
     assert cut_inside > 3
 
 
-def test_rows_that_finish_leave_and_the_others_go_on_unchanged() -> None:
+def test_finished_rows_leave_the_batch_without_affecting_others() -> None:
     target, drafters = everything()
     alone = {
         name: [generate_one(target, p, prompt, 24).token_ids for prompt in PROMPTS]
@@ -199,7 +199,7 @@ def test_at_most_one_synchronisation_a_round(
             assert 2 <= count <= asked * rounds + 1, name  # one more: the prefill's token
 
 
-def test_what_is_asked_for_must_make_sense(tiny: Target) -> None:
+def test_invalid_prompts_limits_and_sampling_are_refused(tiny: Target) -> None:
     for prompts, limit, message in (
         ([], 5, "no prompt"), ([[]], 5, "empty"), ([[5]], 0, "at least 1"), ([[5]], 4.5,
         "whole number"),

@@ -19,7 +19,7 @@ from draftsmith.inference.metrics import (
 from draftsmith.inference.replay import replay
 
 
-def test_the_worked_example_of_the_definitions() -> None:
+def test_metrics_match_the_worked_example() -> None:
     """A chain of 3 that accepted 0, 2 and 3 drafts in three rounds, nothing cut."""
     rounds = [Round(tokens=[1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
     summary = figures_of_replies([Generation([7], [1] * 9, rounds, decode_s=1.0)])
@@ -35,7 +35,7 @@ def test_tau_pools_rounds_over_requests() -> None:
     assert math.isnan(tau([[]]))
 
 
-def test_survival_and_conditional_without_acceptance() -> None:
+def test_survival_and_conditional_handle_zero_acceptance() -> None:
     assert survival([0, 0], 0) == [] and conditional([]) == []
     assert conditional([0.5, 0.0, 0.0])[:2] == [0.5, 0.0]
 
@@ -54,7 +54,7 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     assert summary.tau_ci95 == (2.0, 2.0)
 
 
-def test_acceptance_among_drafts_that_were_offered() -> None:
+def test_offered_conditional_counts_only_rounds_that_offered_drafts() -> None:
     """Of four rounds the second draft was offered in three and right in two; counted over all it
     would be 2 of 3 acceptances."""
     accepted, offered = [2, 2, 1, 0], [3, 2, 2, 1]

@@ -38,7 +38,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("spec", [f"{MODULE}:LastSeen:length=6", f"{MODULE}:OneMore"])
-def test_they_write_the_targets_text(quickstart: Target, spec: str) -> None:
+def test_own_drafters_match_target_text(quickstart: Target, spec: str) -> None:
     decoder, plain = load(quickstart, spec), load(quickstart)
     for settings in (
         {},
@@ -55,7 +55,7 @@ def test_they_write_the_targets_text(quickstart: Target, spec: str) -> None:
     assert max(drafted) == (6 if "LastSeen" in spec else 1)
 
 
-def test_guesses_are_what_followed() -> None:
+def test_example_drafter_guesses_the_last_continuation() -> None:
     sys.path.insert(0, str(ROOT))
     from scripts.my_drafter import guess
 
@@ -64,7 +64,9 @@ def test_guesses_are_what_followed() -> None:
     assert guess([7, 8], 3) == [] and guess([7], 3) == []
 
 
-def test_the_command_and_python_measure_them(quickstart: Target, tmp_path: Path) -> None:
+def test_own_drafters_are_evaluated_by_command_and_python(
+    quickstart: Target, tmp_path: Path
+) -> None:
     """One table with a class by its name, another with settings, and an object."""
     prompts = tmp_path / "p.jsonl"
     rows = [{"messages": [{"role": "user", "content": text}]} for text in PROMPTS]
@@ -88,11 +90,11 @@ def test_the_command_and_python_measure_them(quickstart: Target, tmp_path: Path)
     assert drafters["LastSeen"].tau_incl_bonus >= drafters["LastSeen:length=1"].tau_incl_bonus > 1  # type: ignore[operator]
     assert drafters["Mine"].tau_incl_bonus == 1
     assert report.drafters["Mine"].spec.endswith(
-        ":test_the_command_and_python_measure_them.<locals>.Mine"
+        ":test_own_drafters_are_evaluated_by_command_and_python.<locals>.Mine"
     )
 
 
-def test_they_are_named_by_class_and_settings() -> None:
+def test_own_drafters_are_named_by_class_and_settings() -> None:
     specs = [f"{MODULE}:LastSeen", f"{MODULE}:LastSeen:length=3", f"{MODULE}:LastSeen:name=mine"]
     assert [*distinct_labels(specs).values()] == ["LastSeen", "LastSeen:length=3", "mine"]
 
@@ -121,7 +123,9 @@ def test_they_are_named_by_class_and_settings() -> None:
         (f"{MODULE}:LastSeen:name=a b", "is no name for tables"),
     ],
 )
-def test_what_is_none_is_refused_in_one_line(quickstart: Target, spec: str, why: str) -> None:
+def test_invalid_drafter_specs_are_refused_in_one_line(
+    quickstart: Target, spec: str, why: str
+) -> None:
     with pytest.raises(UserError, match=why) as caught:
         check_spec(spec)
         load_proposer(spec, quickstart, pytest.fail)
@@ -202,7 +206,7 @@ def test_mistakes_in_other_methods_name_them(quickstart: Target) -> None:
         load(quickstart, 3)  # type: ignore[arg-type]
 
 
-def test_batches_that_overlap_have_states_of_their_own(quickstart: Target) -> None:
+def test_copies_of_a_proposer_keep_separate_state(quickstart: Target) -> None:
     """A server decodes with copies of one proposer."""
     prompts = quickstart.tokenizer(PROMPTS).input_ids
     one = load_proposer(f"{MODULE}:LastSeen", quickstart, pytest.fail)
@@ -228,7 +232,7 @@ def test_changed_code_and_weights_are_another_drafter(
     assert None not in found and len({*found}) == 3
 
 
-def test_tune_and_profiles_refuse_them(quickstart: Target, tmp_path: Path) -> None:
+def test_tune_and_profiles_refuse_own_drafters(quickstart: Target, tmp_path: Path) -> None:
     spec = f"{MODULE}:LastSeen:length=6"
     with pytest.raises(UserError, match="knows the trees of draftsmith's own drafters only"):
         load_proposer(spec, quickstart, pytest.fail, {"length": 2})

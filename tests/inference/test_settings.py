@@ -26,7 +26,7 @@ from draftsmith.inference.targets.target import Target
         ({"temperature": np.float64(0.7), "seed": np.uint8(3)}, {"temperature": 0.7, "seed": 3}),
     ],
 )
-def test_numbers_of_any_type_are_what_they_are(
+def test_integer_and_numpy_values_equal_plain_floats(
     tiny: Target, given: dict[str, Any], plain: dict[str, Any]
 ) -> None:
     assert Sampling(**given) == Sampling(**plain)

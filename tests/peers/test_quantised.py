@@ -54,7 +54,7 @@ def test_features_are_those_of_the_quantised_model(quantised: Path, saved_tiny: 
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
-def test_it_teaches_and_is_decoded_with_and_a_store_of_it_teaches_the_same(
+def test_training_on_quantised_target_equals_training_from_its_store(
     tmp_path: Path, quantised: Path, method: str
 ) -> None:
     config = config_for(tmp_path / "live", quantised, method)

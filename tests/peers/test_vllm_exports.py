@@ -236,7 +236,7 @@ def test_vllm_accepts_what_we_count(
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_the_speculators_folder_alone_says_all(
+def test_vllm_serves_speculators_export_from_its_config_alone(
     name: str,
     target: Target,
     ours: dict[str, Counts],
@@ -265,7 +265,9 @@ def test_the_speculators_folder_alone_says_all(
     "DRAFTER" not in os.environ,
     reason="DRAFTER names no drafter of the quickstart target, PROMPTS no prompts",
 )
-def test_a_drafter_of_yours(target: Target, table: list[str], tmp_path: Path) -> None:
+def test_drafter_of_yours_is_accepted_as_counted(
+    target: Target, table: list[str], tmp_path: Path
+) -> None:
     """Such as the one that the quickstart has just trained, on the prompts that its training held
     out."""
     artifact, file = load_alone(os.environ["DRAFTER"]), Path(os.environ["PROMPTS"])

@@ -200,7 +200,9 @@ def test_training_from_the_server_is_training_from_the_target(
         assert one[step] == pytest.approx(other[step], rel=1e-3), step
 
 
-def test_what_a_server_cannot_give_is_said(server: tuple[str, Path], tmp_path: Path) -> None:
+def test_missing_layers_and_oversized_requests_are_refused(
+    server: tuple[str, Path], tmp_path: Path
+) -> None:
     url, _ = server
     config = make_config(tmp_path, QUICKSTART, "eagle", heads={"taps": [1, 4, 5]}, errors={})
     options = ["--features.server", url, "--features.server-layers", "[2,4,5,8]"]

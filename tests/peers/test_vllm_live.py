@@ -189,7 +189,9 @@ def test_a_draft_model_drafts_there_what_it_drafts_here(
         assert s["survival"] == pytest.approx(ours["survival"])
 
 
-def test_n_grams(ngram: Serving, prompts: Path) -> None:
+def test_ngram_speculation_gives_plain_text_and_consistent_sums(
+    ngram: Serving, prompts: Path
+) -> None:
     """Greedy replies are ours; vLLM's tau leaves out the steps that found no n-gram, and the tokens
     a step do not."""
     report = evaluate(ngram[0], prompts, "ngram")
@@ -204,7 +206,7 @@ def counters_at(url: str) -> Counters:
     return read_counters(httpx.get(f"{url}/metrics").text, vllm.COUNTERS)
 
 
-def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
+def test_tau_equals_count_from_streamed_chunks(ngram: Serving, prompts: Path) -> None:
     """By hand, one request after the other: accepted drafts are what chunks hold beyond one token,
     and what an end cut off."""
     url = ngram[0]
@@ -243,7 +245,7 @@ def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
     )
 
 
-def test_other_peoples_requests_are_said(ngram: Serving, prompts: Path) -> None:
+def test_concurrent_foreign_requests_cause_a_warning(ngram: Serving, prompts: Path) -> None:
     stop = threading.Event()
 
     def others() -> None:
@@ -267,14 +269,14 @@ def test_other_peoples_requests_are_said(ngram: Serving, prompts: Path) -> None:
     assert len(s["warnings"]) == 1 and "other" in s["warnings"][0] and s["tau_emitted"] is None
 
 
-def test_a_prompt_beyond_the_context(ngram: Serving, tmp_path: Path) -> None:
+def test_prompt_longer_than_server_context_is_refused(ngram: Serving, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"id": "long", "prompt": "value " * 600}) + "\n")
     with pytest.raises(UserError, match="prompt long has [0-9]+ tokens, the server's context 512"):
         evaluate(ngram[0], path, "")
 
 
-def test_a_server_that_is_killed_half_way(ngram: Serving, prompts: Path) -> None:
+def test_killed_server_is_one_line_and_no_report(ngram: Serving, prompts: Path) -> None:
     """The last test of this server."""
     threading.Timer(1.5, ngram[1].kill).start()
     with pytest.raises(UserError, match="(failed while it wrote|does not answer)") as caught:
@@ -282,7 +284,7 @@ def test_a_server_that_is_killed_half_way(ngram: Serving, prompts: Path) -> None
     assert "\n" not in str(caught.value) and not prompts.with_name("out.json").exists()
 
 
-def test_a_server_without_speculation(prompts: Path) -> None:
+def test_server_without_speculation_reports_tau_one(prompts: Path) -> None:
     with serving(None) as (url, _):
         report = evaluate(url, prompts, "ngram", concurrency="8")
         (s,) = report["server"]["settings"]

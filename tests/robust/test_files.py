@@ -94,7 +94,7 @@ def sealed(folder: Path) -> None:
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 @pytest.mark.parametrize("after", [None, sealed], ids=["as written", "sealed"])
 @pytest.mark.parametrize("drafter", by_default(["eagle3", "medusa", "dspark"], "eagle3"))
-def test_a_damaged_drafter(
+def test_damaged_drafters_are_refused_or_harmless(
     drafter: str, after: Callable[[Path], None] | None, count: int, tmp_path: Path
 ) -> None:
     def command(folder: Path) -> list[str]:
@@ -123,7 +123,7 @@ def test_a_damaged_drafter(
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-def test_a_damaged_target(count: int, tmp_path: Path) -> None:
+def test_damaged_targets_are_refused_or_harmless(count: int, tmp_path: Path) -> None:
     """transformers reads it, and takes many a value that nothing depends on; what is refused, is
     refused in one line."""
 
@@ -194,7 +194,9 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 
 @pytest.mark.parametrize("count", [pytest.param(5, id="sample"), ALL])
 @pytest.mark.parametrize("name", by_default(COMMANDS, next(iter(COMMANDS))))
-def test_a_damaged_report(name: str, count: int, report: Path, tmp_path: Path) -> None:
+def test_damaged_reports_are_refused_or_harmless(
+    name: str, count: int, report: Path, tmp_path: Path
+) -> None:
     chosen = trials(report, 0, count)
     wrong, accepted = complaints(
         report, tmp_path / "r", chosen, lambda folder: COMMANDS[name](folder, report)

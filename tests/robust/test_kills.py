@@ -232,7 +232,9 @@ def outputs_gone(folder: Path, inputs: set[Path]) -> None:
         *(pytest.param(name, 5, marks=pytest.mark.full) for name in STAGES),
     ],
 )
-def test_killed_and_started_again(name: str, count: int, tmp_path: Path, saved_tiny: Path) -> None:
+def test_killed_stage_resumes_to_the_undisturbed_result(
+    name: str, count: int, tmp_path: Path, saved_tiny: Path
+) -> None:
     """In the same folder each time, since paths are part of what is compared."""
     stage, folder = STAGES[name], tmp_path / "here"
     folder.mkdir()

@@ -59,7 +59,7 @@ def resealed(folder: Path) -> None:
     [pytest.param(lambda folder: None, marks=pytest.mark.full), resealed],
     ids=["as written", "sealed"],
 )
-def test_a_damaged_run_goes_on_as_if_nothing_had_been(
+def test_damaged_run_resumes_to_same_weights_or_is_refused(
     run: tuple[Path, Path, dict[str, torch.Tensor]],
     after: Callable[[Path], None],
     count: int,
@@ -126,7 +126,7 @@ def store(
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-def test_a_damaged_store(
+def test_damaged_store_teaches_the_same_or_is_refused(
     store: tuple[Path, Path, dict[str, torch.Tensor]], count: int, tmp_path: Path
 ) -> None:
     sound, config, end = store
@@ -160,7 +160,9 @@ def test_a_damaged_store(
 @pytest.mark.parametrize(
     ("drafter", "engine"), by_default([("medusa", "tgi"), ("eagle3", "vllm")], ("eagle3", "vllm"))
 )
-def test_a_damaged_export(drafter: str, engine: str, count: int, tmp_path: Path) -> None:
+def test_damaged_export_imports_unchanged_or_is_refused(
+    drafter: str, engine: str, count: int, tmp_path: Path
+) -> None:
     """Read back by import: what it accepts has the weights and the flags of the drafter."""
     sound, out = tmp_path / "sound", tmp_path / "imported"
     export = ["export", "--drafter", str(DRAFTERS / drafter), "--to", engine, "--out", str(sound)]

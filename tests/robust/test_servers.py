@@ -141,7 +141,7 @@ PATHS = {
         for kind in MISBEHAVIOUR
     ],
 )
-def test_regenerating_through_it_ends_in_one_line(
+def test_regenerating_through_misbehaving_server_ends_in_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replies, "PAUSES_S", (0.0, 1.0))
@@ -179,7 +179,7 @@ def test_regenerating_through_it_ends_in_one_line(
         for kind in {**MISBEHAVIOUR, **STREAMS}
     ],
 )
-def test_measuring_it_ends_in_one_line(
+def test_measuring_a_misbehaving_server_ends_in_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it writes replies, and (where it is no stream) while it says what it is."""
@@ -225,7 +225,7 @@ def test_measuring_it_ends_in_one_line(
         "localhost:8000",
     ),
 )
-def test_what_is_no_address_is_said_at_once(url: str, tmp_path: Path) -> None:
+def test_invalid_server_address_is_refused_immediately(url: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n")
     out = ["--out", str(tmp_path / "o")]

@@ -55,7 +55,7 @@ TRAIN = ("draftsmith.train", "medusa", "--config")
         (("--seed", "-1"), ("seed",)),
     ],
 )
-def test_a_wrong_option_of_training(
+def test_wrong_training_option_is_one_line_without_checkpoint(
     tmp_path: Path,
     saved_tiny: Path,
     command: Command,
@@ -95,7 +95,7 @@ def test_a_wrong_key_in_the_file_is_named(
         ([chat("x", "the " * 500)], "data.max_length is 160"),
     ],
 )
-def test_data_that_nothing_can_be_learned_from(
+def test_data_without_anything_to_learn_is_refused(
     tmp_path: Path, saved_tiny: Path, command: Command, rows: list[Any], says: str
 ) -> None:
     config = make_config(tmp_path, saved_tiny)
@@ -104,7 +104,7 @@ def test_data_that_nothing_can_be_learned_from(
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
-def test_chat_data_for_a_target_without_a_template(tmp_path: Path, command: Command) -> None:
+def test_chat_data_is_refused_without_a_chat_template(tmp_path: Path, command: Command) -> None:
     target = tiny_target()
     target.model.save_pretrained(tmp_path / "target")
     make_tokenizer(["<p>", "<e>", "<u>", "<a>"], None, "<e>").save_pretrained(tmp_path / "target")
@@ -113,7 +113,7 @@ def test_chat_data_for_a_target_without_a_template(tmp_path: Path, command: Comm
         expect(command(*TRAIN, make_config(tmp_path, STORIES)), "has no chat template")
 
 
-def test_heads_of_another_target(
+def test_heads_trained_for_another_target_are_refused(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tiny_target(hidden_size=64)
@@ -139,7 +139,7 @@ def test_heads_of_another_target(
     )
 
 
-def test_wrong_input_of_the_other_commands(
+def test_wrong_input_of_other_commands_is_one_line(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("--target", saved_tiny, "--target.device", "cpu")
@@ -226,7 +226,7 @@ def test_wrong_input_of_the_other_commands(
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_switches_and_repeated_options(
+def test_negated_switches_and_repeated_list_options_are_accepted(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--no-NAME, --flag and a list option given twice."""
@@ -376,7 +376,9 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
     assert not list(full_disk.iterdir())
 
 
-def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path) -> None:
+def test_interrupted_training_saves_and_explains_how_to_resume(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     config = make_config(
         tmp_path,
         saved_tiny,

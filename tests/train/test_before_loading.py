@@ -57,7 +57,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         (("serve", "--port", "0", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
     ],
 )
-def test_nothing_is_loaded(
+def test_invalid_commands_are_refused_before_loading_the_target(
     words: tuple[str, ...],
     says: str,
     unloadable: Path,

@@ -62,9 +62,7 @@ def test_callbacks_get_the_numbers_of_the_metrics_file(tmp_path: Path, saved_tin
     assert ("checkpoint", 4, True) in seen.events and seen.events[-1] == ("end", 0, best)
 
 
-def test_a_callback_ends_a_training_which_goes_on_when_asked(
-    tmp_path: Path, saved_tiny: Path
-) -> None:
+def test_training_ended_by_callback_can_be_resumed(tmp_path: Path, saved_tiny: Path) -> None:
     config, seen = make_config(tmp_path, saved_tiny, **SHORT), Recorder(last=2)
     best = draftsmith.train("medusa", config=config, callbacks=[seen])
     assert best.resolve().parent.name == "step-000002", "it was evaluated and saved"
@@ -152,7 +150,7 @@ def test_trackers_are_those_of_accelerate() -> None:
     assert {*get_args(Tracker)} == {"none", *LOGGER_TYPE_TO_CLASS}
 
 
-def test_a_tracker_that_is_not_there_is_one_line(tmp_path: Path, saved_tiny: Path) -> None:
+def test_missing_or_unknown_tracker_is_one_line(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(tmp_path, saved_tiny, **SHORT)
     with pytest.raises(draftsmith.UserError, match="pip install swanlab, or leave the tracker out"):
         draftsmith.train("medusa", config=config, tracker="swanlab")

@@ -33,7 +33,9 @@ def run(rows: int, most: int) -> Any:
         (4, 9, 1, (4, 1)),
     ],
 )
-def test_a_step_by_hand(rows: int, most: int, ranks: int, found: tuple[int, int]) -> None:
+def test_step_division_matches_hand_computed_values(
+    rows: int, most: int, ranks: int, found: tuple[int, int]
+) -> None:
     assert divided(run(rows, most), ranks) == Division(*found)
 
 
@@ -62,7 +64,7 @@ def test_every_row_is_in_one_pass_of_one_rank(share: int, most: int, ranks: int)
     assert found.rows == max(fits)
 
 
-def test_intervals() -> None:
+def test_intervals_accept_steps_and_shares_of_a_run() -> None:
     assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.06)] == [1, 250, 100, 500, 60]
     # A short run is not mostly evaluated: a share has a floor, a number of steps has none.
     assert [interval(every, 30) for every in (0.1, 0.5, 1.0, 3)] == [15, 15, 30, 3]
@@ -74,7 +76,9 @@ def test_intervals() -> None:
 @pytest.mark.parametrize(
     ("word", "steps"), [("1", 1), ("1.0", 80), ("0.5", 40), ("20", 20), ("20.0", 20)]
 )
-def test_an_interval_as_it_is_given(word: str, steps: int, tmp_path: Path) -> None:
+def test_intervals_survive_command_line_and_yaml_round_trip(
+    word: str, steps: int, tmp_path: Path
+) -> None:
     """On a command line, in YAML, and as a checkpoint notes it."""
     config = tmp_path / "run.yaml"
     needed = "target: {path: t}\ndata: {sources: [d.jsonl]}\nout: o\n"

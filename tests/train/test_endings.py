@@ -29,7 +29,7 @@ def started(arguments: list[str], **options) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_a_reader_who_goes_away_is_no_error() -> None:
+def test_closed_output_pipe_ends_quietly_with_sigpipe_status() -> None:
     reader, writer = os.pipe()
     process = started(SIMULATE, stdout=writer)
     os.close(writer)
@@ -39,7 +39,7 @@ def test_a_reader_who_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.full
-def test_a_full_disk_behind_standard_output_is_said() -> None:
+def test_full_disk_on_standard_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         process = started(SIMULATE, stdout=full)
         _, errors = process.communicate(timeout=60)
@@ -54,13 +54,13 @@ def test_a_full_disk_behind_standard_output_is_said() -> None:
 @pytest.mark.parametrize(
     "closed", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
 )
-def test_closed_streams(closed: int) -> None:
+def test_commands_work_with_closed_standard_streams(closed: int) -> None:
     process = started(SIMULATE, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(closed))
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and not errors and (closed == 1 or "tokens a round" in out)
 
 
-def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
+def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
     """So it is where a lock of the import system is let go: Python prints such an exception and
     goes on."""
     code = (
@@ -137,7 +137,7 @@ def broken(argv: list[str]) -> None:
         ("else", 1, "internal error: ZeroDivisionError: one by; details in "),
     ],
 )
-def test_what_nobody_foresaw_is_one_line_and_a_file(
+def test_unexpected_error_is_one_line_with_details_file(
     kind: str, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
@@ -168,7 +168,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(
         pytest.param(signal.SIGINT, False, marks=pytest.mark.full),
     ],
 )
-def test_a_launcher_that_goes_takes_the_training_along(
+def test_training_ends_together_with_its_launcher(
     tmp_path: Path, saved_tiny: Path, number: int, to_launcher: bool
 ) -> None:
     """accelerate passes no signal on to a single process; Ctrl-C in a terminal reaches both."""

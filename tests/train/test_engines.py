@@ -143,7 +143,7 @@ def test_bf16_is_autocast_under_engines_too(tmp_path: Path, saved_tiny: Path, en
 
 
 @pytest.mark.full
-def test_fsdp2_may_go_on_with_other_ranks(tmp_path: Path, saved_tiny: Path) -> None:
+def test_fsdp2_run_resumes_with_another_number_of_ranks(tmp_path: Path, saved_tiny: Path) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
         config = make_config(tmp_path / name, saved_tiny, "eagle")

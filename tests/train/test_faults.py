@@ -49,7 +49,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(
+def test_sigterm_saves_and_the_resumed_run_is_bit_identical(
     tmp_path: Path, saved_tiny: Path, ranks: int
 ) -> None:
     whole = undisturbed(tmp_path / "whole", saved_tiny, ranks)
@@ -108,7 +108,7 @@ def test_a_stop_gives_an_evaluation_up_and_the_next_start_makes_up_for_it(
 
 
 @pytest.mark.full
-def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> None:
+def test_run_killed_twenty_times_ends_bit_identically(tmp_path: Path, saved_tiny: Path) -> None:
     """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that
     was left alone."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
@@ -192,7 +192,7 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
         find_resume(RunFolder(str(run)), resolved)
 
 
-def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
+def test_checkpoint_older_than_an_option_resumes_with_default(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=5)
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
-def test_a_best_checkpoint_that_is_gone_is_said_and_the_next_is_kept(
+def test_missing_best_checkpoint_is_reported_and_replaced_by_next(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=10)

@@ -101,9 +101,7 @@ def test_a_second_run_in_a_folder_is_one_line_and_a_killed_one_leaves_no_lock(
     expect(done, "max_steps was 100000, now it is 100001")
 
 
-def test_two_ranks_take_one_lock_and_both_are_told(
-    ended: tuple[Path, Path], saved_tiny: Path
-) -> None:
+def test_two_ranks_report_a_locked_folder_once(ended: tuple[Path, Path], saved_tiny: Path) -> None:
     config, out = ended
     with lock_of(out).open("w+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -29,7 +29,7 @@ for verb in VERBS:
 
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("verb", CLASSES)
-def test_a_page_fits_and_parts_nothing_that_belongs_together(
+def test_help_page_fits_width_without_splitting_code_or_options(
     monkeypatch: pytest.MonkeyPatch, verb: str, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -71,7 +71,7 @@ def trained(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return best
 
 
-def test_it_learns(trained: Path) -> None:
+def test_example_drafter_loss_falls_and_replay_matches_decoding(trained: Path) -> None:
     """The loss falls, and replay and decoding agree."""
     metrics = (trained.parent / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in metrics.splitlines()]
@@ -106,7 +106,9 @@ def test_the_training_pass_and_drafting_agree(quickstart: Target, trained: Path)
         *(pytest.param(t, marks=pytest.mark.full) for t in (",width=1,length=5", ",nodes=9")),
     ],
 )
-def test_it_writes_the_targets_text(quickstart: Target, trained: Path, tree: str) -> None:
+def test_example_drafter_writes_the_targets_text(
+    quickstart: Target, trained: Path, tree: str
+) -> None:
     drafted = load(quickstart, f"{METHOD}:folder={trained}{tree}")
     plain = load(quickstart)
     for settings in ({}, {"temperature": 0.8, "seed": 3}):
@@ -118,7 +120,9 @@ def test_it_writes_the_targets_text(quickstart: Target, trained: Path, tree: str
     drafted.generate(PROMPTS[:3], 8, temperature=1.0, rule="rejection")
 
 
-def test_it_stands_in_a_table_with_others(quickstart: Target, trained: Path) -> None:
+def test_example_drafter_is_evaluated_in_one_table_with_others(
+    quickstart: Target, trained: Path
+) -> None:
     drafters = [f"{METHOD}:folder={trained}", "ngram"]
     report = draftsmith.evaluate(
         quickstart, drafters, PROMPTS[:2], max_new_tokens=12, baselines=False, repeats=1
@@ -161,7 +165,9 @@ def test_mistakes_are_refused_in_one_line(trained: Path, tmp_path: Path) -> None
             method_named(method)
 
 
-def test_the_command_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_command_accepts_options_of_external_method(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The options of the run are those of its own class; what is wrong ends in one line."""
     for words, code, said in (
         (["--lenght", "3"], 2, "did you mean --length?"),

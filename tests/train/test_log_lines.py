@@ -17,7 +17,7 @@ STEP = {"loss": 0.42, "tau_rows": 2.384, "lr": 1e-4, "tokens_s": 12345.6}
 MEASURED = {"tau_measured": 4.694, "tau_measured_low": 4.35, "tau_measured_high": 4.97}
 
 
-def test_lines_say_what_they_are_about() -> None:
+def test_step_and_evaluation_lines_label_their_values() -> None:
     assert step_line(75, 150, STEP, 245.0) == (
         "step 75/150  loss 0.42  tau_rows 2.38  lr 0.0001  12,346 tok/s  4 min 5 s left"
     )
@@ -45,7 +45,7 @@ def test_the_longest_line_fits_100_columns() -> None:
     assert len(step_line(999_998, 999_999, worst, 35_999_999.0)) <= 100
 
 
-def test_the_table_at_the_end(tmp_path: Path) -> None:
+def test_final_table_shows_best_step_acceptance_and_time(tmp_path: Path) -> None:
     shares = {"share_data": 0.001, "share_target": 0.25, "share_drafter": 0.7}
     rows = [
         {"step": 0, "tau_estimated": 3.0, **MEASURED, "tau_measured": 4.4, "surv@1": 0.9},

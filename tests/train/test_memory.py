@@ -77,7 +77,7 @@ def test_recomputing_keeps_a_fraction_and_changes_no_gradient(make: Maker) -> No
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
 
 
-def test_only_the_arguments_are_kept_and_the_layers_are_as_they_were() -> None:
+def test_recomputing_keeps_only_arguments_and_restores_the_layers() -> None:
     layers = nn.ModuleList(
         nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)
     )
@@ -99,7 +99,7 @@ def test_only_the_arguments_are_kept_and_the_layers_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", [DistillLoss, EagleLoss])
-def test_offload_alone_means_nothing(kind: type) -> None:
+def test_offload_without_recompute_is_refused(kind: type) -> None:
     with pytest.raises(UserError, match=r"objective\.recompute"):
         kind(offload=True)
 

@@ -110,7 +110,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG)
-def test_a_mistake_is_said_in_words(
+def test_mistakes_are_explained_without_python_type_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, says: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -182,7 +182,7 @@ def test_a_mistake_in_a_config_names_the_file(
 
 
 @pytest.mark.full
-def test_numbers_go_to_standard_output_for_a_dash(
+def test_json_option_dash_writes_to_standard_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In place of the tables, and in the same form as in a file."""

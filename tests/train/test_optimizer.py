@@ -99,7 +99,7 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape: tuple[in
     assert float(values.min()) > 0.6 and float(values.max()) < 1.25
 
 
-def test_a_state_that_was_saved_goes_on_bit_for_bit() -> None:
+def test_saved_optimizer_state_resumes_bit_for_bit() -> None:
     whole = drafter()
     learn(whole, [make_optimizer(OPTIM, whole)], range(6))
     first = drafter()

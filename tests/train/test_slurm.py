@@ -117,7 +117,7 @@ def test_a_job_that_was_asked_to_stop_is_queued_again(
     assert launched.endswith("-m draftsmith.train eagle --out a b\n")
 
 
-def test_an_accelerate_configuration_that_does_not_exist(tmp_path: Path) -> None:
+def test_missing_accelerate_configuration_is_refused_with_alternatives(tmp_path: Path) -> None:
     process = started(tmp_path, ["eagle"], COMMANDS, ACCELERATE_CONFIG="ddp.yaml")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2 and not (tmp_path / "step").exists()
@@ -128,7 +128,7 @@ def test_an_accelerate_configuration_that_does_not_exist(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_a_training_saves_and_goes_on_in_the_next_job(tmp_path: Path, saved_tiny: Path) -> None:
+def test_signalled_job_saves_requeues_and_resumes(tmp_path: Path, saved_tiny: Path) -> None:
     """Two ranks under accelerate's launcher, which meets at the job's own port."""
     config = make_config(tmp_path, saved_tiny, max_steps=400)
     cpu = tmp_path / "cpu.yaml"
@@ -158,7 +158,7 @@ def test_a_training_saves_and_goes_on_in_the_next_job(tmp_path: Path, saved_tiny
         ("error: rank 1 lost another one (closed by peer); the same command", 1, 3),
     ],
 )
-def test_the_retry_template_of_the_page(
+def test_documented_retry_loop_retries_only_after_lost_ranks(
     line: str, status: int, attempts: int, tmp_path: Path
 ) -> None:
     """With a launcher that says `line` and fails with status 1, as accelerate's does."""

@@ -137,13 +137,15 @@ def test_a_command_on_a_run_takes_the_options_of_the_run() -> None:
         ("--layers x", "--layers takes a whole number or whole numbers with commas"),
     ],
 )
-def test_what_cannot_be_read(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unparsable_command_lines_are_refused_with_reason(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(Example, shlex.split(words), "x")
     assert ended.value.code == 2 and f"error: {says}" in capsys.readouterr().err
 
 
-def test_a_size_is_a_number() -> None:
+def test_sizes_with_k_and_m_suffixes_are_parsed() -> None:
     typed = ["2K", "1.25M", "0.0001K", "2X", "K", ""]
     assert [*map(sized, typed)] == [2000, 1_250_000, 0.1, "2X", "K", ""]
 

@@ -25,7 +25,7 @@ from tests.helpers.training import launch, logged, make_config, train
         *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("fsdp", "devices")),
     ],
 )
-def test_training_with_a_shared_target(
+def test_shared_target_gives_same_losses_and_tau(
     tmp_path: Path, saved_tiny: Path, method: str, spread: str
 ) -> None:
     """Two ranks, texts written on the way by target and drafter together, evaluation by decoding:

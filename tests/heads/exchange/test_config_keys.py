@@ -90,7 +90,7 @@ def test_a_shared_case_is_refused_by_the_name_of_its_key(
     assert "engine" not in str(refused.value)
 
 
-def test_shared_cases_that_name_their_taps_as_layers(tmp_path: Path) -> None:
+def test_shared_cases_with_layer_numbered_taps_are_read(tmp_path: Path) -> None:
     found = case("deepspec-eagle3", five_taps(), tmp_path / "five")
     assert found.drafter.taps == (2, 3, 4, 5, 7) and found.notes == []
     found = case("eagle3-three-taps", of("eagle3_plain"), tmp_path / "three")
@@ -108,7 +108,7 @@ def five(tmp_path: Path, **keys: Any) -> ImportedDrafter:
     return read(store(tmp_path, config, drafter.serving_state()))
 
 
-def test_taps_counted_from_0_beside_other_keys(tmp_path: Path) -> None:
+def test_target_layer_ids_are_read_alongside_other_tap_keys(tmp_path: Path) -> None:
     layers, states = [-1, 1, 3, 4, 6], [0, 2, 4, 5, 7]
     for keys in (
         {"target_layer_ids": layers},
@@ -352,7 +352,7 @@ def test_contradictory_rope_keys_are_refused(
             read(store(tmp_path / name, config, tensors, "model.safetensors"))
 
 
-def test_a_base_of_the_positions_in_any_one_place(tmp_path: Path) -> None:
+def test_rope_theta_is_found_wherever_it_is_stored(tmp_path: Path) -> None:
     _, tensors = plain.eagle3()
     for number, keys in enumerate(
         [
@@ -369,7 +369,7 @@ def test_a_base_of_the_positions_in_any_one_place(tmp_path: Path) -> None:
         assert found.notes == []
 
 
-def test_sizes_in_two_places(tmp_path: Path) -> None:
+def test_contradictory_sizes_in_two_places_are_refused(tmp_path: Path) -> None:
     config = blocks.library("dflash", intermediate_size=65)
     with pytest.raises(UserError, match="intermediate_size 65 and transformer_layer_config.int"):
         read(store(tmp_path / "d", config, blocks.stored("dflash")[1], "model.safetensors"))

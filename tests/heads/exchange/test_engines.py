@@ -35,7 +35,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.IMITATED, "toy", TOY.like)
 
 
-def test_a_drafter_is_exported_to_it(tmp_path: Path) -> None:
+def test_drafter_is_exported_to_added_engine(tmp_path: Path) -> None:
     written = export(eagle("eagle3 draft vocabulary"), order("toy", tmp_path / "drafter"))
     assert written.serve == f"toy the/target {tmp_path / 'drafter'}"
     assert written.notes[0] == "A toy." and "Drafts " in written.notes[1]
@@ -44,25 +44,25 @@ def test_a_drafter_is_exported_to_it(tmp_path: Path) -> None:
     assert (own["export"]["engine"], own["export"]["layout"]) == ("toy", "native")
 
 
-def test_it_says_what_it_does_not_take() -> None:
+def test_added_engine_refuses_unsupported_drafters() -> None:
     with pytest.raises(UserError, match="toy cannot serve this drafter: its fc has a bias"):
         recipe_for("toy", eagle(fc_bias=True))
     with pytest.raises(UserError, match="toy takes EAGLE-3, not Medusa heads; .* to vllm, .*hf"):
         recipe_for("toy", heads())
 
 
-def test_it_is_listed_where_others_write_the_same_files() -> None:
+def test_added_engine_is_listed_for_compatible_exports() -> None:
     assert {"sglang", "trtllm", "llamacpp", "toy"} <= {*also_read_by("vllm", eagle())}
 
 
-def test_it_is_imitated_with_its_defaults() -> None:
+def test_added_engine_is_imitated_with_its_defaults() -> None:
     assert engines.ImitatedEngine("toy").settings == {"drafts": 2}
     with pytest.raises(UserError, match="toy has no setting 'draws' here; there are: drafts"):
         engines.ImitatedEngine("toy:draws=greedy")
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
-def test_an_engine_takes_kinds_that_there_are(engine: ServingEngine) -> None:
+def test_engine_tables_name_existing_drafter_kinds_only(engine: ServingEngine) -> None:
     assert engine.recipes.keys() <= TITLES.keys()
     if engine.like is not None:
         assert engine.like.shapes.keys() - {"ngram", "mtp"} <= engine.recipes.keys()

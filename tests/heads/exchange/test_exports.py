@@ -199,7 +199,7 @@ def test_the_usual_scale_is_the_one_that_is_measured(family: str) -> None:
     assert usual == pytest.approx(target.embedding_and_head.scale)
 
 
-def test_both_spellings_of_the_taps_by_eye(tmp_path: Path) -> None:
+def test_sglang_config_numbers_taps_as_states_and_layers(tmp_path: Path) -> None:
     """Hidden states 2, 4, 5 are the outputs of layers 1, 3, 4, counted from 0."""
     export(eagle(), order("sglang", tmp_path / "drafter"))
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
@@ -407,7 +407,7 @@ def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:
             load_alone(folder)
 
 
-def test_weights_that_are_no_numbers_or_do_not_fit(tmp_path: Path) -> None:
+def test_nan_or_float16_overflow_in_weights_is_refused(tmp_path: Path) -> None:
     artifact = eagle()
     artifact.drafter.fc.weight[0, 0] = 1e5
     with pytest.raises(
@@ -420,7 +420,7 @@ def test_weights_that_are_no_numbers_or_do_not_fit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_only_sglang_does(tmp_path: Path) -> None:
+def test_sglang_specific_restrictions_are_applied(tmp_path: Path) -> None:
     """It takes a tap as wide as the state for the state; some families' files are its own; partial
     rotary stands elsewhere."""
     with pytest.raises(UserError, match="taken for one and fc is left out"):
@@ -444,7 +444,7 @@ def test_what_only_sglang_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])
-def test_a_norm_of_ones_and_taps_from_one_are_no_reason_to_refuse_our_own(
+def test_own_export_with_unit_norm_and_first_tap_is_read(
     engine: EngineName, tmp_path: Path
 ) -> None:
     """Of other people's checkpoints they are worth a note, since they may mean something else

@@ -30,11 +30,11 @@ def answered(status: int) -> HfHubHTTPError:
         (httpx.ConnectError("no route"), "check the name and the network"),
     ],
 )
-def test_the_remedy_is_that_of_the_reason(error: Exception, remedy: str) -> None:
+def test_hub_remedy_depends_on_the_error(error: Exception, remedy: str) -> None:
     assert hub_remedy(error) == remedy
 
 
-def test_without_a_network_nobody_is_told_to_log_in(tmp_path: Path) -> None:
+def test_offline_hub_errors_do_not_suggest_login(tmp_path: Path) -> None:
     for call in (lambda: upload(tmp_path, "me/mine"), lambda: Drafter.from_pretrained("me/mine")):
         with pytest.raises(UserError, match="unset HF_HUB_OFFLINE|check the name and the network"):
             call()

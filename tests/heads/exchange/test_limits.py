@@ -191,7 +191,9 @@ def test_proportional_positions_are_transformers() -> None:
         ({"norm_before_residual": True}, ("sglang", "trtllm"), "norm_before_residual"),
     ],
 )  # fmt: skip
-def test_other_values(changes: dict[str, Any], engines: Collection[str], says: str) -> None:
+def test_engines_refuse_the_config_values_they_cannot_express(
+    changes: dict[str, Any], engines: Collection[str], says: str
+) -> None:
     if changes == {"norm_fused_taps": True}:
         # known to all of them, as norm_before_fc; TensorRT-LLM reads it in a table of its own
         config = eagle(**changes).drafter.serving_config("t", "float32")

@@ -32,19 +32,19 @@ from tests.helpers.public_checkpoints import (
 from tests.helpers.random_artifacts import TAPS, TARGET, heads
 
 
-def test_eagle1_with_its_bias_and_embedding(tmp_path: Path) -> None:
+def test_eagle1_with_bias_and_embedding_is_read(tmp_path: Path) -> None:
     drafter, tensors = eagle1(fc_bias=True)
     found = read(store(tmp_path / "e", LLAMA, tensors))
     same(found, drafter)
     assert found.layout == "eagle1" and found.notes == []
 
 
-def test_eagle1_of_qwen2_has_biases_under_a_key_of_its_own(tmp_path: Path) -> None:
+def test_qkv_bias_key_of_qwen2_eagle1_is_read(tmp_path: Path) -> None:
     drafter, tensors = eagle1(fc_bias=True, attention_bias=True)
     same(read(store(tmp_path / "e", LLAMA | {"qkv_bias": True}, tensors)), drafter)
 
 
-def test_a_missing_rope_base_is_10000_and_said(tmp_path: Path) -> None:
+def test_missing_rope_base_defaults_to_10000_with_a_note(tmp_path: Path) -> None:
     drafter, tensors = eagle1()
     config = {key: value for key, value in (LLAMA | {"bias": False}).items() if key != "rope_theta"}
     found = read(store(tmp_path / "e", config, tensors))
@@ -52,7 +52,7 @@ def test_a_missing_rope_base_is_10000_and_said(tmp_path: Path) -> None:
     assert len(found.notes) == 1 and "10000" in found.notes[0]
 
 
-def test_eagle3_of_safeailab(tmp_path: Path) -> None:
+def test_safeailab_eagle3_checkpoint_is_read_with_notes(tmp_path: Path) -> None:
     """No taps, 40 layers in the config, maps beside the head."""
     drafter, tensors = eagle3("eagle3 draft vocabulary")
     config = LLAMA | {"draft_vocab_size": 60, "num_hidden_layers": 40}
@@ -83,7 +83,7 @@ def test_specforge_counts_layers_from_0_and_stores_maps_of_the_whole_vocabulary(
     assert found.drafter.taps == (2, 4, 5)
 
 
-def test_older_names_and_a_trainers_wrapper(tmp_path: Path) -> None:
+def test_nemo_prefix_and_old_norm_names_are_read(tmp_path: Path) -> None:
     """NeMo keeps a head in `model.`; aux_norm_low and its like are fc_norm.0, 1, 2."""
     drafter, tensors = eagle3("eagle3.1")
     names = {"fc_norm.0.weight": "aux_norm_low.weight", "fc_norm.1.weight": "aux_norm_mid.weight"}
@@ -96,7 +96,7 @@ def test_older_names_and_a_trainers_wrapper(tmp_path: Path) -> None:
     same(read(store(tmp_path / "e", config, renamed), Answers(norm_output=True)), drafter)
 
 
-def test_speculators(tmp_path: Path) -> None:
+def test_speculators_checkpoint_is_read_without_notes(tmp_path: Path) -> None:
     """Its frozen copy of the target's embedding is dropped; flags are its own and need no
     asking."""
     drafter, tensors = eagle3(norm_before_residual=True, norm_output=True, norm_fused_taps=True)
@@ -136,7 +136,7 @@ def test_medusa_heads_are_read_and_refused_within_a_whole_model(tmp_path: Path) 
         read(folder)
 
 
-def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:
+def test_legacy_medusa_with_shared_head_is_read(tmp_path: Path) -> None:
     """`version: "2"` of the legacy trainer, under the same file name."""
     drafter = heads(shared_head=True).drafter
     config = {"medusa_num_heads": 4, "medusa_num_layers": 1, "version": "2"}
@@ -148,7 +148,7 @@ def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:
     assert torch.equal(found.drafter(hidden), drafter(hidden))
 
 
-def test_half_precision_stays_what_it_is(tmp_path: Path) -> None:
+def test_half_precision_is_kept_unless_dtypes_are_mixed(tmp_path: Path) -> None:
     _, tensors = eagle3()
     half = {
         name: tensor.half() if tensor.is_floating_point() else tensor
@@ -229,7 +229,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "says"), REFUSED, ids=[says for _, says in REFUSED])
-def test_what_is_wrong_or_open_is_named(
+def test_invalid_or_ambiguous_checkpoints_are_refused_by_name(
     change: Callable[[dict[str, Any], Tensors], Any], says: str, tmp_path: Path
 ) -> None:
     _, tensors = eagle3("eagle3 draft vocabulary")
@@ -242,7 +242,7 @@ def test_what_is_wrong_or_open_is_named(
         read(store(tmp_path / "e", config, tensors))
 
 
-def test_answers_close_what_was_open(tmp_path: Path) -> None:
+def test_answers_resolve_ambiguous_checkpoint_settings(tmp_path: Path) -> None:
     drafter, tensors = eagle3(norm_output=True)
     folder = store(
         tmp_path / "e", specforge(norm_output=True, eagle_config={}, fc_norm=False), tensors
@@ -289,7 +289,7 @@ def test_no_pickle_runs_code(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_folders_without_a_valid_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read .*config.json"):
         read(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -303,14 +303,14 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_name_in_two_files_is_no_accident(tmp_path: Path) -> None:
+def test_tensor_name_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UserError, match="x is in two files"):
         StoredTensors(tmp_path)
 
 
-def test_what_trainers_leave_beside_a_head_is_not_read(tmp_path: Path) -> None:
+def test_training_leftovers_next_to_weights_are_ignored(tmp_path: Path) -> None:
     """Arguments and optimisers are pickles with more than tensors; of several files an index says
     which are the weights."""
     drafter, tensors = eagle1(fc_bias=True)
@@ -334,7 +334,7 @@ def test_what_trainers_leave_beside_a_head_is_not_read(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_a_refusal_is_said_as_it_is(tmp_path: Path) -> None:
+def test_tensor_errors_are_reported_verbatim(tmp_path: Path) -> None:
     """And not as a garbled field of the config."""
     _, tensors = eagle3()
     del tensors["fc.weight"]
@@ -350,7 +350,7 @@ def test_a_refusal_is_said_as_it_is(tmp_path: Path) -> None:
         )
 
 
-def test_medusa_biases_that_the_config_denies(tmp_path: Path) -> None:
+def test_medusa_biases_denied_by_config_are_refused(tmp_path: Path) -> None:
     tensors = dict(heads().drafter.serving_state())
     config = {"medusa_num_heads": 4, "medusa_fc_bias": False}
     with pytest.raises(UserError, match="no bias .medusa_fc_bias., and the file holds some"):

@@ -35,7 +35,7 @@ from tests.helpers.random_artifacts import TAPS, also_read_by, block, order
 
 
 @pytest.mark.parametrize("name", READ)
-def test_layouts_of_others(name: str, tmp_path: Path) -> None:
+def test_public_block_layouts_are_read_without_notes(name: str, tmp_path: Path) -> None:
     kind, config, more, layout = READ[name]
     drafter, tensors = stored(kind)
     found = read(store(tmp_path / "d", config, tensors | more, "model.safetensors"))
@@ -43,7 +43,7 @@ def test_layouts_of_others(name: str, tmp_path: Path) -> None:
     assert (found.layout, found.notes) == (layout, [])
 
 
-def test_what_is_taken_for_granted(tmp_path: Path) -> None:
+def test_assumed_block_defaults_are_noted(tmp_path: Path) -> None:
     drafter, tensors = stored("dflash")
     config = {key: value for key, value in z_lab().items() if key != "block_size"}
     found = read(store(tmp_path / "d", config, tensors))
@@ -222,7 +222,7 @@ REFUSED: list[
     REFUSED,
     ids=[f"{row[0].__name__}: {row[3]}" for row in REFUSED],
 )
-def test_what_is_wrong_or_not_ours_is_named(
+def test_invalid_or_unsupported_block_checkpoints_are_refused_by_name(
     config: Callable[..., dict[str, Any]],
     kind: str,
     change: Callable[[dict[str, Any], Tensors], Any],
@@ -252,21 +252,21 @@ def test_what_is_wrong_or_not_ours_is_named(
         ),
     ],
 )
-def test_what_the_library_writes_and_we_do_not_read(
+def test_unsupported_options_of_library_checkpoints_are_refused(
     kind: str, change: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=says):
         read(store(tmp_path / "d", library(kind, **change), stored(kind)[1], "model.safetensors"))
 
 
-def test_a_row_of_its_own_for_the_mask(tmp_path: Path) -> None:
+def test_separate_mask_embedding_is_refused(tmp_path: Path) -> None:
     folder = store(tmp_path / "d", z_lab(), stored("dflash")[1], "model.safetensors")
     torch.save(torch.ones(32), folder / "mask_embedding.pt")
     with pytest.raises(UserError, match="an embedding of its own for the mask token"):
         read(folder)
 
 
-def test_taps_and_embedding_by_a_persons_word(tmp_path: Path) -> None:
+def test_answers_supply_taps_and_drop_stored_embedding(tmp_path: Path) -> None:
     drafter, tensors = stored("dflash")
     config = z_lab(dflash_config={"mask_token_id": MASK})
     folder = store(tmp_path / "d", config, tensors | {"embed_tokens.weight": EMBEDDING * 2})
@@ -275,7 +275,7 @@ def test_taps_and_embedding_by_a_persons_word(tmp_path: Path) -> None:
     assert "left out for the target's" in found.notes[0]
 
 
-def test_configs_of_exports_by_eye(tmp_path: Path) -> None:
+def test_exported_block_configs_hold_expected_keys_per_engine(tmp_path: Path) -> None:
     """Where each engine looks: taps as layers from 0 (in speculators' format as states), no key at
     which another one stops."""
     written = {}
@@ -327,7 +327,7 @@ def test_sglang_counts_the_anchor(kind: str, drafts: int, sizes: tuple[int, int]
     )
 
 
-def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(
+def test_sglang_export_writes_zero_output_projection_biases(
     tmp_path: Path,
 ) -> None:
     export(block(attention_bias=True), order("sglang", tmp_path / "d"))
@@ -347,7 +347,9 @@ def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(
         ("final_logit_softcapping", None, False),
     ],
 )
-def test_a_transition_bias_beside_changed_logits(name: str, value: Any, refused: bool) -> None:
+def test_dspark_export_is_refused_if_target_rescales_logits(
+    name: str, value: Any, refused: bool
+) -> None:
     """Engines add it to unchanged logits, whatever the name of the target's family."""
     spark, flash = (
         replace(made, fingerprint=replace(made.fingerprint, numbers={name: value}))

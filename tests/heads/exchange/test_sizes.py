@@ -104,7 +104,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
 
 @pytest.mark.parametrize("count", [30, pytest.param(10**6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_number_of_the_config_that_no_tensor_confirms(
+def test_config_sizes_without_matching_tensors_are_refused(
     name: str, count: int, tmp_path: Path
 ) -> None:
     """One line, or another reading of what is no size, such as the base of rotary positions."""
@@ -144,14 +144,14 @@ NAMES: dict[str, tuple[str, Tensors]] = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_a_name_that_asks_for_more_than_the_file_holds(case: str, tmp_path: Path) -> None:
+def test_tensor_names_implying_missing_layers_are_refused(case: str, tmp_path: Path) -> None:
     name, more = NAMES[case]
     config, tensors = FORMATS[name]
     folder = store(tmp_path / "d", config, tensors | more, "model.safetensors")
     assert refusal(folder) is not None
 
 
-def test_import_refuses_them_with_status_2_and_writes_nothing(
+def test_import_of_inflated_sizes_exits_2_and_writes_nothing(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
     config, tensors = FORMATS["medusa v0.1"]

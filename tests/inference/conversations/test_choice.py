@@ -22,13 +22,13 @@ def test_sources_take_turns_then_categories_then_units() -> None:
     assert described([groups[i] for i in alternately(groups, units)[:4]]) == "1 a/x, 1 a/y, 2 b"
 
 
-def test_of_more_groups_than_rows_to_draw_any_may_come() -> None:
+def test_any_group_may_be_drawn_if_groups_outnumber_rows() -> None:
     groups = [(f"cat{i:02d}",) for i in range(57)]
     drawn = sorted(alternately(groups, list(range(57)))[:32])
     assert drawn[:5] != list(range(5)) and any(i > 50 for i in drawn)
 
 
-def test_three_sources_of_a_thousand_rows() -> None:
+def test_rows_are_drawn_evenly_from_three_large_sources() -> None:
     groups = [("chat", "")] * 1000 + [("code", "")] * 1000 + [("math", "")] * 1000
     drawn = alternately(groups, list(range(3000)))[:32]
     assert Counter(groups[i][0] for i in drawn) == {"chat": 11, "code": 11, "math": 10}
@@ -76,7 +76,9 @@ def chat(*said: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_rows_of_one_unit(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+def test_rows_sharing_a_unit_are_grouped_in_any_order(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
     assert (units_of([one, other])[0] == units_of([one, other])[1]) is same
     assert units_of([one, other]) == units_of([other, one])[::-1], "whatever comes first"
 
@@ -97,7 +99,7 @@ def test_ids_are_those_of_a_source_and_a_chain_of_rows_is_one_unit() -> None:
     assert units.of(one, conversation_of(one), "s") != units.of(other, conversation_of(other), "t")
 
 
-def test_greetings_are_no_part_of_the_prompt_and_system_prompts_are() -> None:
+def test_prompt_includes_system_message_but_not_greeting() -> None:
     """A document may stand in the system prompt, and the same question after each."""
     greeted = [{"role": "assistant", "content": "hello"}, *chat("q", "b")["messages"]]
     document = [{"role": "system", "content": "a document"}, *chat("q", "a")["messages"]]

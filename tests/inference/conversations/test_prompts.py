@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench_question.jsonl"
 
 
-def test_spec_benchs_questions(quickstart: Target) -> None:
+def test_spec_bench_file_has_480_questions_in_13_categories(quickstart: Target) -> None:
     """480 questions of 13 categories (MT-Bench's eight, translation, summarisation, QA, math, RAG),
     80 with two turns."""
     if not SPEC_BENCH.is_file():
@@ -34,7 +34,7 @@ def test_spec_benchs_questions(quickstart: Target) -> None:
     assert [prompt.place for prompt in prompts] == list(range(480)) and prompts[0].id == "81"
 
 
-def test_mt_benchs_lists_parquet_logs_and_folders(quickstart: Target, tmp_path: Path) -> None:
+def test_prompts_are_read_from_parquet_logs_and_folders(quickstart: Target, tmp_path: Path) -> None:
     rows = [
         {"prompt_id": i, "category": "code", "prompt": [f"def a{i}():", "def b():"]}
         for i in range(2)

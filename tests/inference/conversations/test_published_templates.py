@@ -110,6 +110,6 @@ def test_no_text_of_many_random_rows_is_lost(name: str, made: tuple[dict[str, An
     check(name, *made)
 
 
-def test_the_table_in_the_documents_is_what_was_found() -> None:
+def test_documented_template_table_matches_the_findings() -> None:
     document = (ROOT / "docs" / "reference" / "templates.md").read_text()
     assert table() in document, "python -m tests.helpers.published_templates prints it"

@@ -135,7 +135,7 @@ def test_the_value_that_is_wrong_is_named(row: dict[str, Any], says: str) -> Non
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5))
-def test_any_row_is_a_conversation_or_says_why_not(row: dict[str, Any]) -> None:
+def test_arbitrary_rows_parse_or_raise_a_row_error(row: dict[str, Any]) -> None:
     try:
         found = conversation_of(row)
     except RowError as error:

@@ -113,7 +113,7 @@ def test_rows_in_a_folder_named_data_are_found_without_a_card(tmp_path: Path) ->
     assert texts(folder) == ["a"]
 
 
-def test_metadata_beside_rows_is_not_read(tmp_path: Path) -> None:
+def test_metadata_files_in_a_data_folder_are_skipped(tmp_path: Path) -> None:
     files = {
         "dataset_infos.json": b"{}",
         "state.json": b"{}",
@@ -133,7 +133,7 @@ def test_settings_of_data_sets_are_refused_for_files(setting: str, tmp_path: Pat
 # Files
 
 
-def test_more_forms_of_json(tmp_path: Path) -> None:
+def test_gzipped_ndjson_and_multiline_json_are_read(tmp_path: Path) -> None:
     files = {
         "a.jsonl.gz": gzip.compress(lines("a")),
         "b.ndjson": lines("b"),
@@ -285,7 +285,7 @@ def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None
     assert data_sets([RowSource("me/other")]) == ["me/other"]
 
 
-def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
+def test_missing_network_is_reported_in_one_line(tmp_path: Path) -> None:
     """`HF_HUB_OFFLINE` fails at once; another network is tried again for half a minute."""
     (said,) = from_hub("http://127.0.0.1:9", tmp_path, {"path": "me/sums"}, offline=True)
     assert "no local file or folder, and the hub cannot be reached" in said
@@ -298,7 +298,7 @@ def test_the_name_of_a_source_is_not_its_configuration() -> None:
     assert said.endswith(": main, other (its name, main, is for counts and messages)")
 
 
-def test_a_configuration_is_no_part_of_the_name() -> None:
+def test_configuration_appended_to_dataset_name_is_refused() -> None:
     refused("openai/gsm8k:main", r"give openai/gsm8k, and main as config_name \(--config-name\)")
 
 

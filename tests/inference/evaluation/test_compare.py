@@ -48,7 +48,7 @@ def report(code: list[int], chat: list[int], **facts: Any) -> Report:
     return convert(written(code, chat) | facts, Report)
 
 
-def test_what_is_gained_on_one_category_and_lost_on_another() -> None:
+def test_gains_and_regressions_are_reported_per_category() -> None:
     (setting,) = compared(
         [report(CODE, CHAT), report([5, 5, 2], [1, 1, 2])], ["head", "head"], ["a", "b"], 0.02
     )
@@ -81,7 +81,7 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     assert [row.change_ci95 for row in setting.rows] == [(0.0, 0.0)]
 
 
-def test_few_prompts_do_not_fail_anybody() -> None:
+def test_category_with_few_prompts_is_not_flagged() -> None:
     before, after = report(CODE, CHAT), report(CODE, [1, 1, 1])
     for found in (before, after):
         requests = found.settings[0].drafters["head"].per_request
@@ -112,7 +112,7 @@ def test_only_the_drafter_may_differ() -> None:
     )
 
 
-def test_a_fall_within_the_interval_is_no_regression() -> None:
+def test_drop_within_the_interval_is_not_a_regression() -> None:
     """Five prompts gain what five lose, and one round more: -3%, with 0 inside."""
     before, after = report(CODE, CHAT), report(CODE, CHAT)
     for place, request in enumerate(after.settings[0].drafters["head"].per_request):
@@ -152,7 +152,9 @@ def write(path: Path, value: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_regression_beyond_the_given_limit_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = (
         write(tmp_path / "a.json", written(CODE, CHAT)),
         write(tmp_path / "b.json", written(CODE, [1, 1, 2], "tuned")),
@@ -234,7 +236,7 @@ def test_a_drafter_and_its_row_as_in_an_engine_are_compared_by_that_row(
         (written(CODE, CHAT, name="ngram"), {}, "0 drafters besides the baselines"),
     ],
 )
-def test_what_cannot_be_compared_is_said(
+def test_incomparable_reports_are_refused_with_the_reason(
     tmp_path: Path, other: dict[str, Any], options: dict[str, Any], why: str
 ) -> None:
     paths = [write(tmp_path / "a.json", written(CODE, CHAT)), write(tmp_path / "b.json", other)]

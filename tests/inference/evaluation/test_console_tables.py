@@ -72,7 +72,7 @@ def test_one_table_fits_the_terminal(width: int, name: str) -> None:
     assert all(column in head for column in ("tau", "speed-up", "identical", "loops"))
 
 
-def test_columns_give_way_in_their_order() -> None:
+def test_narrow_terminal_drops_the_least_important_columns() -> None:
     (head,) = (line for line in shown(report_of(), 56) if "speed-up" in line)
     assert head.split() == ["drafter", "tau", "speed-up", "identical", "loops"]
 
@@ -192,6 +192,6 @@ def test_the_headline_does_not_give_the_win_of_a_lookup_to_what_was_trained() ->
     assert "(95%: 0.80-2.10), tau 2.00, but too few prompts to be sure of it" in one
 
 
-def test_own_threads_are_no_other_work() -> None:
+def test_own_threads_do_not_count_as_other_load() -> None:
     assert not busy([2.1, 2.4], 2, 2) and not busy([8.3], 2, 8) and not busy([None], 2, 2)
     assert busy([0.0, 3.0], 2, 1) and busy([9.0], 2, 8)

@@ -40,7 +40,9 @@ DRAFT_MODEL = str(HERE / "draft_model")
         ("llamacpp:drafts=16", DRAFT_MODEL, {"length": 16, "width": 1}),
     ],
 )
-def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
+def test_imitated_engines_draft_the_shapes_of_their_settings(
+    quickstart: Target, engine: str, drafter: str, setting: dict[str, object]
+) -> None:
     """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as
     steps."""
     assert DraftsAsEngine(ImitatedEngine(engine), drafter, quickstart).setting == setting
@@ -56,7 +58,7 @@ def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str
         ("sglang", f"{EAGLE3}:lookup=4", "takes no such drafter"),
     ],
 )
-def test_what_an_engine_does_not_take_is_said(
+def test_drafters_unsupported_by_an_engine_are_refused(
     quickstart: Target, engine: str, drafter: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
@@ -152,7 +154,7 @@ def test_blocks_are_as_long_as_their_drafts(
         ("sglang:steps=2", "dspark", "leave out steps"),
     ],
 )
-def test_what_is_no_block_there(
+def test_block_drafters_unsupported_by_an_engine_are_refused(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
@@ -231,7 +233,7 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ({"profile": "p.json", "features": "store", "prompts": None}, "leave out --profile"),
     ],
 )
-def test_wrong_settings_are_said_before_anything_loads(
+def test_invalid_engine_settings_are_refused_before_loading(
     options: dict[str, object], why: str
 ) -> None:
     prompts = str(QUICKSTART / "config.json")
@@ -239,6 +241,6 @@ def test_wrong_settings_are_said_before_anything_loads(
         check(Options(**{"prompts": prompts, "drafter": ["ngram"], **options}))  # type: ignore[arg-type]
 
 
-def test_an_impossible_tree_is_said(quickstart: Target) -> None:
+def test_sglang_tree_with_too_few_tokens_is_refused(quickstart: Target) -> None:
     with pytest.raises(UserError, match="5 steps need at least 6, not 4"):
         DraftsAsEngine(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart)

@@ -117,7 +117,9 @@ def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], 
     )
 
 
-def test_sums_recounted_from_the_rounds(report: tuple[dict[str, Any], Path]) -> None:
+def test_report_figures_equal_sums_over_recorded_rounds(
+    report: tuple[dict[str, Any], Path],
+) -> None:
     for setting in report[0]["settings"]:
         for s in setting["drafters"].values():
             rounds = [r for request in s["per_request"] for r in request["rounds"]]
@@ -177,7 +179,7 @@ def test_a_later_turn_follows_the_reply(tmp_path: Path) -> None:
     assert third is not None and next_turn(third, reply, *about, 500) is None
 
 
-def test_quantiles_by_the_nearest_rank() -> None:
+def test_quantiles_use_the_nearest_rank() -> None:
     assert quantiles([3.0, 1.0, None, 2.0, 4.0]) == {"p50": 2.0, "p95": 4.0, "p99": 4.0}
     assert quantiles([float(i) for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
     assert quantiles([None]) is None
@@ -218,7 +220,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_as_in_an_engine(second: dict[str, Any]) -> None:
+def test_rows_as_in_an_engine_use_its_draft_length(second: dict[str, Any]) -> None:
     for setting in second["settings"]:
         vllm, sglang = (
             setting["drafters"][f"draft_model as in {name}"] for name in ("vllm:drafts=2", "sglang")
@@ -242,7 +244,7 @@ def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) ->
 
 
 @pytest.mark.full
-def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
+def test_report_records_drafter_origin_and_machine_conditions(second: dict[str, Any]) -> None:
     drafters = second["drafters"]
     assert list(drafters) == ["plain", "ngram", "draft_model", "longer"]
     assert (
@@ -296,7 +298,7 @@ def test_what_a_batch_gains_is_predicted_from_the_smallest_one() -> None:
     model_batches(settings[:1])
 
 
-def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
+def test_one_token_replies_pass_and_overlong_prompts_fail(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def add(a, b):"}) + "\n")
     shared = ["--target", str(QUICKSTART), "--drafter", "ngram", "--no-baselines", "--repeats", "1"]
     done = run_cli(
@@ -320,7 +322,7 @@ def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
         ({"temperatures": "hot"}, "--temperatures takes numbers"),
     ],
 )
-def test_wrong_settings_are_said_before_anything_loads(
+def test_invalid_evaluation_settings_are_refused_before_loading(
     tmp_path: Path, options: dict[str, str], why: str
 ) -> None:
     prompts = tmp_path / "p.jsonl"

@@ -58,7 +58,7 @@ def test_an_interval_of_tau_is_within_what_tau_can_be() -> None:
     assert all(map(math.isnan, tau_interval(uneven[:2], drafts=3)))
 
 
-def test_the_jackknife_by_hand() -> None:
+def test_jackknife_interval_matches_hand_computed_values() -> None:
     """4.2 of the five units are effective, since one has more than a third of all tokens and
     rounds: three degrees of freedom."""
     units = [(9, 4), (4, 4), (6, 2), (16, 7), (7, 3)]
@@ -75,7 +75,7 @@ def test_the_jackknife_by_hand() -> None:
     )
 
 
-def test_there_is_none_for_fewer_than_five_units_with_a_round() -> None:
+def test_fewer_than_five_units_give_no_interval() -> None:
     for found in (
         tau_interval([[2, 3]]),
         tau_interval([]),
@@ -265,7 +265,7 @@ def test_equal_drafters_are_flagged_in_5_percent_of_comparisons_at_most_full(
     assert false_alarms(5000, categories, prompts, 100 + 10 * categories + prompts) <= 0.05
 
 
-def test_one_long_reply_beside_short_ones_has_no_interval() -> None:
+def test_one_dominant_long_reply_gives_no_interval() -> None:
     """Its ends would be beyond a factor of 100, at high levels beyond what floats hold."""
     emitted = [[2, 3] * 75] + [[n, 1, 2] for n in (1, 2, 3, 4)]
     rows = [(sum(request), len(request)) for request in emitted]

@@ -113,7 +113,7 @@ def counted(report: dict[str, Any]) -> list[Any]:
     ]
 
 
-def test_a_killed_evaluation_is_readable_and_goes_on(tmp_path: Path) -> None:
+def test_killed_evaluation_leaves_readable_report_and_resumes(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
     shared = [
         "evaluate",
@@ -161,7 +161,7 @@ def test_a_killed_evaluation_is_readable_and_goes_on(tmp_path: Path) -> None:
     )
 
 
-def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
+def test_killed_tuning_resumes_from_its_journal(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     shared = [
         "tune",
@@ -189,7 +189,7 @@ def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
     assert "partial" not in profile and not journal.exists()
 
 
-def test_output_that_cannot_be_written_is_said_before_anything_loads(tmp_path: Path) -> None:
+def test_unwritable_output_path_is_refused_before_loading(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shared = [
         "evaluate",
@@ -205,7 +205,7 @@ def test_output_that_cannot_be_written_is_said_before_anything_loads(tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["evaluate", "tune", "data regenerate"])
-def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str) -> None:
+def test_sigterm_message_names_what_is_kept(tmp_path: Path, command: str) -> None:
     """SIGTERM, which schedulers and `timeout` send, ends in a line and its own status."""
     prompts, out = prompts_in(tmp_path), str(tmp_path / "o.json")
     words = {
@@ -240,7 +240,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("later_s", [0.0, 1.0])
-def test_a_command_that_is_ended_early_says_so(tmp_path: Path, later_s: float) -> None:
+def test_early_sigterm_reports_that_nothing_was_measured(tmp_path: Path, later_s: float) -> None:
     """The signal comes once it is handled, or a moment later, mostly within an import."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLI, "evaluate", "--target", str(QUICKSTART), "--prompts",

@@ -72,7 +72,7 @@ def test_names_that_would_be_equal_say_what_differs() -> None:
     assert distinct_names(ways) == expected[:3]
 
 
-def test_a_name_is_no_part_of_what_a_drafter_is() -> None:
+def test_display_name_does_not_affect_drafter_identity() -> None:
     spec = f"{DRAFTERS}/dspark"
     assert (
         key_of(f"{spec}:name=mine,length=3") == key_of(spec) == str((DRAFTERS / "dspark").resolve())
@@ -107,7 +107,7 @@ def test_no_setting_that_changes_what_is_drafted_is_dropped(drafter: str) -> Non
     assert short_name(f"{drafter}:{every}{hidden}{lookup}") == f"{bare}:{every}{ends}"
 
 
-def test_a_folder_whose_name_says_nothing_is_called_after_its_method(tmp_path: Path) -> None:
+def test_generic_folder_names_are_replaced_by_the_method(tmp_path: Path) -> None:
     assert short_name(str(ROOT / "scripts/smollm2/drafter")) == "eagle"
     for name in ("a", "b"):
         for folder in ("drafter", "best"):
@@ -119,6 +119,6 @@ def test_a_folder_whose_name_says_nothing_is_called_after_its_method(tmp_path: P
     assert short_name(f"{tmp_path}/a/best") == "a", "the run's folder says which it is"
 
 
-def test_every_drafter_without_training_has_a_name_of_its_own() -> None:
+def test_untrained_drafters_have_distinct_short_names() -> None:
     names = [short_name(name) for name in UNTRAINED]
     assert len({*names}) == len(UNTRAINED) and "plain" in names

@@ -219,7 +219,7 @@ def test_every_drafter_keeps_its_look_and_drafters_come_before_baselines() -> No
     assert fastest(typed(report).settings[0]) == "head"
 
 
-def test_training_curves_and_their_table(inputs: Path) -> None:
+def test_training_curves_and_table_match_the_log(inputs: Path) -> None:
     log = inputs / "eagle" / "metrics.jsonl"
     log.write_text(
         log.read_text()
@@ -286,7 +286,7 @@ def test_what_a_folder_holds_is_found_once(inputs: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_report_is_said(tmp_path: Path, content: Any, why: str) -> None:
+def test_files_that_are_not_reports_are_refused(tmp_path: Path, content: Any, why: str) -> None:
     path, out = tmp_path / "in.json", tmp_path / "out.html"
     if content is not None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -295,7 +295,7 @@ def test_what_is_no_report_is_said(tmp_path: Path, content: Any, why: str) -> No
     assert not out.exists()
 
 
-def test_wrong_runs_and_places_are_said(inputs: Path) -> None:
+def test_invalid_runs_and_output_paths_are_refused(inputs: Path) -> None:
     empty = inputs / "empty"
     empty.mkdir()
     with pytest.raises(UserError, match="name at least one run"):
@@ -374,12 +374,12 @@ def test_the_page_begins_with_tau_and_speed_up_and_ends_with_the_facts(tmp_path:
     assert seen.headings[-3:] == ["Replies token by token", "Measured on", "Definitions"]
 
 
-def test_a_report_that_is_not_whole_says_so_first(tmp_path: Path) -> None:
+def test_incomplete_report_begins_with_a_notice(tmp_path: Path) -> None:
     seen = Seen(page_of(made() | {"partial": "3 of 6 prompts"}, tmp_path))
     assert "only 3 of 6 prompts so far" in seen.blocks[0]["text"]
 
 
-def test_all_settings_stand_in_one_table(tmp_path: Path) -> None:
+def test_all_settings_are_shown_in_one_table(tmp_path: Path) -> None:
     table = Seen(page_of(made((1, 4), (0.0, 1.0)), tmp_path)).tables[0]
     assert len(table["rows"]) == 4 * 3 and len(table["best"]) == 4, "one of each setting"
     assert [row[2:4] for row in table["rows"][::3]] == [
@@ -470,7 +470,7 @@ def every_format(report: dict[str, Any], folder: Path) -> dict[str, str]:
     return {"html": page, "md": markdown(found), "python": str(found.reports[0][1])}
 
 
-def test_a_partial_report_says_what_was_measured(tmp_path: Path) -> None:
+def test_partial_report_states_measured_share_in_every_format(tmp_path: Path) -> None:
     report: dict[str, Any] = made() | {"partial": "30 of 88 prompts in setting 1 of 2"}
     report["prompt_set"]["prompts"] = 88
     texts = every_format(report, tmp_path)

@@ -96,7 +96,7 @@ def test_three_reports_are_compared_with_the_first(tmp_path: Path) -> None:
     assert ["all", "+66.7%", "gained", "0", "1", "after 2", "12"] in [row[:7] for row in rows]
 
 
-def test_reports_that_cannot_be_compared_stand_apart(tmp_path: Path) -> None:
+def test_incomparable_reports_are_shown_in_separate_sections(tmp_path: Path) -> None:
     first = answered(made(), BEFORE)
     prompts, sampling, partial = (answered(made(), AFTER) for _ in range(3))
     prompts["prompt_set"]["sha256"] = "def" * 20
@@ -129,7 +129,7 @@ def test_the_reports_of_a_folder_are_in_the_order_of_their_times(tmp_path: Path)
     assert [Path(path).stem for path, _ in part.reports] == ["a", "z"], "as it was named"
 
 
-def test_equal_weights_are_said(tmp_path: Path) -> None:
+def test_reports_with_equal_weights_are_noted(tmp_path: Path) -> None:
     origin = {"drafters": {"head": {"spec": "x", "sha256": "1" * 64}}}
     paths = written(
         tmp_path, a=answered(made(), BEFORE) | origin, b=answered(made(), AFTER) | origin

@@ -34,7 +34,7 @@ from tests.helpers.engine_server import Serve, evaluate
 from tests.helpers.regeneration import alone
 
 
-def test_the_worked_example_over_the_wire(
+def test_vllm_counters_give_the_worked_example(
     serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any
 ) -> None:
     url, plan = serve()
@@ -82,7 +82,7 @@ def test_the_worked_example_over_the_wire(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_so_many_requests_are_in_flight(
+def test_concurrency_keeps_that_many_requests_in_flight(
     serve: Serve, saved_tiny: Path, prompts: Path, engine: str
 ) -> None:
     """Every request waits until 16 are there: were there fewer in flight, none would be
@@ -139,7 +139,7 @@ def test_times_are_those_of_the_chunks(serve: Serve, saved_tiny: Path, prompts: 
         ),
     ],
 )
-def test_what_others_do_is_said(
+def test_foreign_requests_on_server_cause_a_warning(
     serve: Serve, saved_tiny: Path, prompts: Path, settings: dict[str, int], why: str, capsys: Any
 ) -> None:
     url, _ = serve(**settings)
@@ -149,7 +149,7 @@ def test_what_others_do_is_said(
     assert s["tau_emitted"] is None, "steps of others are no steps of ours"
 
 
-def test_a_server_with_an_api_key(
+def test_server_api_key_is_required_and_sent(
     serve: Serve, saved_tiny: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, _ = serve(key="secret")
@@ -166,7 +166,7 @@ def test_a_server_with_an_api_key(
     evaluate(url, saved_tiny, prompts, limit=1)
 
 
-def test_a_server_without_speculation(
+def test_server_without_speculation_is_reported_with_tau_one(
     serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any
 ) -> None:
     for engine in ("vllm", "sglang"):
@@ -182,7 +182,7 @@ def test_a_server_without_speculation(
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_sglang_says_it_in_every_reply(
+def test_sglang_figures_are_read_from_each_reply(
     serve: Serve, saved_tiny: Path, prompts: Path, incremental: bool
 ) -> None:
     """It verifies at all four steps; its own spec_accept_length, 10 / 4, counts the prefill's
@@ -209,7 +209,7 @@ def replies_of(*metas: dict[str, Any], tokens: int) -> list[ServerReply]:
     return [ServerReply(Prompt("p", [5]), 0, 0.0, tokens=tokens, meta=meta) for meta in metas]
 
 
-def test_sglangs_older_and_newer_fields() -> None:
+def test_old_and_new_sglang_fields_are_read() -> None:
     old = replies_of({"completion_tokens": 10, "spec_verify_ct": 4}, tokens=10)
     old += replies_of({"completion_tokens": 1}, tokens=1)
     found = of_replies(PROTOCOLS["sglang"], old, True)
@@ -225,7 +225,7 @@ def test_sglangs_older_and_newer_fields() -> None:
     assert silent.tau_incl_bonus is None and "no spec_verify_ct" in silent.warnings[0]
 
 
-def test_prometheus_text_of_two_engines() -> None:
+def test_prometheus_counters_of_two_engines_are_summed() -> None:
     text = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="a,b} c"} 3.0
 vllm:spec_decode_num_drafts_total{engine="1",model_name="a,b} c"} 4.0
@@ -318,7 +318,7 @@ def test_later_turns_follow_on_the_servers_reply(
         ({}, {"batch_size": "1,2"}, "takes --concurrency 1,8,32 in place of batch sizes"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_writes_nothing(
+def test_server_failures_are_one_line_and_write_nothing(
     serve: Serve,
     saved_tiny: Path,
     prompts: Path,
@@ -334,7 +334,9 @@ def test_what_goes_wrong_is_one_line_and_writes_nothing(
     ]
 
 
-def test_the_model_that_is_asked_for(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
+def test_requested_or_matching_server_model_is_used(
+    serve: Serve, saved_tiny: Path, prompts: Path
+) -> None:
     for models, wanted, asked in (
         (("a", "b"), "b", "b"),
         (("a", str(saved_tiny)), None, str(saved_tiny)),
@@ -345,7 +347,7 @@ def test_the_model_that_is_asked_for(serve: Serve, saved_tiny: Path, prompts: Pa
         assert {body["model"] for body in plan.asked} == {asked}
 
 
-def test_a_server_that_is_not_there(saved_tiny: Path, prompts: Path) -> None:
+def test_unreachable_server_is_refused_in_one_line(saved_tiny: Path, prompts: Path) -> None:
     out = prompts.with_name("out.json")
     shared = ["--target", str(saved_tiny), "--prompts", str(prompts), "--json", str(out)]
     for url, why in (

@@ -80,7 +80,7 @@ class Llamacpp(Handler):
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_the_worked_example_over_the_wire(
+def test_llamacpp_replies_give_the_worked_example(
     serve: Serve, saved_tiny: Path, prompts: Path, speculates: bool
 ) -> None:
     url, plan = serve(handler=Llamacpp, speculates=speculates)

@@ -62,13 +62,13 @@ def closed_form(acceptance: float, length: int) -> float:
         (0.9, (3.439, 4.686, 5.695)),
     ],
 )
-def test_tokens_of_a_chain(acceptance: float, tokens: tuple[float, ...]) -> None:
+def test_chain_tokens_match_published_values(acceptance: float, tokens: tuple[float, ...]) -> None:
     assert [round(chain_tokens([acceptance] * k), 3) for k in (3, 5, 7)] == list(tokens)
     assert chain_tokens([0.0] * 5) == 1 and chain_tokens([1.0] * 5) == 6
 
 
 @given(CHANCE, st.integers(1, 12))
-def test_a_level_profile_is_the_closed_form(acceptance: float, length: int) -> None:
+def test_constant_acceptance_matches_the_closed_form(acceptance: float, length: int) -> None:
     assert chain_tokens([acceptance] * length) == pytest.approx(closed_form(acceptance, length))
 
 
@@ -92,7 +92,7 @@ def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) 
         (0.9, 0.1, 10, 3.43),
     ],
 )
-def test_the_best_length_and_what_it_gains(
+def test_best_length_and_speedup_match_published_values(
     acceptance: float, cost: float, length: int, gain: float
 ) -> None:
     best = best_length([acceptance], cost, 32)
@@ -135,7 +135,7 @@ def test_play_confirms_the_closed_form(length: int) -> None:
         assert played == pytest.approx(closed_form(acceptance, length), abs=0.02)
 
 
-def test_the_roofline_by_hand() -> None:
+def test_roofline_matches_hand_computed_values() -> None:
     """8e9 parameters of 2 bytes at 3.35 TB/s: 4.78 ms; from 295 tokens on arithmetic takes
     longer."""
     model = Roofline(GPUS["H100"], 8e9, 0)
@@ -153,7 +153,7 @@ def test_the_roofline_by_hand() -> None:
     assert slower.free_tokens == pytest.approx(model.free_tokens * 0.5 / 0.8)
 
 
-def test_a_pass_over_a_tree_by_hand() -> None:
+def test_pass_cost_and_tree_tokens_match_hand_computed_values() -> None:
     """On a CPU reading and multiplying add up; on a GPU the longer of both counts."""
     assert pass_cost(1) == 1 and pass_cost(1 + CPU_BALANCE) == 2
     gpu = gpu_named("NVIDIA H100 80GB HBM3")
@@ -168,7 +168,7 @@ def simulated(acceptance: str, **options: Any) -> Any:
     return simulation(Options(acceptance, **options), Chain(None, assumed(acceptance), 0.05))
 
 
-def test_ranges_of_equal_numbers() -> None:
+def test_loads_with_equal_lengths_are_merged_into_ranges() -> None:
     assert by_load([3, 3, 1, 0, 0]) == [[1, 2, 3], [3, 3, 1], [4, 5, 0]]
 
 
@@ -210,7 +210,7 @@ def test_the_best_length_falls_with_the_load(context: int) -> None:
         ({"acceptance": "no.json", "gpu": "H100", "params": 1e9}, "numbers with commas"),
     ],
 )
-def test_wrong_options_are_said(options: dict[str, Any], why: str) -> None:
+def test_invalid_simulation_options_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         run(Options(**{"acceptance": "0.8", **options}))
 

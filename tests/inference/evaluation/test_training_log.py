@@ -12,7 +12,7 @@ from draftsmith.inference.evaluation.training_log import read_metrics
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2, "loss": 1.5}', "{"])
-def test_a_log_that_ends_in_half_a_line(
+def test_truncated_last_log_line_is_skipped_and_repaired(
     torn: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -58,7 +58,7 @@ def test_drafts_of_fixed_sizes_are_never_right(quickstart: Target) -> None:
         assert reply.token_ids == expected.token_ids, "the target's, whatever was drafted"
 
 
-def test_the_pass_over_four_tokens(quickstart: Target) -> None:
+def test_four_token_pass_cost_is_measured_if_it_fits(quickstart: Target) -> None:
     """Four tokens cost more than half of one and less than ten; a target of few positions has no
     room for it."""
     found = four_tokens(quickstart)
@@ -66,12 +66,12 @@ def test_the_pass_over_four_tokens(quickstart: Target) -> None:
     assert four_tokens(tiny_target(max_position_embeddings=64)) is None
 
 
-def test_the_faster_half_goes_on_with_twice_the_prompts() -> None:
+def test_faster_half_is_measured_again_on_more_prompts() -> None:
     assert rungs(8) == [(8, 4), (4, 2), (3, 1)] and rungs(5) == [(5, 2), (3, 1)]
     assert rungs(2) == [(2, 1)] and rungs(1) == [(1, 1)]
 
 
-def test_what_fits_into_a_budget_by_hand() -> None:
+def test_effort_for_a_budget_matches_hand_computed_values() -> None:
     """Of 40 prompts a half has 20: nine ways on 5 prompts, five on 10, five on 20, and two on the
     20 others are 235 replies, each of 0.04 + 96 / 100 seconds."""
 
@@ -92,7 +92,7 @@ def test_what_fits_into_a_budget_by_hand() -> None:
      ("ngram:longest=2", {"chain"}),
      (str(QUICKSTART.parent / "draft_model"), {"chain", "dynamic"})],
 )  # fmt: skip
-def test_six_to_ten_candidates_with_the_default_first(
+def test_tuning_tries_six_to_ten_candidates_default_first(
     drafter: str, kinds: set[str], quickstart: Target
 ) -> None:
     found = candidates(drafter, quickstart, 1, 0.0)
@@ -208,7 +208,7 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     (MEDUSA, None, {"nodes": 3}),
     (EAGLE, None, {"length": 2, "width": 1}),
 ])  # fmt: skip
-def test_a_profile_that_keeps_the_default_is_not_measured_beside_it(
+def test_profile_equal_to_the_default_is_measured_once(
     drafter: str, same: dict[str, Any] | None, other: dict[str, Any],
     quickstart: Target, profile: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -267,7 +267,7 @@ def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_what_is_taken_was_measured_on_prompts_without_a_part_in_the_choice(
+def test_reported_gain_is_measured_on_prompts_not_used_for_selection(
     tmp_path: Path,
 ) -> None:
     """A lookup beside plain decoding of loops, where longer drafts pay; whatever is kept, the row
@@ -435,7 +435,9 @@ def test_a_profile_of_another_target_or_machine_is_refused(
         ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
     ],
 )
-def test_wrong_options_are_said_before_anything_loads(options: dict[str, Any], why: str) -> None:
+def test_invalid_tuning_options_are_refused_before_loading(
+    options: dict[str, Any], why: str
+) -> None:
     prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
         check(

@@ -34,7 +34,7 @@ def takes_trees(target: Target) -> bool:
 
 
 @pytest.mark.parametrize("kind", by_default(sorted(FUSED), "qwen3"))
-def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
+def test_kernels_give_the_states_of_transformers(kind: str, interpreted: None) -> None:
     """Rows have different lengths, and two kinds have windows shorter than the texts."""
     target = architecture(kind, dtype=torch.float32)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def test_they_give_transformers_states(kind: str, interpreted: None) -> None:
     "way",
     ["dflash chain", "draft-model tree", "eagle3 tree"],
 )
-def test_recorded_rounds_with_them_write_the_same_texts(
+def test_recorded_rounds_with_kernels_write_the_same_texts(
     way: str,
     interpreted: None,
     tapes: list[Tape],

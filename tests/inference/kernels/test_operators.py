@@ -37,7 +37,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight.shape, None, 1e-5) * weight
 
 
-def test_they_run_on_cuda_alone() -> None:
+def test_kernels_are_usable_on_cuda_only() -> None:
     assert operators.usable(torch.device("cuda"), torch.bfloat16)
     assert not operators.usable(torch.device("cuda"), torch.float64)
     assert not operators.usable(torch.device("cpu"), torch.float32)
@@ -45,7 +45,9 @@ def test_they_run_on_cuda_alone() -> None:
 
 @trials
 @given(st.integers(1, 3), st.integers(1, 70), dtypes, st.integers(0, 99))
-def test_norm_and_gate(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+def test_norm_and_gate_kernels_match_torch(
+    rows: int, size: int, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     x, added = (torch.randn(2, rows, size).to(dtype) for _ in range(2))
     weight, gate_up = torch.randn(size).to(dtype), torch.randn(2, rows, 2 * size).to(dtype)
@@ -129,7 +131,7 @@ def visible_to(
     st.integers(1, 5),
     dtypes,
 )
-def test_attention_over_a_tree(
+def test_tree_attention_kernel_matches_torch(
     lengths: list[int],
     count: int,
     staged: int,
@@ -188,7 +190,7 @@ class Reads:
 @pytest.mark.skipif(CUDA, reason="the interpreter counts")
 @pytest.mark.parametrize("capacity", [256, 1024])
 @pytest.mark.parametrize(("window", "first"), [(0, 0), (50, 100 - 50 + 1)])
-def test_attention_reads_what_there_is_and_not_the_buffer(
+def test_attention_reads_only_visible_cache_slots(
     capacity: int, window: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """100 committed slots and 6 of a tree, for 2 key-value heads of 16 numbers."""
@@ -201,7 +203,7 @@ def test_attention_reads_what_there_is_and_not_the_buffer(
     assert reads.numbers == 2 * (106 - first) * 2 * 16
 
 
-def test_parts_of_the_keys() -> None:
+def test_key_split_count_fits_processors_and_length() -> None:
     """Plain decoding of 8 key-value heads on 132 processors, and a tree of 60 nodes."""
     assert operators.parts_of(4096, 8, 132) == 32  # no fewer than 128 slots each
     assert operators.parts_of(1 << 15, 8, 132) == 32
@@ -212,7 +214,7 @@ def test_parts_of_the_keys() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_number_that_is_none_does_not_vanish(parts: int) -> None:
+def test_nan_survives_attention_kernel(parts: int) -> None:
     """Keys may overflow, and plausible text would be worse."""
     queries, keys = torch.randn(1, 1, 2, 16), torch.randn(1, 2, 256, 16)
     keys[0, 0, 70, 3] = float("nan")

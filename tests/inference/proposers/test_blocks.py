@@ -84,7 +84,7 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
     assert paths_of(tree, 0) == set(sorted(scored, key=lambda path: -scored[path])[:6])
 
 
-def test_a_cut_chain_has_no_node_and_no_distribution_behind_the_cut() -> None:
+def test_cut_chain_drops_nodes_and_distributions_after_the_cut() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]])
     probs = torch.full((3, 4, 5), 0.2)
     probs[:, 3] = 0
@@ -172,13 +172,13 @@ def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
     assert all(0.7 < t < 1.4 for t in honest[:2]), "deeper ones have few survivors to go by"
 
 
-def test_calibration_error_by_hand() -> None:
+def test_calibration_error_matches_hand_computed_values() -> None:
     chances = torch.tensor([0.1, 0.9])
     assert calibration_error(chances, torch.tensor([0.0, 1.0])) == pytest.approx(0.1)
     assert calibration_error(torch.full((30,), 0.5), torch.tensor([1.0, 0.0] * 15)) == 0
 
 
-def test_calibrations_say_how_the_drafter_was_evaluated() -> None:
+def test_calibrations_record_evaluation_length_and_tree_size() -> None:
     ranks = torch.tensor([[0, 1], [0, 0], [-1, 0], [0, -1], [0, 0]])
     found = dflash.METHOD.calibrate([(ranks, 1)], tree_nodes=16)
     assert found["length"] == 2 and found["tree_nodes"] == 16 and found["roots"] == 2
@@ -194,7 +194,7 @@ def test_calibrations_say_how_the_drafter_was_evaluated() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
+def test_omitted_spec_settings_default_to_evaluated_ones(kind: str) -> None:
     target = tiny_target(num_hidden_layers=3)
     artifact = Artifact(
         random_block(target, kind), target.fingerprint(), {"length": 3, "tree_nodes": 12}

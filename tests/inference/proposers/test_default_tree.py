@@ -43,7 +43,7 @@ def test_tokens_that_a_plan_is_expected_to_emit() -> None:
     assert expected_tokens({}, chain) is None
 
 
-def test_gains_by_hand(quickstart: Target) -> None:
+def test_expected_gain_matches_hand_computed_values(quickstart: Target) -> None:
     """A draft that reads the share of an EAGLE layer, and three tokens to verify."""
     artifact = Artifact.load(
         DRAFTERS / "eagle3", quickstart.fingerprint(), quickstart.embedding_and_head, print

@@ -69,7 +69,7 @@ def test_lookups_draft_nothing_where_nothing_was_found() -> None:
     assert found.rounds[0].drafted == 0 and found.rounds[0].accepted == 0
 
 
-def test_a_chain_replaces_the_tree_of_a_row_by_eye() -> None:
+def test_lookup_chain_replaces_the_tree_of_its_row() -> None:
     """Row 0 has found nothing, row 1 a chain that fits, row 2 one that is cut to three drafts."""
     shape = TreeShape((-1, 0, 0, 1))
     tree = DraftTree(torch.tensor([[9, 1, 2, 3]] * 3), shape)
@@ -102,7 +102,7 @@ def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere() -> None
     assert tree.tokens.tolist() == [[8, 9, 5, 6, 7]], "the twin has a state of its own"
 
 
-def test_two_rounds_as_one_by_eye() -> None:
+def test_joined_rounds_match_hand_computed_values() -> None:
     """Row 0 has accepted 2 and then 1 positions, row 1 has 1 and 3; a state is its token."""
 
     def accepted(ids: list[list[int]], counts: list[int]) -> Accepted:
@@ -266,7 +266,7 @@ def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(
         load_draft_model(str(saved_tiny), quickstart)
 
 
-def test_specs() -> None:
+def test_drafter_specs_are_parsed_into_name_and_settings() -> None:
     assert parse_spec("ngram") == ("ngram", {})
     assert parse_spec("runs/a:nodes=8,threshold=auto") == (
         "runs/a",
@@ -308,7 +308,7 @@ def test_a_spec_that_makes_no_sense_is_one_clear_error(
         ("eagle3:lookup=4,lookup_length=few", "lookup_length must be a whole number"),
     ],
 )
-def test_a_lookup_beside_a_drafter_that_makes_no_sense(
+def test_invalid_lookup_combined_with_drafter_is_refused(
     spec: str, message: str, quickstart: Target
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -16,7 +16,7 @@ from draftsmith.inference.proposers.with_lookup import (
 )
 
 
-def test_a_mean_by_eye() -> None:
+def test_running_mean_matches_hand_computed_values() -> None:
     """A first value of 2 that counts for three rounds, then rounds of 6, 4 tokens."""
     mean = Mean(2.0, 3)
     mean.add(6)
@@ -39,7 +39,7 @@ def test_nothing_is_known_of_a_drafter_before_its_first_round() -> None:
     assert source.trees == Mean(2.0, 1)
 
 
-def test_held_out_tokens_of_a_drafter_and_neutral_ones_of_lookups() -> None:
+def test_priors_come_from_held_out_tau_and_match_length() -> None:
     """A match of 1 to 16 tokens goes on for half as many; of four it promises three in all."""
     assert [mean.value for mean in first_of_lookups()] == [1.5, 2, 3, 5, 9]
     text = [1, 2, 3, 4, 9, 1, 2, 3, 4]
@@ -50,7 +50,7 @@ def test_held_out_tokens_of_a_drafter_and_neutral_ones_of_lookups() -> None:
         assert bool(source.guess(3)) == used
 
 
-def test_an_open_chain_by_eye() -> None:
+def test_open_chain_counts_correct_tokens_until_a_mismatch() -> None:
     chain = Open(0, [5, 6, 7])
     assert chain.compare([5]) is None and chain.right == 1
     assert chain.compare([6, 8]) == 2
@@ -58,7 +58,7 @@ def test_an_open_chain_by_eye() -> None:
     assert Open(0, [5, 6, 7]).compare([4]) == 0
 
 
-def test_a_match_by_eye() -> None:
+def test_lookup_match_has_expected_chain_and_kind() -> None:
     """The text ends with 1 2 3, which is near its beginning too; the token before differs."""
     source = BetterSource(2)
     source.extend([9, 1, 2, 3, 4, 5, 8, 1, 2, 3])
@@ -69,7 +69,7 @@ def test_a_match_by_eye() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=3, max_size=60), st.integers(1, 3))
-def test_a_match_is_as_long_as_comparing_from_the_end_says(text: list[int], shortest: int) -> None:
+def test_match_length_equals_backward_comparison(text: list[int], shortest: int) -> None:
     source = BetterSource(shortest)
     source.extend(text)
     place = source._index.place()

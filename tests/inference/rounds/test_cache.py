@@ -130,7 +130,7 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("room", [-1, 0, 1])
-def test_capacity_and_limit(room: int) -> None:
+def test_cache_capacity_doubles_up_to_its_limit(room: int) -> None:
     """Six positions into a cache of capacity 7, 6, 5: kept as it is, or doubled up to a limit."""
     target, text = TARGETS["llama"], [5, 6, 7, 8, 9, 10]
     cache = TreeCache(1, 6 - room)
@@ -143,7 +143,7 @@ def test_capacity_and_limit(room: int) -> None:
 
 
 @torch.inference_mode()
-def test_growing_keeps_what_is_there_and_rows_that_leave_take_nothing_along() -> None:
+def test_growing_and_dropping_rows_preserve_cached_values() -> None:
     target = TARGETS["llama"]
     texts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
     cache = TreeCache(3, 5)

@@ -20,7 +20,7 @@ def test_the_best_is_the_first_of_the_largest(dtype: torch.dtype, shape: tuple[i
     assert torch.equal(best_of(turned), turned.argmax(-1))
 
 
-def test_ties_infinities_and_what_is_not_a_number() -> None:
+def test_best_of_handles_ties_infinities_and_nan() -> None:
     inf = math.inf
     rows = [
         [1.0, 3.0, 3.0, 2.0],

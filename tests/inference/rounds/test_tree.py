@@ -15,7 +15,7 @@ from tests.helpers.architectures import architecture
 CPU = torch.device("cpu")
 
 
-def test_tables_of_a_small_tree_are_what_the_eye_sees() -> None:
+def test_tables_of_a_small_tree_match_hand_computed_values() -> None:
     #   0 -> 1 -> 3
     #     -> 2 -> 4
     shape = TreeShape((-1, 0, 0, 1, 2))
@@ -35,7 +35,7 @@ def test_tables_of_a_small_tree_are_what_the_eye_sees() -> None:
     assert shape.tables(CPU) is tables, "derived once a shape"
 
 
-def test_chains_and_wide_trees() -> None:
+def test_chain_and_wide_shapes_have_expected_parents() -> None:
     assert TreeShape.chain(3).parents == (-1, 0, 1, 2)
     assert TreeShape.chain(0).parents == (-1,) and TreeShape.chain(0).is_chain
     assert TreeShape.wide((2, 1)).parents == (-1, 0, 0, 1, 2)
@@ -58,7 +58,7 @@ def test_tables_of_any_batch_of_trees_are_those_of_each_shape(rows: list[list[in
             assert found.ancestors[row, node].nonzero()[:, 0].tolist() == sorted(path)
 
 
-def test_path_tokens() -> None:
+def test_path_tokens_list_each_nodes_path() -> None:
     tree = DraftTree(torch.tensor([[9, 5, 6, 7, NO_NODE]]), TreeShape((-1, 0, 0, 1, 2)))
     assert tree.path_tokens.tolist() == [
         [[9, -1, -1], [9, 5, -1], [9, 6, -1], [9, 5, 7], [9, 6, -1]]
@@ -79,7 +79,7 @@ def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
     assert (mask[0, 0] == 0).int().tolist() == [[*row, 0, 0] for row in seen]
 
 
-def test_rows_of_other_lengths_and_windows() -> None:
+def test_tree_mask_handles_row_lengths_and_sliding_windows() -> None:
     tables = TreeShape((-1, 0, 0)).tables(CPU)
     cache = TreeCache(2, 16)
     cache.commit([1, 3])

@@ -61,7 +61,7 @@ def test_two_batches_of_one_drafter_in_turns_write_what_each_writes_alone(
 
 
 @pytest.mark.parametrize("spec", ["ngram", TRAINED[0]], ids=["ngram", "eagle3"])
-def test_a_row_that_is_given_up_leaves_and_the_others_go_on(quickstart: Target, spec: str) -> None:
+def test_abandoned_row_leaves_without_affecting_other_rows(quickstart: Target, spec: str) -> None:
     proposer = load_proposer(spec, quickstart, print)
     prompts = prompts_of(quickstart, 3)
     alone = [g.token_ids for g in generate(quickstart, proposer, prompts, 32)]
@@ -85,7 +85,7 @@ def test_a_row_that_is_given_up_leaves_and_the_others_go_on(quickstart: Target, 
     assert written[1] == alone[1][: len(written[1])] and len(written[1]) < len(alone[1])
 
 
-def test_a_request_has_a_limit_of_its_own(quickstart: Target) -> None:
+def test_each_request_keeps_its_own_token_limit(quickstart: Target) -> None:
     proposer = load_proposer("ngram", quickstart, print)
     prompts = prompts_of(quickstart, 2)
     whole = generate(quickstart, proposer, prompts, 20)
@@ -324,7 +324,7 @@ def test_a_long_prompt_does_not_pad_many_short_ones(quickstart: Target) -> None:
     engine.close()
 
 
-def test_a_closed_engine_takes_nothing(engine: Engine, quickstart: Target) -> None:
+def test_closed_engine_ends_jobs_and_refuses_new_ones(engine: Engine, quickstart: Target) -> None:
     (prompt,) = prompts_of(quickstart, 1)
     first = Listener(prompt, 900, BatchSettings("none", ignore_eos=True))
     engine.submit([first.job])

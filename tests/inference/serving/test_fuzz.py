@@ -246,7 +246,7 @@ def test_a_hostile_request_is_answered_and_others_do_not_wait(
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(2004, marks=pytest.mark.full)])
-def test_requests_made_from_the_types(server: Running, requests: int) -> None:
+def test_type_generated_requests_are_decoded_or_refused(server: Running, requests: int) -> None:
     with healthy(server):
         found = fuzz(server, requests, number=2)
     print(dict(found))
@@ -255,7 +255,7 @@ def test_requests_made_from_the_types(server: Running, requests: int) -> None:
     assert found["forbidden", 400] > requests / 4
 
 
-def test_long_texts_beside_short_ones(server: Running) -> None:
+def test_short_request_does_not_wait_for_oversized_ones(server: Running) -> None:
     """Six clients that send 1.9 MiB each, and one that asks for a token: it waits for none of
     them."""
     body = text("some words " * 180_000)

@@ -52,7 +52,9 @@ def send(page: Page, words: str) -> None:
     expect(page.locator(".reply")).to_have_count(replies + 1, timeout=5_000)
 
 
-def test_chat(server: Running, browser: Browser, quickstart: Target) -> None:
+def test_chat_page_shows_marked_reply_next_to_plain_one(
+    server: Running, browser: Browser, quickstart: Target
+) -> None:
     """A reply is the target's own, its accepted drafts are marked, and plain decoding writes the
     same beside it at the same time; a reload keeps both, and another drafter writes the same."""
     expected = load(quickstart, EAGLE3).generate(WORDS, 24)
@@ -105,7 +107,7 @@ def test_chat(server: Running, browser: Browser, quickstart: Target) -> None:
     assert not wrong
 
 
-def test_examples_copy_retry_edit_and_keys(server: Running, browser: Browser) -> None:
+def test_examples_copy_retry_edit_and_shortcut_keys_work(server: Running, browser: Browser) -> None:
     with opened(browser, server.address, permissions=["clipboard-read", "clipboard-write"]) as (
         page,
         wrong,
@@ -184,7 +186,7 @@ def events(pieces: list[dict[str, Any]], seconds: float) -> str:
     return "".join([*lines, "data: [DONE]\n\n"])
 
 
-def test_markdown_is_shown_and_none_of_it_is_html(server: Running, browser: Browser) -> None:
+def test_markdown_is_rendered_without_executing_its_html(server: Running, browser: Browser) -> None:
     """Drafted words stay marked inside the rendered Markdown; two texts that differ are said to."""
     words = re.findall(r"\s*\S+\s*", HOSTILE)
     pieces = [{"text": word, "drafted": n % 3 > 0} for n, word in enumerate(words)]

@@ -145,7 +145,7 @@ def test_the_seconds_of_two_streams_are_those_of_their_own_rounds(server: Runnin
 
 @pytest.mark.full
 @pytest.mark.parametrize("requests", [50, pytest.param(400, marks=pytest.mark.full)])
-def test_sixteen_clients_and_one_that_leaves(
+def test_concurrent_clients_get_exact_replies_despite_disconnects(
     server: Running, decoder: Decoder, requests: int
 ) -> None:
     """Requests by 16 clients, half of them streamed; some clients leave in the middle of a
@@ -323,7 +323,7 @@ def test_special_tokens_are_left_out_unless_asked_for(server: Running, quickstar
         assert [choice["text"] for choice in choices] == texts == wanted
 
 
-def test_the_token_that_ends_a_reply_is_no_text(server: Running, quickstart: Target) -> None:
+def test_end_token_is_not_part_of_reply_text(server: Running, quickstart: Target) -> None:
     """As in vLLM, whose replies are learned from: also where special tokens are shown."""
     body = {"messages": [{"role": "user", "content": "def close(self):"}], "max_tokens": 200}
     body |= {"model": "target:plain", "skip_special_tokens": False, "return_token_ids": True}
@@ -334,7 +334,7 @@ def test_the_token_that_ends_a_reply_is_no_text(server: Running, quickstart: Tar
     assert answer["prompt_token_ids"]
 
 
-def test_what_is_no_request_is_refused(server: Running) -> None:
+def test_malformed_requests_are_refused(server: Running) -> None:
     path = f"{server.address}/v1/completions"
     as_json = {"Content-Type": "application/json"}
     cases: list[tuple[dict[str, Any], int]] = [
@@ -355,7 +355,9 @@ def test_what_is_no_request_is_refused(server: Running) -> None:
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
-def test_what_clients_send_besides_is_taken(server: Running, client: openai.OpenAI) -> None:
+def test_null_and_extra_fields_of_clients_are_accepted(
+    server: Running, client: openai.OpenAI
+) -> None:
     """Keys that are null, parts of messages, other roles, an empty list of calls."""
     nulls = dict.fromkeys(("n", "stop", "seed", "stream", "ignore_eos", "functions", "top_p"))
     history = [
@@ -373,7 +375,7 @@ def test_what_clients_send_besides_is_taken(server: Running, client: openai.Open
     assert client.models.retrieve("target:ngram").id == "target:ngram"
 
 
-def test_a_full_queue_refuses_and_goes_on(server: Running) -> None:
+def test_full_queue_answers_503_and_serves_the_rest(server: Running) -> None:
     path = f"{server.address}/v1/completions"
     body = {"prompt": "def f():", "n": 128, "max_tokens": 8, "model": "target"}
     body |= {"ignore_eos": True}
@@ -455,7 +457,7 @@ LOCAL = ["127.0.0.1", "localhost", "LOCALHOST", "127.1", "127.0.1.1", "::1", "0:
 
 
 @pytest.mark.parametrize("host", [*LOCAL, "0.0.0.0", "::"])
-def test_every_name_of_this_machine_is_known_as_such(host: str) -> None:
+def test_loopback_address_accepts_every_local_host_name(host: str) -> None:
     """What counts is the address at which the server listens, not what the user called it."""
     with listen(host, 0) as bound:
         hosts = hosts_of(bound.getsockname()[0], host)

@@ -74,7 +74,7 @@ def test_a_stop_string_costs_nothing_before_it_is_looked_for(tokenizer: Any) -> 
     assert time.perf_counter() - started < 0.5
 
 
-def test_bytes_that_are_no_text_are_shown_as_they_come(tokenizer: Any) -> None:
+def test_invalid_utf8_is_streamed_without_delay(tokenizer: Any) -> None:
     """4,000 tokens of invalid UTF-8 with text behind: shown soon, and as fast as text."""
     name = BYTES[0xFF] if "<0xFF>" in tokenizer.get_vocab() else "ÿ"
     wrong = tokenizer.convert_tokens_to_ids(name)
@@ -122,7 +122,7 @@ def decoder(quickstart: Target) -> Decoder:
     return load(quickstart, "ngram")
 
 
-def test_special_tokens_are_no_text(decoder: Decoder) -> None:
+def test_special_tokens_are_left_out_of_reply_text(decoder: Decoder) -> None:
     """`Reply.text` is transformers' own text without special tokens, also where one stands in the
     middle of a reply."""
     tokenizer = decoder.target.tokenizer
@@ -135,7 +135,7 @@ def test_special_tokens_are_no_text(decoder: Decoder) -> None:
         assert text == tokenizer.decode(ids, skip_special_tokens=True) == " the list the list"
 
 
-def test_a_stop_string_within_which_a_special_token_stands_ends_no_text(tiny: Target) -> None:
+def test_stop_string_split_by_special_token_does_not_stop(tiny: Target) -> None:
     """The token is no text, so that the text holds the string, and the reply goes on all the
     same: nothing of it is lost."""
     tokenizer = tiny.tokenizer

@@ -163,7 +163,7 @@ def check(family: str, tied: bool, kind: str, settings: dict[str, Any], folder: 
 @pytest.mark.parametrize(
     "seeds", [range(12), pytest.param(range(12, 400), marks=full)], ids=["few", "many"]
 )
-def test_adapters_at_random(seeds: range, tmp_path: Path) -> None:
+def test_random_adapters_match_peft_or_are_refused(seeds: range, tmp_path: Path) -> None:
     found: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(seed)

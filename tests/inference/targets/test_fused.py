@@ -30,7 +30,7 @@ def test_models_of_llamas_form_are_fused_and_no_others(kind: str) -> None:
 
 @pytest.mark.parametrize("move", [True, False])
 @pytest.mark.parametrize("kind", sorted(FUSED))
-def test_it_gives_transformers_states(kind: str, move: bool) -> None:
+def test_fused_pass_gives_the_states_of_transformers(kind: str, move: bool) -> None:
     target = architecture(kind)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
     lengths = [12, 9]

@@ -70,7 +70,7 @@ def text(model: Any, tokenizer: Any, **settings: Any) -> list[int]:
     )[0, ids.shape[1] :].tolist()
 
 
-def test_what_changes_the_text_is_named_and_what_does_not_is_not() -> None:
+def test_exactly_the_settings_that_change_text_are_named() -> None:
     target = tiny_target(eos_token_id=None)
     without = text(target.model, target.tokenizer)
     words = [target.tokenizer.decode([token]) for token in without]
@@ -111,7 +111,7 @@ def test_settings_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not_applied(Later(new_penalty=1.5)) == {"new_penalty": 1.5}
 
 
-def test_settings_that_are_not_applied_are_said_on_loading(
+def test_loading_warns_about_unsupported_generation_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tiny_target()
@@ -125,7 +125,7 @@ def test_settings_that_are_not_applied_are_said_on_loading(
     assert "asks generate for stop_strings=['x'], guidance_scale=2.0; decoding here" in caplog.text
 
 
-def test_other_sampling_is_said_once_it_differs() -> None:
+def test_sampling_that_differs_from_recommended_is_reported() -> None:
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=64, top_p=0.95)
     said = other_sampling(config, Sampling(0.7))
     assert "temperature=1.0, top_k=64, top_p=0.95" in said

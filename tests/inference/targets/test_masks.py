@@ -19,7 +19,7 @@ from draftsmith.train.data.features import check_packing
 from tests.helpers.architectures import ARCHITECTURES, HYBRIDS, architecture
 
 
-def test_a_packed_mask_that_can_be_checked_by_eye() -> None:
+def test_packed_mask_matches_hand_computed_values() -> None:
     """Documents of three and two tokens; a window of two."""
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     found = packed_mask(positions, torch.float32, 2, mixed=True)
@@ -69,12 +69,12 @@ def test_recurrent_layers_keep_documents_apart(kind: str) -> None:
         assert torch.equal(packed[place], others[place])
 
 
-def test_spans_that_can_be_checked_by_eye() -> None:
+def test_document_spans_match_hand_computed_values() -> None:
     numbers = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, -1, -1]])
     assert spans_of(numbers).rows == [[(0, 3), (3, 5)], [(0, 1), (1, 2), (2, 3), (3, 5)]]
 
 
-def test_calls_of_documents_that_can_be_checked_by_eye(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_calls_match_hand_computed_values(monkeypatch: pytest.MonkeyPatch) -> None:
     index, real = documents.tables_of([(3, 5), (7, 10)])
     assert index.tolist() == [[3, 4, 4], [7, 8, 9]] and real.tolist() == [0, 1, 3, 4, 5]
     spans = spans_of(torch.tensor([[0, 0, 0, 1, 1, 2, 2]]))

@@ -131,7 +131,7 @@ def test_a_part_of_the_head_gives_the_logits_of_its_tokens(kind: str) -> None:
         target.pack()
 
 
-def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_that_cannot_be_packed_are_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     target: Target = tiny_target(dtype=torch.float64)
     target.pack()
     assert not any(isinstance(m, PackedLinear) for m in target.decoder.modules())

@@ -57,7 +57,7 @@ def test_text_ends_where_longrope_changes_its_factors(caplog: pytest.LogCaptureF
             assert reply.token_ids == expected and reply.finish_reason == "context"
 
 
-def test_longrope_is_found_where_kinds_of_layers_have_tables_of_their_own() -> None:
+def test_longrope_is_found_in_per_layer_type_rope_tables() -> None:
     target = longrope()
     table = target.config.rope_parameters
     target.config.rope_parameters = {"full_attention": table, "sliding_attention": {}}

@@ -50,7 +50,7 @@ def test_a_lora_adapter_is_merged_on_load(tmp_path: Path, saved_tiny: Path, name
     )
 
 
-def test_what_generate_would_apply_and_decoding_here_does_not_is_said(
+def test_loading_warns_about_no_repeat_ngram_size(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
@@ -85,7 +85,7 @@ def test_the_targets_own_repetition_penalty_is_applied_as_generate_does() -> Non
 
 
 @pytest.mark.parametrize("content", ["", "version https://git-lfs.github.com/spec/v1"])
-def test_weights_that_are_not_weights_are_a_clear_error(
+def test_invalid_safetensors_file_is_a_clear_error(
     tmp_path: Path, saved_tiny: Path, content: str
 ) -> None:
     folder = tmp_path / "t"

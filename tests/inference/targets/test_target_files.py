@@ -107,7 +107,7 @@ def test_a_target_with_a_fault_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
+def test_paths_that_are_not_targets_are_refused_by_kind(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for name, message in (
         (str(QUICKSTART.parent / "drafters" / "eagle3"), r"is a drafter \(eagle\), not a target"),
@@ -125,7 +125,7 @@ def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
             load_target(TargetConfig(name, device="cpu"))
 
 
-def test_vocabularies_that_do_not_fit_are_told(
+def test_mismatched_vocabulary_sizes_are_warned_about(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(saved_tiny, tmp_path / "t")

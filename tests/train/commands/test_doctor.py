@@ -100,7 +100,7 @@ def test_doctor_and_the_run_refuse_the_same(tmp_path: Path, quickstart: Target) 
     assert refused > len(REFUSED)
 
 
-def test_what_nothing_reads_and_ends_that_do_not_end_are_said(
+def test_doctor_reports_ignored_keys_and_ineffective_end_tokens(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))

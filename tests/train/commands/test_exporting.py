@@ -72,7 +72,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "medusa tgi",
     ],
 )
-def test_there_and_back_is_the_same_drafter(
+def test_export_then_import_preserves_the_drafter(
     which: str, exports: dict[str, Path], quickstart: Target, tmp_path: Path
 ) -> None:
     """Bit for bit, with its calibration and where it comes from."""
@@ -255,7 +255,7 @@ def test_an_untouched_copy_is_taken(exports: dict[str, Path], tmp_path: Path) ->
     imported(shutil.copytree(exports["eagle3_plain vllm"], tmp_path / "copy"), tmp_path / "back")
 
 
-def test_a_flipped_flag_in_an_artifact_of_ours(
+def test_changed_config_flag_in_own_export_is_refused(
     quickstart: Target, exports: dict[str, Path], tmp_path: Path
 ) -> None:
     """Evaluation reads the export as it is, if its layout is ours; it asks the same questions."""
@@ -371,7 +371,7 @@ def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> Non
         (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_wrong_export_options_are_refused_in_one_line(
     arguments: list[str],
     says: str,
     tmp_path: Path,
@@ -391,7 +391,9 @@ def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> N
     assert caught.value.code == 2 and says in said and len(said.strip().splitlines()) == 1, said
 
 
-def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_sources_that_cannot_be_imported_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     for source, says in (
         (DRAFTERS / "eagle3", "is a drafter of draftsmith already"), (QUICKSTART,
         "is a whole language model"),
@@ -433,7 +435,9 @@ def test_answers_are_given_as_the_help_says(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.full
-def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_is_uploaded_to_the_hub(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (
         "from draftsmith.train.commands import exporting as e; "

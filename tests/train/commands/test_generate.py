@@ -87,7 +87,7 @@ def test_rows_are_those_that_evaluate_reads(tmp_path: Path) -> None:
         list(words_or_conversations("-", [b"\xff\n"]))
 
 
-def test_mistakes_are_said_before_the_target_is_loaded(
+def test_generate_mistakes_are_reported_before_loading_target(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def refused(*options: str) -> subprocess.CompletedProcess[str]:
@@ -169,7 +169,7 @@ def test_a_conversation_that_outgrows_the_target_ends_in_one_line(
 
 
 @pytest.mark.full
-def test_a_chat_in_a_terminal(quickstart: Target) -> None:
+def test_terminal_chat_ends_cleanly_on_ctrl_d_or_ctrl_c(quickstart: Target) -> None:
     """Ctrl-D ends it with status 0, and so does Ctrl-C between two replies."""
     code = "from draftsmith.train.commands.cli import main; main()"
     for key, line in ((b"\x04", b""), (b"\x03", b"the chat has ended")):
@@ -216,7 +216,7 @@ def until(terminal: int, pattern: bytes | None, seconds: float = 120.0) -> bytes
     ("variable", "terminal", "color"),
     [(None, True, True), (None, False, False), ("1", True, False), ("", True, True)],
 )
-def test_when_there_is_colour(
+def test_colour_depends_on_terminal_and_no_color(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, terminal: bool, color: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -268,7 +268,7 @@ def test_the_chat_command_reads_lines_of_a_pipe(
     assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
 
 
-def test_a_comparison_says_where_texts_part_and_what_loses(
+def test_comparison_reports_first_difference_and_slower_drafter(
     quickstart: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decoder = Decoder(quickstart, NgramLookup())

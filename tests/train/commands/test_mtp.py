@@ -116,7 +116,7 @@ def test_a_lost_layer_is_grafted_and_stitched(
     assert json.loads((out / "config.json").read_text())[key] == 1
 
 
-def test_a_checkpoint_of_a_model_with_images(tmp_path: Path) -> None:
+def test_mtp_layer_of_multimodal_checkpoint_is_extracted_and_stitched(tmp_path: Path) -> None:
     """Qwen3.5 is published so: other names for the language model, and its config in a part."""
     folder = checkpoint("qwen3.5", tmp_path / "target")
     plain = extracted(folder, tmp_path / "plain")
@@ -322,7 +322,7 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_what_is_no_layer_of_the_family_is_refused(tmp_path: Path, name: str) -> None:
+def test_tampered_mtp_layers_are_refused(tmp_path: Path, name: str) -> None:
     kind, change, message = TAMPERED[name]
     folder = checkpoint(kind, tmp_path / "target")
     file = folder / "model.safetensors"

@@ -56,7 +56,9 @@ def examined(folder: Path, tmp_path: Path, **more: Any) -> doctor.Examined:
     return doctor.examined(options_for(folder, tmp_path, **more))
 
 
-def test_a_layer_that_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_layer_is_reported_as_alive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = options_for(HYBRID, tmp_path)
     found = doctor.examined(options)
     assert not found.remarks and found.tau > 1.5 and found.interval[0] > 1.0
@@ -90,7 +92,7 @@ def test_a_dead_layer_ends_with_status_2(
     assert end.value.code == 2 and "error: the layer is of no use" in said
 
 
-def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
+def test_non_finite_weights_are_reported_as_dead_layer(tmp_path: Path) -> None:
     def damage(tensors: dict[str, Tensor]) -> None:
         tensors["mtp.norm.weight"][3] = torch.nan
 
@@ -99,7 +101,7 @@ def test_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_stale_layer_is_told(tmp_path: Path) -> None:
+def test_layer_not_tuned_with_target_is_reported_stale(tmp_path: Path) -> None:
     def tune(tensors: dict[str, Tensor]) -> None:
         tensors["model.norm.weight"] += 0.01
 

@@ -22,7 +22,7 @@ from tests.helpers.plans import run_of
 from tests.helpers.training import make_config, train
 
 
-def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
+def test_plan_figures_match_hand_computed_values(tmp_path: Path, saved_tiny: Path) -> None:
     """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a
     1e9-parameter target at 40% of 989 TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
@@ -90,7 +90,7 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
         ),
     ],
 )
-def test_what_nobody_means_is_refused_with_its_price(
+def test_unaffordable_settings_are_refused_with_their_cost(
     tmp_path: Path, saved_tiny: Path, method: str, change: dict[str, Any], says: str
 ) -> None:
     _, module, run = run_of(tmp_path, saved_tiny, method)
@@ -245,7 +245,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
 
 
-def test_all_tokens_are_replies_if_nothing_is_said(
+def test_plan_counts_all_tokens_as_replies_by_default(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(make_config(tmp_path, saved_tiny, "eagle"))

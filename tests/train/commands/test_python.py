@@ -59,7 +59,7 @@ def test_the_import_is_quick_and_brings_no_torch() -> None:
     assert min(seconds) < 0.3, seconds
 
 
-def test_names_are_there_and_an_unknown_one_is_an_error() -> None:
+def test_public_names_exist_and_unknown_names_raise() -> None:
     for name in draftsmith.__all__:
         assert getattr(draftsmith, name) is not None and name in dir(draftsmith)
     with pytest.raises(AttributeError, match="no attribute 'loda'"):
@@ -125,7 +125,7 @@ def test_wrong_options_are_one_clear_line(values: dict, said: str) -> None:
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_drafter_by_its_folder(tmp_path: Path) -> None:
+def test_drafter_from_pretrained_loads_copies_and_refuses_damage(tmp_path: Path) -> None:
     drafter = draftsmith.Drafter.from_pretrained(EAGLE3)
     assert (drafter.method, drafter.folder) == ("eagle", EAGLE3)
     drafter.save_pretrained(tmp_path / "copy")
@@ -165,7 +165,9 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
         draftsmith.load(QUICKSTART, "none", profile=profile, device="cpu")
 
 
-def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_evaluate_and_export_work_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole road from Python, with a loaded target in the middle."""
     rows, prompts = tmp_path / "replies.jsonl", tmp_path / "prompts.jsonl"
     decoder = draftsmith.load(QUICKSTART, device="cpu")

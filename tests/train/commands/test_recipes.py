@@ -93,7 +93,7 @@ def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> None:
+def test_recipes_cover_all_targets_except_documented_gap() -> None:
     trained = [path for path in RECIPES if path not in LAYERS]
     methods = {
         target: {path.parent.name for path in trained if path.stem == target}
@@ -151,7 +151,7 @@ def test_the_baseline_is_eagle_3_as_published() -> None:
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name == "eagle"], ids=name_of
 )
-def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
+def test_eagle_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
     hidden, inner = (
@@ -205,7 +205,7 @@ BLOCKS = {  # slots of DFlash's, and the mask token
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of
 )
-def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
+def test_block_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
     hidden, vocab = target["hidden_size"], target["vocab_size"]
@@ -257,7 +257,7 @@ def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of
 )
-def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -> None:
+def test_block_recipes_state_block_size_mask_and_chunk(recipe: Path, plans: Any) -> None:
     run, shape, plan = plans[recipe]
     slots, mask = BLOCKS[recipe.stem]
     drafts = slots - 1 if recipe.parent.name == "dflash" else 7
@@ -291,7 +291,7 @@ def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name == "medusa"], ids=name_of
 )
-def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
+def test_medusa_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
     hidden, vocab = target["hidden_size"], target["vocab_size"]
@@ -310,7 +310,7 @@ def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name == "distill"], ids=name_of
 )
-def test_a_draft_model_by_hand(recipe: Path, plans: Any) -> None:
+def test_draft_model_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
     draft_model = target | {"num_hidden_layers": 7}
@@ -350,7 +350,7 @@ def test_targets_have_the_sizes_that_their_cards_say(plans: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", LAYERS, ids=name_of)
-def test_a_layer_by_hand(recipe: Path, plans: Any) -> None:
+def test_mtp_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> None:
     """The parameters of the target, and of its layer: what a decoder layer has, `fc` and norms."""
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
@@ -445,7 +445,7 @@ def test_errors_of_a_plan_name_its_own_options(
     assert ended.value.code == 2 and says in line
 
 
-def test_a_plan_of_few_steps_says_so() -> None:
+def test_plan_with_few_steps_suggests_fewer_rows_per_step() -> None:
     steps = {"steps": 1145, "rows": 64}
     adamw: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="adamw"))
     said = plan.few_steps(steps, adamw)

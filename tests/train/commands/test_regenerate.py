@@ -80,7 +80,7 @@ def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(
         assert [i for i, m in enumerate(part.mask) if m] == list(range(start, end))
 
 
-def test_sampling_that_the_target_recommends_is_said(
+def test_recommended_sampling_is_reported_when_sampling_differs(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "target"
@@ -131,7 +131,7 @@ def test_replies_are_wanted_where_the_assistant_spoke_and_at_the_end() -> None:
     assert roles("uatau") == ["u"], "a tool's result belongs to a call that is not made any more"
 
 
-def test_a_killed_run_goes_on_behind_the_last_whole_conversation(
+def test_killed_run_resumes_after_the_last_whole_conversation(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
     run(options(tmp_path, saved_tiny, ROWS))
@@ -262,7 +262,7 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
         run(moved)
 
 
-def test_one_target_under_two_names_goes_on_in_one_file(
+def test_same_target_under_two_paths_continues_one_file(
     tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(saved_tiny, tmp_path / "here")
@@ -536,7 +536,7 @@ def test_a_call_ends_by_itself_and_ends_its_conversation(
     assert len(engine.requests) == 1 and "0 without an end" in caplog.text
 
 
-def test_rows_are_compared_with_their_rendering_before_they_are_asked(
+def test_rows_altered_by_the_template_are_refused_before_generation(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
     """As training and doctor refuse them, by the name of the field."""
@@ -586,7 +586,7 @@ def test_a_reply_that_the_template_cannot_carry_ends_its_conversation(
     assert row["finish_reasons"] == ["stop"]
 
 
-def test_replies_that_were_all_cut_are_said_when_written_and_when_learned(
+def test_truncated_replies_are_warned_about_when_written_and_learned(
     tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(options(tmp_path, saved_tiny, ROWS, GREEDY, 2))

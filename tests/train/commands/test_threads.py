@@ -27,7 +27,7 @@ print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"), "tor
 """
 
 
-def test_threads_next_to_other_processes() -> None:
+def test_thread_count_depends_on_load_of_other_processes() -> None:
     # cores, wanted threads, others -> threads of decoding and of training
     for cores, wanted, others, decoding, training in [
         (2, 2, 1.0, 1, 2), (2, 2, 2.0, 1, 2), (2, 2, 4.0, 1, 1), (8, 8, 3.0, 5, 8),
@@ -82,7 +82,7 @@ def test_a_busy_machine_gets_threads_that_do_not_spin(tmp_path: Path) -> None:
     assert "2 threads, which sleep while they wait" in line
 
 
-def test_the_number_of_threads_of_earlier_work(tmp_path: Path) -> None:
+def test_thread_count_is_restored_from_profile_or_journal(tmp_path: Path) -> None:
     assert stored_threads(SimpleNamespace(target="t", out=None, json=None, profile=None)) is None
     profile, damaged = tmp_path / "profile.json", tmp_path / "damaged.json"
     profile.write_text(json.dumps({"machine": {"threads": 3}}, indent=2))

@@ -162,7 +162,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_learned_is_what_the_target_wrote(case: str) -> None:
+def test_only_text_written_by_the_target_is_learned(case: str) -> None:
     name, row, expected = CASES[case]
     assert learned(name, row) == expected
 
@@ -170,7 +170,7 @@ def test_what_is_learned_is_what_the_target_wrote(case: str) -> None:
 @pytest.mark.parametrize(
     "case", [name for name in CASES if "inside reas" in name or "inside the" in name]
 )
-def test_what_is_before_an_unfinished_reply_is_its_prompt(case: str) -> None:
+def test_text_before_an_unfinished_reply_equals_its_prompt(case: str) -> None:
     """As the server saw it: no block of the template's stands between them, and nothing follows."""
     name, row, (written,) = CASES[case]
     tokenizer = TOKENIZERS[name]

@@ -93,7 +93,7 @@ def test_nothing_is_written_before_its_time_and_all_rows_can_be() -> None:
         assert all((token >= 100) == (step >= 10) for token in rows_of(late, step))
 
 
-def test_texts_are_written_anew_from_other_prompts_and_a_resume_has_them(tmp_path: Path) -> None:
+def test_rollouts_are_refreshed_and_restored_on_resume(tmp_path: Path) -> None:
     batches = stream(share=1.0)
     seen = []
     for step in range(10):
@@ -107,7 +107,7 @@ def test_texts_are_written_anew_from_other_prompts_and_a_resume_has_them(tmp_pat
     assert [rows_of(resumed, step) for step in range(7, 10)] == seen[7:]
 
 
-def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> None:
+def test_rollout_prompts_end_before_a_reply_that_fits() -> None:
     documents = [
         Encoded([1, 2, 3, 4], [False, False, True, True]),
         Encoded([5] * 4, [True] * 4),
@@ -119,7 +119,9 @@ def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> Non
         Written(Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
 
 
-def test_what_the_draft_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_texts_keep_prompts_and_are_batch_independent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     draft_model = draft_model_of()
     prompts = [Request([5, 6, 7], 0), Request([8, 9], 1)]
     config = Rollouts(share=1, max_new_tokens=12)

@@ -52,7 +52,7 @@ def shown(row: Any, tokenizer: Any = QWEN25, notes: Notes | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_others_are_read_as_they_are_meant(name: str) -> None:
+def test_rows_of_other_projects_are_read_as_intended(name: str) -> None:
     row, expected = ROWS[name]
     assert shown(row) == expected
 
@@ -125,7 +125,7 @@ CALLED = (
         {"tool_calls": json.dumps([CALL])},
     ],
 )
-def test_calls_are_learned_alike_in_every_form(message: dict[str, Any]) -> None:
+def test_tool_calls_are_learned_equally_in_every_format(message: dict[str, Any]) -> None:
     row = {"messages": [USER, {"role": "assistant", **message}]}
     assert shown(row) == ASKED + CALLED
     speakers = [{"from": "human", "value": "one"}]
@@ -251,7 +251,7 @@ def test_a_text_that_is_rendered_already_is_learned_up_to_the_ends_of_its_replie
     )
 
 
-def test_special_tokens_in_plain_text_that_is_not_recognised_are_said() -> None:
+def test_special_tokens_in_unrecognised_plain_text_are_noted() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<e>{% endfor %}"
     tokenizer = tokenizer_with(template, ["<p>", "<e>"], "<e>")
     notes = Notes()
@@ -266,13 +266,13 @@ def test_the_end_of_a_completion_is_one_that_ends_generation() -> None:
         assert tokenizer.decode(part.token_ids) == "xa<turn>" and part.mask == [False, True, True]
 
 
-def test_empty_reasoning_is_none() -> None:
+def test_empty_reasoning_and_tool_calls_are_ignored() -> None:
     row = asked_and({"content": "<think>x</think>y", "reasoning_content": ""})
     assert learned("qwen3", row) == "<think>\nx\n</think>\n\ny<|im_end|>"
     assert learned("qwen3", asked_and({"content": "y", "tool_calls": ""})) == "y<|im_end|>"
 
 
-def test_calls_of_harmony_with_reasoning_are_learned_as_they_were_seen() -> None:
+def test_harmony_calls_with_reasoning_are_learned_as_generated() -> None:
     """The template drops the reasoning before a call once the last reply is there."""
     call = {"content": None, "tool_calls": [{**CALL, "id": "c"}], "reasoning": "why"}
     row = asked_and(call)

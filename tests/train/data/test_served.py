@@ -130,7 +130,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_file_that_is_damaged_or_none_stays(case: str, tmp_path: Path) -> None:
+def test_damaged_or_missing_state_file_is_refused_and_kept(case: str, tmp_path: Path) -> None:
     path = named(tmp_path, SOUND)
     DAMAGE[case](path)
     left = sorted(tmp_path.iterdir())
@@ -152,7 +152,9 @@ def test_a_file_that_is_damaged_or_none_stays(case: str, tmp_path: Path) -> None
         {"kv_transfer_params": None},
     ],
 )
-def test_an_answer_of_another_form_is_one_line(more: dict[str, Any], tmp_path: Path) -> None:
+def test_unexpected_server_answer_is_refused_in_one_line(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     path = named(tmp_path, SOUND)
     with pytest.raises(UserError, match="unknown form|gives no hidden states|cannot read"):
         ask(path, **more)

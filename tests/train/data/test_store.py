@@ -117,7 +117,7 @@ def test_training_from_a_store_is_training_from_the_target(
 
 
 @pytest.mark.full
-def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> None:
+def test_bf16_and_fp8_stores_change_loss_only_slightly(tmp_path: Path, saved_tiny: Path) -> None:
     """The first loss differs by what rounding the features does."""
     config = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=1)
     train(config, method="eagle")
@@ -340,7 +340,9 @@ def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
         check_named_target(named, stored, str(store))
 
 
-def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) -> None:
+def test_mismatched_or_damaged_store_is_refused_with_reason(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     config = config_for(tmp_path / "run", saved_tiny, "medusa")
     store = tmp_path / "store"
     extract(config, store, "medusa")
@@ -545,7 +547,9 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(
         assert one[step] == pytest.approx(other[step], rel=1e-5, abs=1e-6), step
 
 
-def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
+def test_trainer_refuses_small_ring_or_waits_for_extractor(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     """Too small for a step: said at once. Large enough: the trainer waits, and stops when it is
     asked to."""
     plain = config_for(tmp_path / "plain", saved_tiny, "eagle")

@@ -123,7 +123,7 @@ def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path
     assert tables.counts["train"]["shares words with held-out rows"] == 1
 
 
-def test_words_that_many_rows_have_are_no_contamination(
+def test_phrases_shared_by_many_rows_are_not_contamination(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An instruction in 60% of the prompts, a disclaimer in 20% of the replies."""
@@ -364,7 +364,7 @@ def test_two_ranks_see_in_a_step_what_one_rank_sees_with_twice_the_accumulation(
         assert seen_by_one == seen_by_two
 
 
-def test_an_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_sees_every_row_once_in_new_order() -> None:
     batches = Batches(table(20), 4, rows=5, accumulation=1, ranks=1, seed=0)
     epochs = [
         [

@@ -73,13 +73,13 @@ def learned(name: str, part: Encoded) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "gemma", "marked"])
-def test_every_reply_and_its_end_token_and_nothing_else(name: str) -> None:
+def test_only_replies_and_their_end_tokens_are_learned(name: str) -> None:
     (part,) = encoded(name, TURNS)
     assert learned(name, part) == [f"I am fine{END[name]}", f"thank you, the the{END[name]}"]
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
-def test_equal_words_of_user_and_assistant_are_told_apart(name: str) -> None:
+def test_user_text_equal_to_the_reply_is_not_learned(name: str) -> None:
     part = encoded(name, [("user", "I am fine"), ("assistant", "I am fine")])[-1]
     runs = learned(name, part)
     assert len(runs) == 1 and runs[0].endswith(f"I am fine{END[name]}")
@@ -108,7 +108,7 @@ def test_qwen3_thinking_splits_turns_that_the_template_rewrites() -> None:
     assert "the the\n</think>\n\nI am" not in TOKENIZERS["qwen3"].decode(second.token_ids)
 
 
-def test_qwen3_without_thinking_learns_only_behind_the_empty_thoughts() -> None:
+def test_qwen3_without_thinking_learns_only_after_empty_thoughts() -> None:
     part = encoded("qwen3", TURNS[:2], enable_thinking=False)[0]
     assert learned("qwen3", part) == ["I am fine<|im_end|>"]
     assert "<think>\n\n</think>" in TOKENIZERS["qwen3"].decode(part.token_ids)
@@ -158,7 +158,7 @@ def test_chat_data_needs_a_template_and_plain_text_does_not() -> None:
     )
 
 
-def test_exact_tokens_are_kept_as_they_are() -> None:
+def test_exact_tokens_are_kept_unchanged() -> None:
     row = {"token_ids": [9, 8, 7, 6], "response_spans": [[2, 4]]}
     (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
     assert part == Encoded([9, 8, 7, 6], [False, False, True, True])
@@ -202,7 +202,7 @@ STRIPPED = (
 )
 
 
-def test_reasoning_that_history_leaves_out_is_learned_in_a_sequence_of_its_own() -> None:
+def test_reasoning_stripped_from_history_is_learned_separately() -> None:
     TOKENIZERS["stripped"] = make_tokenizer(["<p>", "<e>", "<u>", "<a>"], STRIPPED, "<e>")
     replies = ["the the</think>I am", "then</think>thank you"]
     first, second = encoded(

@@ -21,7 +21,7 @@ def rows(batch: Batch, head: int) -> list[int]:
     return batch.reply_run(1, 2 + head)[0].nonzero()[:, 0].tolist()
 
 
-def test_rows_of_the_worked_example() -> None:
+def test_rows_of_each_head_match_worked_example() -> None:
     """Prompt 0..3, reply 4..8 (8 = end of turn): head 0 learns labels 5..8 at rows 3..6, head 1
     labels 6..8 at rows 3..5."""
     batch = batch_of((9, [(4, 9)]))
@@ -93,7 +93,7 @@ def test_loss_is_the_sum_that_the_index_table_says() -> None:
         assert value == pytest.approx(expected, rel=1e-5)
 
 
-def test_padding_and_the_teacher_behind_the_text_change_nothing() -> None:
+def test_padding_and_states_after_the_text_change_nothing() -> None:
     batch, padded = batch_of((9, [(4, 9)])), batch_of((9, [(4, 9)]), pad=5)
     last = features_of(batch)
     garbage = torch.full((1, 5, TARGET.hidden_size), 77.0)
@@ -104,7 +104,7 @@ def test_padding_and_the_teacher_behind_the_text_change_nothing() -> None:
     assert float(longer[:, 9:].abs().sum()) == 0
 
 
-def test_packed_documents_lose_what_they_lose_apart() -> None:
+def test_packed_loss_equals_sum_of_separate_documents() -> None:
     """Features and loss of a packed row equal those of its documents alone, with the same
     denominators."""
     one, two = (9, [(4, 9)]), (7, [(2, 7)])

@@ -25,7 +25,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (torch.device("mps"), 64, True, "plain"),
     ],
 )
-def test_auto_by_device(device: torch.device, head: int, triton: bool, chosen: str) -> None:
+def test_auto_attention_backend_depends_on_device_and_head_size(
+    device: torch.device, head: int, triton: bool, chosen: str
+) -> None:
     with patch.object(backends, "has_triton", lambda: triton):
         assert backend_for("auto", device, head) == chosen
         assert backend_for("plain", device, head) == "plain"

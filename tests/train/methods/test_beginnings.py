@@ -78,7 +78,9 @@ def test_a_medusa_run_may_repeat_some_of_what_its_drafter_has(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", by_default(["eagle1", "dflash", "medusa"], "dflash"))
-def test_a_run_for_a_target_with_added_tokens(tmp_path: Path, method: str) -> None:
+def test_run_for_target_with_added_tokens_keeps_base_vocabulary(
+    tmp_path: Path, method: str
+) -> None:
     """It goes on from a drafter of the base model, which keeps drafting that model's tokens."""
     target = tiny_target(num_hidden_layers=4)
     base, known = tmp_path / "base", target.vocab_size
@@ -111,7 +113,7 @@ def test_features_are_those_of_the_drafter_that_a_run_begins_with(tmp_path: Path
     assert eagle.METHOD.features_of(run, target) == ((0, 1), False)
 
 
-def test_a_learned_mask_token_that_new_texts_hold_is_no_error(
+def test_learned_mask_token_in_new_texts_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     target, batches = tiny_target(), cast(Any, SimpleNamespace())

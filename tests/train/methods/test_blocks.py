@@ -117,7 +117,7 @@ def test_anchors_are_distinct_supervised_and_as_many_as_there_can_be(
                 assert weight[d - 1] or not reached or not weight[0]
 
 
-def test_anchors_are_drawn_anew_for_each_row_and_are_the_same_whoever_sees_it() -> None:
+def test_anchor_draws_depend_only_on_row_and_seed() -> None:
     documents = [[(60, 5)], [(60, 5)]]
     one, again = (Anchors.drawn(packed(documents, (4, 5)), 6, 2, 0).places for _ in range(2))
     assert torch.equal(one, again) and not torch.equal(one[0], one[1])
@@ -223,7 +223,7 @@ def test_sdpa_and_flex_equal_the_block_by_block_reference(
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
-def test_a_block_sees_what_stands_before_its_anchor_and_itself_only(backend: Backend) -> None:
+def test_block_attends_only_to_itself_and_context_before_anchor(backend: Backend) -> None:
     """Two documents, 0 .. 5 and 6 .. 9, blocks of 2 at 2, 3 and 8: every forbidden key and value is
     disturbed, and no output may change in any bit."""
     batch, size = packed([[(6, 0), (4, 0)]]), 2

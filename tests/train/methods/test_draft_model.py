@@ -55,7 +55,7 @@ def loss_of(draft_model: DraftModel, batch: Batch, **options: object) -> torch.T
     return aim.forward(draft_model, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
 
 
-def test_rows_of_the_worked_example() -> None:
+def test_weighted_rows_match_the_worked_example() -> None:
     """Prompt 0..3, reply 4..8: rows 3..7 predict the reply; a second document's rows do not predict
     the first's."""
     aim = objective(draft_model_of())

@@ -54,7 +54,7 @@ def pairs(batch: Batch, k: int) -> list[tuple[int, int]]:
     return [(t, t + 2 + k) for t in batch.reply_run(1, 2 + k)[0].nonzero()[:, 0].tolist()]
 
 
-def test_rows_and_labels_of_the_worked_example() -> None:
+def test_rows_and_labels_match_the_worked_example() -> None:
     """Prompt 0..3, reply 4..8: step 0 learns labels 5..8 at rows 3..6, step 1 labels 6..8 at rows
     3..5 (docs/objectives.md#index-tables)."""
     batch = batch_of((9, [(4, 9)]))
@@ -75,7 +75,7 @@ def test_tokens_are_read_further_along_at_each_step() -> None:
     assert x.grad is not None and x.grad[0, :, 0].tolist() == [0, 1, 1010]
 
 
-def test_rows_sorted_by_teacher_and_back() -> None:
+def test_sorting_rows_by_teacher_is_reversible() -> None:
     """The worked example: teachers 4..7 of labels 5..8; 6 teaches row 5 at step 0, row 4 at step 1,
     row 3 at step 2."""
     batch = batch_of((9, [(4, 9)]))
@@ -215,7 +215,7 @@ def test_the_tail_of_the_features_is_never_a_teacher() -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary"])
-def test_packed_documents_lose_what_they_lose_apart(kind: str) -> None:
+def test_packed_loss_and_gradients_equal_sum_of_documents(kind: str) -> None:
     drafter = random_eagle(TARGET, kind).requires_grad_(True)
     packed = batch_of((9, [(4, 9)]), (7, [(2, 7)]))
     aim = objective(drafter, steps=None) if kind == "eagle1" else objective(drafter)
@@ -325,7 +325,7 @@ def test_depth_metrics_equal_brute_force() -> None:
     }
 
 
-def test_survival_weights_by_hand() -> None:
+def test_survival_weights_match_hand_computed_values() -> None:
     """Chances .5 .4 .2: prefixes .5 .2 .04; a better first depth earns .74, a second .24, a third
     .04; a masked one nothing."""
     chances = torch.tensor([[0.5, 0.4, 0.2], [0.5, 0.4, 0.9]])

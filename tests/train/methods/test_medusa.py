@@ -106,7 +106,7 @@ def test_the_objective_is_that_of_slow_loops(loss: Any, shared: bool) -> None:
     assert 3 < missed < 21, "some positions have to be of each kind"
 
 
-def test_a_draft_vocabulary_of_all_tokens_is_none() -> None:
+def test_draft_vocabulary_of_all_tokens_is_dropped() -> None:
     for size in (V, 10 * V):
         heads = some_heads(drafted=size)
         assert heads.config.draft_vocab_size is None and heads.draft_vocab_ids is None
@@ -115,7 +115,7 @@ def test_a_draft_vocabulary_of_all_tokens_is_none() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_text_is_the_targets(shared: bool, tmp_path: Path) -> None:
+def test_medusa_with_draft_vocabulary_writes_the_targets_text(shared: bool, tmp_path: Path) -> None:
     """Greedy and coupled, in batches, as a tree and as a chain; what cannot be drafted is not."""
     heads = some_heads(shared)
     Artifact(heads, TARGET.fingerprint()).save(tmp_path / "d")
@@ -162,7 +162,7 @@ def test_ranks_of_a_text_are_those_among_the_drafted_tokens() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_exports(shared: bool, tmp_path: Path) -> None:
+def test_draft_vocabulary_heads_export_to_hf_only(shared: bool, tmp_path: Path) -> None:
     """transformers decodes with them by draftsmith; engines read no such heads."""
     artifact = exported_heads(draft_vocab_size=DRAFTED, shared_head=shared)
     for engine in ("vllm", "tgi"):
@@ -177,7 +177,7 @@ def test_exports(shared: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(again(states), artifact.drafter(states))
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_run_with_draft_vocabulary_is_saved_and_continued(tmp_path: Path) -> None:
     """It trains, is evaluated by replay and by decoding, and another run may begin with it."""
     target = tiny_target()
     target.model.save_pretrained(tmp_path / "target")

@@ -107,7 +107,7 @@ def test_logits_of_training_are_those_of_decoding(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_no_row_reads_what_is_ahead_of_it() -> None:
+def test_rows_do_not_depend_on_later_tokens() -> None:
     target, drafter = pair("qwen3.5")
     text = torch.randint(2, SIZE, (14,), generator=torch.Generator().manual_seed(2))
     changed = text.clone()
@@ -148,7 +148,7 @@ def test_estimated_tau_is_that_of_decoding() -> None:
     ("kind", "choice"),
     [("qwen3.5", "all"), ("qwen3.5", "norms"), ("deepseek", "norms")],
 )
-def test_what_is_not_trained_stays(kind: str, choice: str, tmp_path: Path) -> None:
+def test_only_the_selected_parameters_are_trained(kind: str, choice: str, tmp_path: Path) -> None:
     target, drafter = pair(kind)
     before = {name: tensor.clone() for name, tensor in drafter.serving_state().items()}
     trained(drafter, target, steps=2, trained=choice)

@@ -88,7 +88,7 @@ def counted(method: AnyMethod, run: Any, reply_share: float) -> float:
 @pytest.mark.parametrize(
     ("method", "changes"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
 )
-def test_the_estimate_is_what_a_step_takes(
+def test_estimated_operations_match_counted_ones_within_ten_percent(
     tmp_path: Path, method: str, changes: dict[str, Any], reply_share: float
 ) -> None:
     tiny_target(**SIZES).model.config.save_pretrained(tmp_path / "target")

@@ -31,7 +31,7 @@ from tests.helpers.plans import run_of
 from tests.helpers.training import make_config
 
 
-def test_bytes_that_can_be_counted_by_hand() -> None:
+def test_tracked_bytes_match_hand_computed_values() -> None:
     """1,000 numbers in fp32, twice them, and their sum; numbers of the host do not count."""
     with without_memory():
         before = torch.zeros(5000, device=DEVICE)
@@ -79,7 +79,7 @@ def with_numbers(method: AnyMethod, run: Any) -> tuple[int, int]:
     ("method", "within"),
     [("medusa", 0.01), ("eagle", 0.1), ("dflash", 0.3), ("dspark", 0.3), ("distill", 0.05)],
 )
-def test_a_step_takes_what_it_takes_with_numbers(
+def test_simulated_step_memory_matches_a_real_step(
     tmp_path: Path, saved_tiny: Path, method: str, within: float
 ) -> None:
     config, module, run = run_of(tmp_path, saved_tiny, method)
@@ -123,7 +123,7 @@ def test_a_target_with_windows_has_masks(tmp_path: Path) -> None:
     assert memory_of_step(module, run).extraction > run.batch_rows * run.data.max_length**2 * 2
 
 
-def test_the_plan_prints_it(tmp_path: Path, saved_tiny: Path, capsys: Any) -> None:
+def test_plan_prints_peak_memory_of_a_step(tmp_path: Path, saved_tiny: Path, capsys: Any) -> None:
     config = str(make_config(tmp_path, saved_tiny, "eagle"))
     plan.run(Options(config, method="eagle", json=str(tmp_path / "plan.json"), reply_share=0.5))
     found = json.loads((tmp_path / "plan.json").read_text())["memory"]

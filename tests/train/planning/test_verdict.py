@@ -38,7 +38,7 @@ PLAN = {
 }  # fmt: skip
 
 
-def test_what_a_gpu_needs_where_several_share_the_target() -> None:
+def test_memory_per_gpu_with_shared_target_matches_hand_count() -> None:
     """Two layers of 1 GB are gathered beside the share."""
     assert NEED.each(1) == 70 * GB
     assert NEED.each(2) == (10 + 30 + 2) * GB and NEED.each(8) == (10 + 7.5 + 2) * GB
@@ -65,11 +65,13 @@ def test_what_a_gpu_needs_where_several_share_the_target() -> None:
         (1, 11, "whole", f"lower batch_rows or data.max_length, {ELSEWHERE}"),
     ],
 )
-def test_fits_or_how_many_it_needs(gpus: int, gb: float, spread: str, says: str) -> None:
+def test_verdict_states_fit_or_required_gpu_count(
+    gpus: int, gb: float, spread: str, says: str
+) -> None:
     assert says in fit(NEED, spread, gpus, gb)
 
 
-def test_a_step_without_a_target_that_no_gpu_holds() -> None:
+def test_oversized_step_without_target_suggests_smaller_batches() -> None:
     memory = StepMemory(0, 0, 0, 0, 0, 0, 0, 900 * GB)
     said = fit(Need(memory, 1, live=False), "whole", 1, 80)
     assert said.endswith("; lower batch_rows or data.max_length.")
@@ -84,7 +86,7 @@ def test_a_layer_of_a_huge_target_is_not_trained_on_64_nodes() -> None:
     assert "share the target" not in said
 
 
-def test_hours_disk_and_price_stand_in_the_line() -> None:
+def test_verdict_line_contains_hours_disk_and_price() -> None:
     """Three checkpoints of three quarters of 4 GB; 40 GPU-hours at 2.5."""
     options = PlanOptions("x", gpus=8, price_per_gpu_hour=2.5)
     line, figures = verdict(NEED, PLAN, options, CONFIG)

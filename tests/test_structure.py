@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from draftsmith.train.command_line.parse import options_from, parse
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
 from tests.conftest import ROOT
+from tests.promises import PROMISES
 
 ROOTS = ("heads", "inference", "distill", "train")
 LAYERS = (  # packages of one line may import each other and all lines above
@@ -120,6 +122,22 @@ def test_names_of_classes_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(f"{file}:{node.lineno}")
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several test files need is in tests/helpers."""
+    pattern = re.compile(
+        r"^\s*(?:from|import) (?:tests\.)?[\w.]*\btest_\w+ import|^from tests[\w.]* import test_",
+        re.M,
+    )
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    assert [str(file) for file in files if pattern.search(file.read_text())] == []
+
+
+def test_every_test_of_a_promise_exists() -> None:
+    for test in [one for tests in PROMISES.values() for one in tests]:
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(), test
 
 
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb() -> None:

@@ -39,8 +39,7 @@ PROMISES = {
     "An import gives back the drafter that was exported.": [
         "tests/train/commands/test_exporting.py::test_export_then_import_preserves_the_drafter",
     ],
-    "Mistakes are one line with a remedy, and nothing is half-written.": [
-        "tests/train/test_bad_input.py::test_wrong_training_option_is_one_line_without_checkpoint",
+    "A mistake is answered by one line with a remedy.": [
         "tests/train/test_mistakes.py",
     ],
     "No pickle and no code of a checkpoint runs; damaged files are refused.": [
@@ -51,7 +50,9 @@ PROMISES = {
         "tests/inference/evaluation/test_names.py",
     ],
     "Decoding imports neither datasets, deepspeed nor wandb; imports point one way.": [
-        "tests/test_structure.py",
+        "tests/test_structure.py::test_imports_point_one_way",
+        "tests/test_structure.py"
+        "::test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb",
     ],
     "Pages name commands, options and files that exist.": [
         "tests/test_docs.py",

@@ -50,11 +50,14 @@ from tests.helpers.llamacpp import (
     count,
     expected,
     gap,
+    pytestmark,
     result_of,
     tool,
 )
 from tests.helpers.random_blocks import changed_block
 from tests.helpers.random_eagles import all_tokens, changed, committed, random_eagle, vary, widened
+
+__all__ = ["pytestmark"]
 
 DRAFT_TIE = 2e-3  # the same of drafts, which stand at the end of longer sums
 """What the target's logits of two tokens differ by at most where llama.cpp's sums may prefer

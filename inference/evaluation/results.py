@@ -209,7 +209,7 @@ class SettingFigures(Struct, kw_only=True):
     """Figures of every drafter at one temperature and batch size."""
 
     temperature: Temperature
-    """Of the sampling; 0 is greedy."""
+    """Temperature of the sampling; 0 is greedy."""
     batch: Annotated[int, Meta(ge=1)]
     """Requests that are decoded together."""
     lossless: bool

@@ -26,7 +26,7 @@ class Speculation(Struct, kw_only=True):
     """Figures of an engine's drafts during the measured requests; null for what is not known."""
 
     speculates: bool | None = None
-    """Whether the server drafts."""
+    """True if the server drafts."""
     tau_incl_bonus: Number
     """From the server's counters; `tau_definition` says how."""
     tau_definition: str = ""
@@ -52,7 +52,7 @@ class ServerFigures(Speculation, kw_only=True):
     """Figures of a live server at one temperature and concurrency."""
 
     temperature: Temperature
-    """Of the sampling; 0 is greedy."""
+    """Temperature of the sampling; 0 is greedy."""
     concurrency: Annotated[int, Meta(ge=1)]
     """Requests at once."""
     accept_rate: Number

@@ -242,7 +242,7 @@ class DraftTree:
 
 @dataclass(kw_only=True)
 class Pass:
-    """Where the positions of a forward pass are, and what they see.
+    """Places of the positions of a forward pass, and what they see.
 
     Without `depths` they are texts, each position after the one before it, and with a cache the
     next piece of its texts. With `depths` they are tree nodes over a cache, whose committed

@@ -1,4 +1,4 @@
-"""What several engines cannot express or compute otherwise, and remarks: tables of sentences.
+"""Sentences about what several engines cannot express or compute otherwise, in tables.
 
 Rotary positions are compared by value with ours, which are transformers' (`modeling_rope_utils.py`
 of 5.23), for texts of any length. What engines compute was read in vLLM 0.33.0

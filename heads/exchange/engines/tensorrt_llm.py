@@ -45,7 +45,7 @@ TARGETS = TargetList(
     families("gemma3 gemma4 phi3 granite olmo3 smollm3"),
 )
 BLOCK_TARGETS = TargetList(TARGETS.version, families("gemma3 gemma4 phi3"))
-"""Of the classes that were read: not all."""
+"""Some of its classes, not all: those that were read."""
 
 ENGINE = ServingEngine(
     name="trtllm",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,9 +18,6 @@ from .formats import Conversation
 
 Group = tuple[str, ...]
 """Names of a row's source and category, the larger first."""
-
-
-NEARLY_ALL = 0.9
 
 
 class Units:
@@ -62,21 +59,6 @@ def _keys(row: Any, conversation: Conversation, source: str) -> list[int]:
     if given not in (None, ""):
         keys.append(number_of(json.dumps([source, str(given)])))
     return keys
-
-
-def shared_id(rows: Iterable[Any]) -> str:
-    """Return what is wrong, and what to do, where nearly all rows have one id; else an empty text.
-
-    Such an id is usually not that of a conversation, but a number that was never filled in.
-    """
-    ids = Counter(str(_given_id(row)) for row in rows if isinstance(row, dict))
-    given, count = ids.most_common(1)[0] if ids else ("", 0)
-    if given in ("None", "") or count < 2 or count < NEARLY_ALL * ids.total():
-        return ""
-    return (
-        f"{count} of {ids.total()} rows have the id {given}, so that they count as one "
-        "conversation; remove the key, or give each conversation its own"
-    )
 
 
 def _given_id(row: Any) -> Any:

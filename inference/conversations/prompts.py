@@ -11,16 +11,20 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..settings import BadRows, RowSource
-from .benchmarks import benchmark_of, check_prompts
-from .choice import Units, alternately, described, shared_id
+from .choice import Units, alternately, described
 from .formats import Conversation, conversation_of
-from .given import GivenRows
 from .messages import RowError
-from .notes import Notes
-from .plain import warn_of_plain_text
 from .rendering import prompt_ids
-from .rows import LeftOut, parsed
-from .sources import KINDS, refuse_settings, rows_of, source_of
+from .rows import GivenRows, LeftOut, Notes, parsed
+from .sources import (
+    KINDS,
+    benchmark_of,
+    check_prompts,
+    refuse_settings,
+    rows_of,
+    source_of,
+)
+from .templates import warn_of_plain_text
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +81,6 @@ def read_prompts(
         except RowError as error:
             left_out.add(name, error)
     of_units = [units.of(raw, conversation) for _, raw, conversation in rows]
-    if len({*of_units}) == 1 and (equal := shared_id(raw for _, raw, _ in rows)):
-        log.warning("%s: %s; no interval can be given", path, equal)
     categories = [str(raw.get("category") or "") for _, raw, _ in rows]
     order: Sequence[int] = range(len(rows))
     if limit is not None:

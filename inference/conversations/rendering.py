@@ -14,8 +14,7 @@ from typing import Any
 from ...heads.files import JsonObject
 from .formats import Conversation
 from .messages import IGNORED, REASONING_KEYS, RowError, reasoning_of
-from .notes import Notes
-from .plain import prompt_of_text
+from .rows import Notes
 from .said import (
     REASONING_BEGINS,
     REASONING_ENDS,
@@ -28,7 +27,7 @@ from .said import (
     split_reasoning,
     times,
 )
-from .templates import ChatTemplate
+from .templates import ChatTemplate, plain_ids, refuse_rendered
 
 READ = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *IGNORED}
 """Keys of a message that need not be looked for, besides its texts."""
@@ -287,7 +286,9 @@ def prompt_ids(
         )
         return conversation.token_ids[:first]
     if conversation.messages is None:
-        return prompt_of_text(conversation.text or "", tokenizer)
+        if conversation.completion is None:
+            refuse_rendered(conversation.text or "", tokenizer)
+        return plain_ids(tokenizer, conversation.text or "")
     text = Rendering(conversation, tokenizer, name, notes).prompt()
     # The template has written all special tokens into the text already.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

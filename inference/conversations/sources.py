@@ -1,50 +1,42 @@
-"""Rows of files, folders, clones and data sets on the hub.
+"""Rows of files, folders and data sets on the hub, and benchmarks by name.
 
-`datasets` is imported only for parquet files, clones and names on the hub.
-What goes wrong there is said in one line of our own, which names the setting to change.
+`datasets` is imported only for parquet files and names on the hub. A benchmark is a file of one
+commit, so that it holds the same prompts everywhere.
 """
 
 from __future__ import annotations
 
-import os
+import gzip
+import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ...heads.errors import UserError, first_line
 from ...heads.files import write_failure
 from ..settings import RowSource
-from .given import GivenRows
-from .rows import read_json_rows
+from .messages import RowError
+from .rows import GivenRows, parsed, read_json_rows
+
+log = logging.getLogger(__name__)
 
 KINDS = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that describe the rows of a folder."""
 LFS = b"version https://git-lfs.github.com/spec/"
 """Beginning of the files that git leaves in place of large ones until `git lfs pull`."""
-REFUSALS = {
-    ("RevisionNotFoundError",): "has no such revision; give a branch, a tag or a commit as "
-    "revision (--revision)",
-    ("GatedRepoError",): "is given only to those who accept its terms; do so on its page, and log "
-    "in with hf auth login",
-    ("DatasetNotFoundError",): "is no local file or folder, and the hub gives you no data set of "
-    "this name and revision; check both",
-    ("DataFilesNotFoundError", "EmptyDatasetError"): "holds no files of rows; name another",
-    ("ConnectionError", "TimeoutError", "HfHubHTTPError", "httpcore", "httpx", "aiohttp"): "is no "
-    "local file or folder, and the hub cannot be reached; check the name and the network",
-    ("RuntimeError",): "is made by a script of its own, which is not run; the hub may have its "
-    "rows as parquet: --revision refs/convert/parquet",
-}
-"""Messages about errors, by the names of classes, or of their packages, in their causes."""
+RAW = "https://raw.githubusercontent.com"
+GZIP = b"\x1f\x8b"  # first bytes of what is compressed
 
 
 def rows_of(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
 
-    A source is a JSON, JSONL or parquet file, a folder of them, a clone of a data set on the hub,
-    such a data set, or rows from Python. Raises `UserError`.
+    A source is a JSON, JSONL or parquet file, a folder of them, a data set on the hub, or rows from
+    Python. Raises `UserError`.
     """
     if isinstance(source, GivenRows):
         yield from source
@@ -110,9 +102,11 @@ def _files_in(folder: Path, source: RowSource) -> list[Path]:
         )
     there = sorted(file for file in folder.iterdir() if file.name[0] != ".")
     files = [file for file in there if file.name.endswith(KINDS) and file.name not in METADATA]
-    in_data = any(file.name.endswith(KINDS) for file in folder.glob("data/*"))
-    if _has_card(folder) or (in_data and not files):
-        return _clone_files(source)
+    if _has_card(folder):
+        raise UserError(
+            f"data source {folder} is a clone of a data set, of which the README.md says what its "
+            "files are; name one of the files, or give the data set's name on the hub"
+        )
     refuse_settings(source, "a folder of files")
     if not files:
         others = f" but {', '.join(file.name for file in there[:3])}" if there else ""
@@ -139,11 +133,11 @@ def _check_file(file: Path) -> None:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
 
 
-def refuse_settings(source: RowSource, what: str, *allowed: str) -> None:
+def refuse_settings(source: RowSource, what: str) -> None:
     """Raise `UserError` if the source has settings that a local one, `what`, does not have."""
     plain = RowSource(source.path)
     for name in ("config_name", "revision", "split"):
-        if name not in allowed and getattr(source, name) != getattr(plain, name):
+        if getattr(source, name) != getattr(plain, name):
             raise UserError(
                 f"data source {source} is {what}, which has no {option(name)}; leave that out"
             )
@@ -156,23 +150,6 @@ def _has_card(folder: Path) -> bool:
             return file.read(4) == b"---\n"
     except OSError:
         return False
-
-
-def _clone_files(source: RowSource) -> list[Path]:
-    """Return the files of a split of a clone, which `datasets` finds. Raises `UserError`."""
-    refuse_settings(source, "a clone", "split", "config_name")
-    found = builder_of(source).config.data_files or {}
-    by_split = {str(split): [*map(Path, files)] for split, files in found.items()}
-    check_split(source, [*by_split])
-    # Not resolved: the files of a copy in the hub's cache are links to a folder beside it.
-    folders = (os.path.abspath(source.path), os.path.realpath(source.path))
-    for file in by_split[source.split]:
-        if not any(Path(os.path.abspath(file)).is_relative_to(folder) for folder in folders):
-            raise UserError(
-                f"data source {source}: its README.md names {file}, which is outside of the "
-                "folder; correct it"
-            )
-    return by_split[source.split]
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -211,85 +188,150 @@ def datasets_for(source: str) -> Any:
     return datasets
 
 
-def builder_of(source: RowSource) -> Any:
-    """Return what reads a data set: one on the hub, or a folder. Its rows are not downloaded yet.
-
-    Raises `UserError`, for a configuration or a revision that does not exist among others.
-    """
+def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a data set on the hub. Raises `UserError`."""
     datasets = datasets_for(source.path)
     try:
         builder = datasets.load_dataset_builder(
             source.path, source.config_name, revision=source.revision
         )
+        _check_builder(source, builder)
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=source.split)
+        yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
+    except UserError:
+        raise
     except Exception as error:
-        names: list[str] = []
-        if isinstance(error, ValueError):
-            with suppress(OSError, ValueError):
-                names = datasets.get_dataset_config_names(source.path, revision=source.revision)
-        raise _refusal(source, error, names) from error
+        raise _refusal(source, error) from error
+
+
+def _check_builder(source: RowSource, builder: Any) -> None:
+    """Raise `UserError` for a data set without the source's revision or split.
+
+    `builder` is what reads it; nothing but its list of files is downloaded yet.
+    """
     # Without the network the package takes the last copy that it has, of any revision.
     if source.revision is not None and not builder.config.data_files:
         raise UserError(
             f"data set {source}: the hub cannot be reached for its revision {source.revision}; "
             f"check the network, or leave out {option('revision')} to read the copy that is here"
         )
-    return builder
-
-
-def check_split(source: RowSource, names: list[str]) -> None:
-    """Raise `UserError`, with the splits that there are, unless one of them is the source's."""
-    if source.split not in names:
-        raise UserError(
-            f"data set {source} has no split {source.split}; give one as {option('split')}: "
-            f"{', '.join(names) or 'it has none'}"
-        )
-
-
-def hub_rows(source: RowSource) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of every row of a data set on the hub. Raises `UserError`."""
-    builder = builder_of(source)
     # Without the network there is no list of files, but of splits. A slice is train[:100].
     names = [*map(str, builder.config.data_files or builder.info.splits or ())]
-    if names and re.fullmatch(r"[\w.-]+", source.split):
-        check_split(source, names)
-    try:
-        builder.download_and_prepare()
-        rows = builder.as_dataset(split=source.split)
-        yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))
-    except Exception as error:
-        raise _refusal(source, error) from error
-
-
-def _refusal(source: RowSource, error: Exception, names: Sequence[str] = ()) -> UserError:
-    """Return what is wrong, and what to do, for an error of the package datasets.
-
-    `names` are the configurations, if the one that was asked for was not found.
-    """
-    causes: list[BaseException] = [error]
-    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(before)
-    if full := next(filter(None, map(write_failure, causes)), None):
-        return UserError(f"data set {source} cannot be stored: {full}; free some space")
-    if "find cache" in str(error):
-        return UserError(
-            f"data set {source}: the hub cannot be reached, and this configuration is not among "
-            "the copies that are here; check the network"
+    if names and re.fullmatch(r"[\w.-]+", source.split) and source.split not in names:
+        raise UserError(
+            f"data set {source} has no split {source.split}; give one as {option('split')}: "
+            f"{', '.join(names)}"
         )
-    if names and source.config_name not in names:
-        name = source.config_name
-        what = f"has no configuration {name}" if name else "has several configurations"
-        label = getattr(source, "name", None)
-        hint = f" (its name, {label}, is for counts and messages)" if label in names else ""
-        return UserError(
-            f"data set {source} {what}; give one as {option('config_name')}: "
-            f"{', '.join(names)}{hint}"
-        )
-    kinds = [kind for cause in causes for kind in type(cause).__mro__]
-    found = {kind.__name__ for kind in kinds} | {kind.__module__.split(".")[0] for kind in kinds}
-    for errors, what in REFUSALS.items():
-        if found & {*errors}:
-            return UserError(f"data source {source} {what}")
+
+
+def _refusal(source: RowSource, error: Exception) -> UserError:
+    """Return what is wrong, and what to do, for an error of the package datasets."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if full := write_failure(cause):
+            return UserError(f"data set {source} cannot be stored: {full}; free some space")
+        cause = cause.__cause__ or cause.__context__
+    said = " ".join(str(error).split())[:300]
     return UserError(
-        f"data source {source} cannot be read as one table of rows; download its files and give "
-        "those that are JSON, JSONL or parquet"
+        f"data source {source} is neither a local file or folder nor a data set that can be read "
+        f"from the hub ({type(error).__name__}: {said}); check its name, "
+        f"{option('config_name')}, {option('revision')} and the network"
     )
+
+
+class Benchmark(Struct, frozen=True):
+    """Prompts that are known by a name, as a report names them."""
+
+    name: str
+    """Name that it was asked for by."""
+    path: str
+    """Address of the JSONL file."""
+    key: str
+    """Key of a row that holds what the user says: a text, or the turns of a conversation."""
+    license: str
+    """Licence that the repository names, by the hub's name for it."""
+
+    def rows(self) -> Iterator[Any]:
+        """Yield what the user says in every row: a text, or a row of turns with its category.
+
+        Raises `UserError`, with the file to download, if the rows cannot be read.
+        """
+        log.info("%s: %s (licence %s)", self.name, self.path, self.license)
+        try:
+            for row in rows_at(self.path):
+                asked = row[self.key]
+                if isinstance(asked, list):
+                    asked = {"turns": asked, "category": row.get("category")}
+                yield asked
+        except UserError as error:
+            raise UserError(
+                f"benchmark {self.name} cannot be read: {error}; check HF_HUB_OFFLINE and "
+                f"the network, or download {self.path} and give its path"
+            ) from error
+
+
+FILES = {
+    "mt-bench": "lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d/"
+    "fastchat/llm_judge/data/mt_bench/question.jsonl",
+    "gsm8k": "openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
+    "grade_school_math/data/test.jsonl",
+    "humaneval": "openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d/"
+    "data/HumanEval.jsonl.gz",
+    "spec-bench": "hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
+    "data/spec_bench/question.jsonl",
+}
+"""Files of the benchmarks: repository, commit and path."""
+KEYS = {"gsm8k": ("question", "mit"), "humaneval": ("prompt", "mit")}
+"""Key and licence of those whose rows do not have `turns` and whose licence is not Apache's."""
+
+
+BENCHMARKS = {
+    name: Benchmark(name, f"{RAW}/{path}", *KEYS.get(name, ("turns", "apache-2.0")))
+    for name, path in FILES.items()
+}
+
+
+def rows_at(address: str) -> Iterator[Any]:
+    """Yield the rows of a JSONL file at an address, compressed by gzip or not.
+
+    Raises `UserError` if it cannot be had, or is not JSONL.
+    """
+    import httpx
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
+        raise UserError("HF_HUB_OFFLINE is set")
+    try:
+        found = httpx.get(address, follow_redirects=True, timeout=60).raise_for_status().content
+        text = (gzip.decompress(found) if found.startswith(GZIP) else found).decode()
+        # `splitlines` would end a line at characters that a JSON text may hold as well
+        yield from map(parsed, filter(str.strip, text.split("\n")))
+    except (httpx.HTTPError, RowError, OSError, ValueError) as error:
+        raise UserError(f"{address}: {first_line(error)}") from error
+
+
+def benchmark_of(source: str | RowSource) -> Benchmark | None:
+    """Return the benchmark that a source of prompts names; None for any other source.
+
+    Raises `UserError` for a name that is a path too, and for settings that the benchmark fixes.
+    """
+    source = source_of(source)
+    if (name := source.path) not in BENCHMARKS:
+        return None
+    if Path(name).exists():
+        raise UserError(
+            f"{name} is the name of a benchmark, and of a path here; write ./{name} for the path, "
+            "or rename it to read the benchmark"
+        )
+    refuse_settings(source, "a benchmark")
+    return BENCHMARKS[name]
+
+
+def check_prompts(source: RowSource) -> None:
+    """Raise `UserError` for a source of prompts that is neither a benchmark nor can be read here.
+
+    Whether the hub has a data set is not asked.
+    """
+    if benchmark_of(source) is None:
+        source_files(source)

@@ -1,5 +1,9 @@
 """A target's chat template: what it takes, found by trying it, and the texts that it makes.
 
+Plain text has its tokens from here too, special tokens included. A tokenizer may add beginning and
+end tokens to every text. A prompt has the beginning alone, once; an end belongs to what is learned,
+and is added there.
+
 Servers fit a request to the template before they render it: they join parts of text where it wants
 a text, parse the arguments of calls where it wants an object, and call a developer's message the
 system's where it knows no other. `ChatTemplate` does the same, after one trial of each property.
@@ -9,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from .messages import REASONING_KEYS, RowError, joined, parsed, reasoning_of
+
+log = logging.getLogger(__name__)
 
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 TEMPLATE_ARGUMENTS |= {"messages"}
@@ -240,14 +246,6 @@ class ChatTemplate:
         ids = self._tokenizer(turn.partition("qzreply")[2], add_special_tokens=False)["input_ids"]
         return [token for token in ids if token in self.special_ids]
 
-    @cached_property
-    def ends_before_more(self) -> frozenset[int]:
-        """Special token that the template writes first after a reply that is not the last."""
-        more = self._tried([ASKED, {"role": "assistant", "content": "qzreply"}, ASKED])
-        after = more.partition("qzreply")[2]
-        ids = self._tokenizer(after, add_special_tokens=False)["input_ids"]
-        return frozenset([token for token in ids if token in self.special_ids][:1])
-
     def endless(self, eos_ids: frozenset[int]) -> str:
         """Return why replies would not end where the template ends them; empty if they do.
 
@@ -283,20 +281,19 @@ class ChatTemplate:
         # `raise_exception` raises this very type; jinja's own errors are subclasses of it.
         reason = f": {str(error).strip()}" if type(error) is TemplateError else ""
         reason = " ".join(reason.split())[:200]
-        alone = _harmless(messages, tools, names)
-        field = next((f for f, less, left in alone if self._tried(less, left, for_reply)), None)
-        if field is None:
-            # the first message from which on no beginning of the conversation can be rendered
-            count = len(messages)
-            while count > 1 and not self._tried(messages[: count - 1], tools):
-                count -= 1
-            name, content = names[count - 1]
-            field = name if name == content else f"{name}.role"
+        if tools and self._tried(messages, None, for_reply):
+            return RowError(f"tools: the chat template cannot render them{reason}")
+        # the first message from which on no beginning of the conversation can be rendered
+        count = len(messages)
+        while count > 1 and not self._tried(messages[: count - 1], tools):
+            count -= 1
+        field = names[count - 1][0]
         return RowError(f"{field}: the chat template cannot render it{reason}")
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[str, str], ChatTemplate]] = WeakKeyDictionary()
 """Templates by tokenizer, and by source and arguments: each is tried once."""
+_BEGINNINGS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def without_space(text: str) -> str:
@@ -319,18 +316,64 @@ def _as_object(arguments: str) -> JsonObject | str:
     return value if isinstance(value, dict) else arguments
 
 
-def _harmless(
-    messages: list[JsonObject], tools: list[JsonObject] | None, names: Names
-) -> Iterator[tuple[str, list[JsonObject], list[JsonObject] | None]]:
-    """Yield the name of one field after another, and messages and tools with it made harmless."""
-    if tools:
-        yield "tools", messages, None
-    for index, (message, (name, content)) in enumerate(zip(messages, names, strict=True)):
-        if "tool_calls" in message:
-            changed = {key: value for key, value in message.items() if key != "tool_calls"}
-            changed["content"] = message.get("content") or "x"
-            field = f"{name}.tool_calls"
-        else:
-            changed, field = {**message, "content": "x"}, content
-        if changed != message:
-            yield field, [*messages[:index], changed, *messages[index + 1 :]], tools
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, with the beginning that the tokenizer adds to texts.
+
+    A text that has it already gets no second one; an end that the tokenizer adds is left out.
+    """
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    begin = beginning(tokenizer)
+    return ids if not begin or ids[: len(begin)] == begin else begin + ids
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer adds before every text; none if it adds none.
+
+    It is tried once for each tokenizer.
+    """
+    if (known := _BEGINNINGS.get(tokenizer)) is None:
+        known = _BEGINNINGS[tokenizer] = _tried_beginning(tokenizer)
+    return known
+
+
+def _tried_beginning(tokenizer: Any) -> list[int]:
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start]
+    return []
+
+
+def refuse_rendered(text: str, tokenizer: Any) -> None:
+    """Raise `RowError` for a plain text that the chat template has rendered, with a reply in it.
+
+    As a text its prompts would be learned as if the target had written them. It is found by the
+    generation prompt, if that has a special token.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    header = ChatTemplate.of(tokenizer, "", {}).header
+    # A generation prompt may open the reasoning, which a text need not have.
+    role = header.partition("<think>")[0].rstrip()
+    if role not in text or not any(token in role for token in tokenizer.all_special_tokens):
+        return
+    if text.rpartition(role)[2].strip() not in ("", header[len(role) :].strip()):
+        raise RowError(
+            "the text is already rendered by a chat template; write its turns as messages"
+        )
+
+
+def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
+    """Warn if a chat model is given `plain` rows of a file without its chat template.
+
+    It may answer them with an empty reply.
+    """
+    if plain and getattr(tokenizer, "chat_template", None):
+        log.warning(
+            "%s: %d rows are plain text, which the target is given as it is, without its chat "
+            "template; for questions to a chat model write "
+            '{"messages": [{"role": "user", "content": "..."}]}',
+            path,
+            plain,
+        )

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
-from ..conversations.benchmarks import check_prompts
-from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, read_prompts
+from ..conversations.rows import GivenRows
+from ..conversations.sources import check_prompts
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key

@@ -33,9 +33,9 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
-from ..conversations.benchmarks import benchmark_of
-from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
+from ..conversations.rows import GivenRows
+from ..conversations.sources import benchmark_of
 from ..conversations.templates import endless
 from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import checked_proposer, files_of

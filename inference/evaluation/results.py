@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
-from ..conversations.benchmarks import Benchmark
+from ..conversations.sources import Benchmark
 from .definitions import ByDepth, ByName, Interval, Number, Temperature
 from .server_figures import ServerReport
 

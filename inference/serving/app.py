@@ -30,8 +30,7 @@ from yaml import YAMLError
 
 from ...heads.files import JsonObject
 from ..settings import Sampling
-from .engine import INTERNAL, BatchSettings, Engine
-from .errors import RequestError, similar
+from .engine import INTERNAL, BatchSettings, Engine, RequestError
 from .protocol import ChatRequest, Common, CompletionRequest, read_request, requests_of, sampling_of
 from .replies import EventStream, Pending
 
@@ -110,9 +109,7 @@ class Service:
         """Return the entry of a model. Raises `RequestError` for an unknown one."""
         if name in self.models:
             return self.models[name]
-        close = similar(name, self.models)
-        meant = f"did you mean {close}? There" if close else "there"
-        message = f"there is no model {name!r}; {meant} are: {', '.join(self.models)}"
+        message = f"there is no model {name!r}; there are: {', '.join(self.models)}"
         raise RequestError(message, "model", "model_not_found", 404)
 
 
@@ -147,7 +144,7 @@ def app_of(service: Service) -> Starlette:
             error = RequestError("the client has left")
         elif not isinstance(error, RequestError):  # the server's log shows it
             error = RequestError(INTERNAL, None, "internal_error", 500)
-        return error.answer()
+        return JSONResponse(error.body(), error.status, error.headers)
 
     return Starlette(
         routes=routes,

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ...heads.files import JsonObject
 from ..decode import Request, Round, decode
 from ..detokenize import special_ids
 from ..drafters import proposer_like
@@ -21,7 +22,6 @@ from ..proposer import Proposer
 from ..settings import GREEDY, Sampling
 from ..targets.target import Target
 from .counters import ServerCounters
-from .errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,33 @@ QUEUE = 256
 """Replies that may wait. More clients at once would rather use an engine."""
 STOPPING = "the server is stopping"
 INTERNAL = "an internal error; the server's log says which"
+LONGEST_MESSAGE = 500  # characters: a message may name what a client sent
+
+
+class RequestError(Exception):
+    """Request that is refused or fails: message, field that is meant, code, HTTP status, headers.
+
+    The errors of the server itself have a status of 500 or more.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = "invalid_value",
+        status: int = 400,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status, self.headers = param, code, status, headers
+
+    def body(self) -> JsonObject:
+        """Return the error as JSON."""
+        text = str(self)
+        if len(text) > LONGEST_MESSAGE:
+            text = text[: LONGEST_MESSAGE - 1] + "…"
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": text, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)

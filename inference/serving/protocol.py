@@ -7,6 +7,7 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import replace
 from typing import Annotated, Any
@@ -18,15 +19,14 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..conversations.formats import Conversation, conversation_of
 from ..conversations.messages import RowError, joined
-from ..conversations.plain import plain_ids
 from ..conversations.rendering import prompt_ids
 from ..conversations.rows import parsed
-from ..conversations.templates import check_template_kwargs
+from ..conversations.templates import check_template_kwargs, plain_ids
 from ..decode import Request
 from ..settings import Sampling
-from .engine import Engine
-from .errors import LONGEST_NAME, RequestError, refused_by_type
+from .engine import Engine, RequestError
 
+LONGEST_NAME = 256  # characters
 MOST_CHOICES = 128
 MOST_STOPS = 4  # as in OpenAI's API
 LONGEST_STOP = 256  # characters; each token of a reply is compared with all of them
@@ -53,7 +53,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that both kinds of requests have."""
 
-    model: Annotated[str, Meta(max_length=LONGEST_NAME * 4)] | None = None
+    model: Annotated[str, Meta(max_length=LONGEST_NAME)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -120,7 +120,7 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
     try:
         request = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise refused_by_type(error, kind) from error
+        raise refused_by_type(error) from error
     if value.get("best_of") in (1, request.n):
         value["best_of"] = None
     if value.get("response_format", {}).get("type", "text") == "text":
@@ -131,6 +131,21 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
                 f"{name} is not supported here; leave it out", name, "unsupported_parameter"
             )
     return request
+
+
+def refused_by_type(error: msgspec.ValidationError) -> RequestError:
+    """Return the refusal of a request of another type, with OpenAI's word for what is wrong."""
+    message = str(error).replace(" | null`", "`").replace("Object contains", "there is an")
+    message = message.replace("Object missing required field", "there has to be a field")
+    named = re.search(r"field `([^`]*)`", message)
+    placed = re.search(r"at `\$\.(\w+)", message)
+    param = placed[1] if placed else named[1] if named else None
+    code = "invalid_type" if ", got `" in message else "invalid_value"
+    if named is not None:
+        code = "unknown_parameter" if "unknown field" in message else "missing_required_parameter"
+    if param is not None and len(param) > LONGEST_NAME:
+        param = None
+    return RequestError(f"the request cannot be read: {message}", param, code)
 
 
 def sampling_of(request: Common, defaults: Sampling) -> Sampling:

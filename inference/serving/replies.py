@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ...heads.files import JsonObject
 from ..api import Reply, Transcript, none_for_nan
 from ..decode import Request, Round
-from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job
-from .errors import RequestError
+from .engine import INTERNAL, STOPPING, BatchSettings, Engine, Job, RequestError
 from .protocol import ChatRequest, Common
 
 LEFT = 499  # status in the server's own log: the client has left, and nobody reads it

@@ -16,7 +16,7 @@ from typing import Any
 
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
-from draftsmith.inference.conversations.notes import Notes
+from draftsmith.inference.conversations.rows import Notes
 from draftsmith.train.data.templates import encode
 from tests.conftest import ROOT, make_tokenizer
 

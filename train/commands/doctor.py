@@ -18,7 +18,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ...inference.console import Console, several
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.notes import Notes
+from ...inference.conversations.rows import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import endless
 from ...inference.settings import TargetConfig

@@ -13,7 +13,6 @@ from ...inference.api import Decoder
 from ...inference.console import warn
 from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.notes import Notes
 from ...inference.conversations.prompts import (
     STANDARD_INPUT,
     Prompt,
@@ -22,6 +21,7 @@ from ...inference.conversations.prompts import (
     words_or_conversations,
 )
 from ...inference.conversations.rendering import prompt_ids
+from ...inference.conversations.rows import Notes
 from ...inference.conversations.templates import check_template_kwargs
 from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer

@@ -12,7 +12,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.conversations.formats import conversation_of
-from ...inference.conversations.notes import Notes
+from ...inference.conversations.rows import Notes
 from ...inference.conversations.sources import rows_of
 from ...inference.settings import RowSource
 from ...inference.targets.target import Target

@@ -19,7 +19,7 @@ from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter, upload
 from ...heads.files import check_output_folder
 from ...inference import api
-from ...inference.conversations.given import given_rows, write_rows
+from ...inference.conversations.rows import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
 from ...inference.own_drafters import with_name

@@ -24,11 +24,9 @@ from ...heads.files import check_output, check_output_folder
 from ...heads.locks import only_writer
 from ...inference.console import Progress
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.notes import Notes
-from ...inference.conversations.plain import warn_of_plain_text
-from ...inference.conversations.rows import SHARES, LeftOut
+from ...inference.conversations.rows import SHARES, LeftOut, Notes
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.conversations.templates import endless
+from ...inference.conversations.templates import endless, warn_of_plain_text
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
 from ...inference.proposers.plain import PlainDecoding

@@ -11,9 +11,8 @@ from ...heads.errors import UserError
 from ...heads.files import check_output_folder
 from ...inference.conversations.choice import Units
 from ...inference.conversations.formats import Conversation, conversation_of
-from ...inference.conversations.given import GivenRows, write_rows
 from ...inference.conversations.messages import RowError, check_text
-from ...inference.conversations.rows import LeftOut
+from ...inference.conversations.rows import GivenRows, LeftOut, write_rows
 from ...inference.conversations.sources import rows_of, source_files
 from ..data.split import chance
 from .options import SplitOptions as Options

@@ -17,9 +17,9 @@ from ...heads.fingerprint import without_name
 from ...inference.console import Progress
 from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
 from ...inference.conversations.messages import RowError, plain_message
-from ...inference.conversations.notes import Notes
-from ...inference.conversations.plain import plain_ids
 from ...inference.conversations.rendering import prompt_ids
+from ...inference.conversations.rows import Notes
+from ...inference.conversations.templates import plain_ids
 from ...inference.targets.target import Target
 from ..documents import WrittenRow
 

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...heads.errors import UserError
@@ -117,25 +117,22 @@ def _common(
     """Return the n-grams that many units have.
 
     `grams` are those of each held-out row, `shared` those of each training row that are among them.
-    The most frequent one is logged.
     """
     rows = [*held_out, *train]
     units, count = _units(rows, [*grams, *shared])
     of_held_out, _ = _units(held_out, grams)
     most = max(COMMON_UNITS, COMMON_SHARE * count)
     common = {
-        gram: number
+        gram
         for gram, number in units.items()
         if number > most and of_held_out[gram] >= COMMON_HELD_OUT
     }
     if common:
-        worst, number = _most_frequent(common, rows)
         log.info(
-            "runs of %d words that more than %d conversations have do not count as contamination, "
-            'such as "%s" (%d)',
-            NGRAM_WORDS, most, worst, number,
+            "%d runs of %d words, in more than %d conversations each, are no contamination",
+            len(common), NGRAM_WORDS, most,
         )  # fmt: skip
-    return set(common)
+    return common
 
 
 def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
@@ -144,16 +141,6 @@ def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counte
     for row, own in zip(rows, grams, strict=True):
         by_unit.setdefault(row.unit, set()).update(own)
     return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
-
-
-def _most_frequent(counts: Mapping[int, int], rows: Sequence[SourceRow]) -> tuple[str, int]:
-    """Return the words and the number of the n-gram of most `counts`, of equals the first."""
-    most = max(counts.values())
-    for row in rows:
-        for words in _grams(row.words):
-            if counts.get(hash(words)) == most:
-                return " ".join(words), most
-    raise AssertionError("the n-grams are those of the rows")
 
 
 def _refuse(
@@ -166,9 +153,9 @@ def _refuse(
     share = len(removed) / total
     lost = f"{len(removed)} of {total} training rows share words with held-out rows"
     found = "they have the prompt of a held-out row"
-    if counts := Counter(gram for _, own in removed for gram in own):
-        worst, count = _most_frequent(counts, [row for row, _ in removed])
-        found = f'"{worst}" is in {count} of them'
+    shared = (words for row, own in removed for words in _grams(row.words) if hash(words) in own)
+    if words := next(shared, ()):
+        found = f'such as "{" ".join(words)}"'
     if share > allowed:
         raise UserError(
             f"data source {source}: {lost} ({found}); hold out whole sources, accept it with "

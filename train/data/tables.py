@@ -32,17 +32,16 @@ from ...heads.files import (
 )
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
-from ...inference.conversations.choice import Group, Units, number_of, prompt_of, shared_id
-from ...inference.conversations.formats import CUT_SHORT, Conversation, conversation_of
+from ...inference.conversations.choice import Group, Units, number_of, prompt_of
+from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.notes import Notes
-from ...inference.conversations.rows import LeftOut
+from ...inference.conversations.rows import LeftOut, Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
 from .split import SourceRow, chance, clean, is_held_out, with_one_held_out
-from .templates import Encoded, cut_replies, encode
+from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
 
@@ -232,8 +231,7 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         lost: list[str] = []
         rows += _read(source, data, target, units, seed, count, lost)
         _refuse_losses(name, count, lost, data.max_lost_share)
-    equal = _equal_ids(data, rows)
-    if data.held_out.by == "row" and not equal and not any(row.held_out for row in rows):
+    if data.held_out.by == "row" and not any(row.held_out for row in rows):
         rows = with_one_held_out(rows, seed)
     train = [row for row in rows if not row.held_out]
     held_out = [row for row in rows if row.held_out]
@@ -251,9 +249,12 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     if not train or not held_out:
         remedy = "check data.sources and data.held_out"
         if data.held_out.by == "row":
-            remedy = "give two prompts or more, or another --data.held-out.share"
-        why = f": {equal}" if equal else f" ({_describe(counts)}); {remedy}"
-        raise UserError(f"no rows are left {'held out' if train else 'to learn from'}{why}")
+            remedy = (
+                "give two prompts or more, each conversation with an id of its own or none, or "
+                "another --data.held-out.share"
+            )
+        kind = "held out" if train else "to learn from"
+        raise UserError(f"no rows are left {kind} ({_describe(counts)}); {remedy}")
     for kind, kept in (("train", train), ("held out", held_out)):
         for row in kept:
             counts[row.source][kind] += 1
@@ -261,23 +262,6 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     groups = sorted({row.group for row in (*train, *held_out)})
     plain = {name: dict(count) for name, count in counts.items()}
     return Tables(_table(train, groups), _table(held_out, groups), plain, groups)
-
-
-def _equal_ids(data: Data, rows: list[SourceRow]) -> str:
-    """Return which source has nearly all of its rows under one id, which the log says too.
-
-    An empty text if there is none, or if rows are not held out by their units.
-    """
-    found = ""
-    for source in data.sources if data.held_out.by == "row" else ():
-        name = source.name or source.path
-        units = Counter(row.unit for row in rows if row.source == name)
-        # The ids themselves are not in memory; a source of one large unit is read again for them.
-        large = bool(units) and units.most_common(1)[0][1] > max(1, units.total() / 2)
-        if large and (equal := shared_id(raw for _, raw in rows_of(source))):
-            found = found or f"in data source {name} {equal}"
-            log.warning("data source %s: %s", name, equal)
-    return found
 
 
 def _table(rows: list[SourceRow], groups: list[Group]) -> TokenTable:
@@ -310,10 +294,8 @@ def _read(
     name = source.name or source.path
     left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
     tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
-    ends: list[str] = []  # reasons for which replies ended, as far as rows name them
     for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
-        ends += reasons_of(raw)
         conversation = _conversation(raw)
         unit = 0  # of a malformed row, which is lost
         if not isinstance(conversation, RowError):
@@ -372,8 +354,6 @@ def _read(
             (name, str(raw.get("category") or "")),
         )
     notes.report(f"data source {name}")
-    if line := cut_replies(sum(reason in CUT_SHORT for reason in ends), len(ends)):
-        log.warning("data source %s: %s", name, line)
 
 
 def units_of(data: Data) -> Units:
@@ -387,15 +367,6 @@ def units_of(data: Data) -> Units:
             if not isinstance(conversation, RowError):
                 units.add(raw, conversation, name)
     return units
-
-
-def reasons_of(raw: Any) -> list[str]:
-    """Return the reasons for which the replies of a row ended, as far as the row names them."""
-    if not isinstance(raw, dict):
-        return []
-    listed = raw.get("finish_reasons")
-    given = listed if isinstance(listed, list) else [raw.get("finish_reason")]
-    return [reason for reason in given if isinstance(reason, str)]
 
 
 def _conversation(raw: Any) -> Conversation | RowError:

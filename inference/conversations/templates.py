@@ -56,7 +56,15 @@ def endless(tokenizer: Any, name: str, eos_ids: frozenset[int], kwargs: JsonObje
     """
     if not getattr(tokenizer, "chat_template", None):
         return ""
-    return ChatTemplate.of(tokenizer, name, kwargs).endless(eos_ids)
+    end_ids = ChatTemplate.of(tokenizer, name, kwargs).end_ids
+    if not end_ids or eos_ids & {*end_ids}:
+        return ""
+    return (
+        f"the chat template ends a reply with {''.join(tokenizer.convert_ids_to_tokens(end_ids))}, "
+        f"which does not end generation (eos_token_id is {sorted(eos_ids)}): replies run on after "
+        f"the end of their turn; add {end_ids[0]} to eos_token_id in the target's "
+        "generation_config.json"
+    )
 
 
 class ChatTemplate:
@@ -245,20 +253,6 @@ class ChatTemplate:
         turn = self._turn_of(self._tried([ASKED], reply=True), {"content": "qzreply"})
         ids = self._tokenizer(turn.partition("qzreply")[2], add_special_tokens=False)["input_ids"]
         return [token for token in ids if token in self.special_ids]
-
-    def endless(self, eos_ids: frozenset[int]) -> str:
-        """Return why replies would not end where the template ends them; empty if they do.
-
-        `eos_ids` are the tokens that end the target's generation.
-        """
-        if not self.end_ids or eos_ids & {*self.end_ids}:
-            return ""
-        ends = "".join(self._tokenizer.convert_ids_to_tokens(self.end_ids))
-        return (
-            f"the chat template ends a reply with {ends}, which does not end generation "
-            f"(eos_token_id is {sorted(eos_ids)}): replies run on after the end of their turn; add "
-            f"{self.end_ids[0]} to eos_token_id in the target's generation_config.json"
-        )
 
     def _turn_of(self, prompt: str, message: JsonObject) -> str:
         """Return what a reply adds to `prompt`; empty if the template does not continue it."""

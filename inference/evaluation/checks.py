@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
-from ..conversations.prompts import Prompt, read_prompts
+from ..conversations.prompts import Prompt, check_source, read_prompts
 from ..conversations.rows import GivenRows
-from ..conversations.sources import check_prompts
 from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
 from ..profile import read_profile
-from ..settings import RowSource, TargetConfig, check_url
+from ..settings import TargetConfig, check_url
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
@@ -56,7 +55,7 @@ def check(options: Options) -> list[Setting]:
         read_profile(options.profile)
     check_server(options)
     if options.prompts is not None:
-        check_prompts(options.source(options.prompts))
+        check_source(options.source(options.prompts))
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)
@@ -82,11 +81,8 @@ def prompts_of(
     assert options.prompts is not None
     check_template_kwargs(options.chat_template_kwargs)
     tokenizer = tokenizer_of(options.target) if tokenizer is None else tokenizer
-    source: RowSource | GivenRows = options.source(options.prompts)
-    if given is not None:
-        source = replace(given, chat=bool(getattr(tokenizer, "chat_template", None)))
     return read_prompts(
-        source,
+        options.source(options.prompts) if given is None else given,
         tokenizer,
         options.target.path,
         options.limit,

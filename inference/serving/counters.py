@@ -48,10 +48,6 @@ class ServerCounters:
             ("vllm:num_requests_waiting", "Requests in the queue.", waiting),
         ):
             Gauge(name, meaning, registry=registry).set_function(function)
-        self._tau = Gauge(
-            "draftsmith:tau", "Tokens a round, of each drafter.", ["drafter"], registry=registry
-        )
-        self._totals: dict[str, tuple[int, int]] = {}
 
     def _add(self, name: str, amount: int = 1, label: str | None = None) -> None:
         counter = self._counters[name]
@@ -67,9 +63,6 @@ class ServerCounters:
         self._add("vllm:generation_tokens", emitted)
         if record.drafted is None:
             return
-        rounds, tokens = self._totals.get(drafter, (0, 0))
-        self._totals[drafter] = rounds + 1, tokens + emitted
-        self._tau.labels(drafter).set((tokens + emitted) / (rounds + 1))
         self._add("draftsmith:rounds", 1, drafter)
         self._add("draftsmith:round_tokens", emitted, drafter)
         if record.drafted:

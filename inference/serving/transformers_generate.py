@@ -128,14 +128,17 @@ def _decoded(
         if training:
             model.train()
     pad = config.pad_token_id
-    if pad is None:
-        pad = ends[0] if ends else 0
-    longest = max(map(len, replies))
-    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
-    sequences = torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], dim=1)
+    sequences = _padded(input_ids, replies, [*ends, 0][0] if pad is None else pad)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
+
+
+def _padded(prompts: Tensor, replies: list[list[int]], pad: int) -> Tensor:
+    """Return prompts `[B, S]` with their replies after them, those padded to one length."""
+    longest = max(map(len, replies))
+    rows = [tokens + [pad] * (longest - len(tokens)) for tokens in replies]
+    return torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)
 
 
 def _decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:

@@ -9,16 +9,17 @@ from contextlib import suppress
 from typing import Any
 
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...inference.api import Decoder
 from ...inference.console import warn
-from ...inference.conversations.formats import Conversation
+from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.prompts import (
     STANDARD_INPUT,
     Prompt,
     check_source,
     next_turn,
-    words_or_conversations,
+    words_or_rows,
 )
 from ...inference.conversations.rendering import prompt_ids
 from ...inference.conversations.rows import Notes
@@ -54,8 +55,8 @@ def run(options: Options) -> None:
         # Conversations get the template's arguments of the options.
         variables = options.chat_template_kwargs
         given = (
-            (name, one if isinstance(one, str) else one.with_arguments(variables))
-            for name, one in words_or_conversations(source, sys.stdin.buffer)
+            (name, one if isinstance(one, str) else conversation(name, one, variables))
+            for name, one in words_or_rows(source)
         )
         if options.prompts != STANDARD_INPUT:
             given = list(given)
@@ -81,6 +82,14 @@ def run(options: Options) -> None:
         raise UserError("standard input holds no prompts; give at least one line")
     if accepted:
         print_legend()
+
+
+def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
+    """Return the conversation of a row, with the template's `variables`. Raises `UserError`."""
+    try:
+        return conversation_of(row).with_arguments(variables)
+    except RowError as error:
+        raise UserError(f"{name}: {error}; fix or remove it") from error
 
 
 def one_prompt(text: str) -> str:

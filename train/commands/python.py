@@ -170,7 +170,7 @@ def evaluate(
     your own, or a list of them. `prompts` is a benchmark (mt-bench, gsm8k, humaneval, spec-bench),
     a file of prompts, the name of a data set on the hub (with `config_name`, `split` and
     `revision`), a list of texts, which are what a user says, a list of rows, or a
-    `datasets.Dataset`, or a `datasets.DatasetDict` with a `split`.
+    `datasets.Dataset`.
 
     `options` are those of the command:
 
@@ -200,10 +200,10 @@ def evaluate(
             f"[{prompts!r}]"
         )
     if not isinstance(prompts, str | PathLike):
-        for name in ("config_name", "revision"):
+        for name in ("config_name", "revision", "split"):
             if name in options:
                 raise UserError(f"{name} is for prompts by their path; leave it out")
-        rows = given_rows(prompts, "prompts", options.pop("split", None))
+        rows = given_rows(prompts, "prompts")
         prompts = "given_in_python"
     several = drafter if isinstance(drafter, list | tuple) else [drafter]
     own = [with_name(one) for one in several if isinstance(one, Proposer)]

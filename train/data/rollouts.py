@@ -123,10 +123,13 @@ class Written:
     def save(self, folder: Path) -> None:
         """Write the texts into a checkpoint's folder, end to end with their lengths."""
         if self._documents:
-            lengths = np.array([len(ids) for ids, *_ in self._documents])
-            tensors = {"lengths": lengths}
-            for name, arrays in zip(PARTS, zip(*self._documents, strict=True), strict=True):
-                tensors[name] = np.concatenate(arrays)
+            ids, masks = zip(*self._documents, strict=True)
+            lengths = np.array([*map(len, ids)])
+            tensors = {
+                "lengths": lengths,
+                "ids": np.concatenate(ids),
+                "mask": np.concatenate(masks),
+            }
             save_file(tensors, folder / self.FILE)
 
     def load(self, folder: Path) -> None:
@@ -135,13 +138,9 @@ class Written:
             stored = load_file(path)
             # `np.split` wants the inner borders only: the lengths 3 2 4 have the borders 3 and 5.
             borders = np.cumsum(stored["lengths"])[:-1]
-            arrays = [np.split(stored[name], borders) for name in PARTS]
+            arrays = [np.split(stored[name], borders) for name in ("ids", "mask")]
             # The packs are not stored: `pack_rows` makes the same ones of the same lengths.
             self._take(list(zip(*arrays, strict=True)))
-
-
-# Tensors of a document in a checkpoint, in the order of `Document`, by which `load` takes them.
-PARTS = ("ids", "mask")
 
 
 def prompts_of(table: TokenTable, longest: int) -> np.ndarray:

@@ -132,38 +132,34 @@ class Client:
         try:
             answer = self._http.post("/completions", json=request)
         except httpx.HTTPError as error:
-            raise UserError(
-                f"server {self._http.base_url} does not answer ({error or type(error).__name__}); "
-                "check it"
+            raise self._wrong(
+                f"does not answer ({error or type(error).__name__}); check it"
             ) from error
-        if answer.status_code in (401, 403):
-            raise UserError(
-                f"server {self._http.base_url} wants another API key, or one at all; set "
-                f"{OF_SERVER}"
-            )
         if answer.status_code != 200:
-            raise UserError(
-                f"server {self._http.base_url} refuses {len(ids)} tokens ({answer.text[:200]}); "
-                "check its limits"
+            raise self._wrong(
+                f"refuses {len(ids)} tokens with status {answer.status_code} "
+                f"({answer.text[:200]}); check its limits, and the key in {OF_SERVER}"
             )
         try:
             reply = convert(answer.json(), _StatesAnswer)
         except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"server {self._http.base_url} answers in an unknown form ({first_line(error)}); "
-                "is it a vLLM?"
+            raise self._wrong(
+                f"answers in an unknown form ({first_line(error)}); is it a vLLM?"
             ) from error
         path = (reply.kv_transfer_params or _Handed()).hidden_states_path
         if path is None:
-            raise UserError(
-                f"server {self._http.base_url} gives no hidden states; start it with the "
-                "speculative method extract_hidden_states"
+            raise self._wrong(
+                "gives no hidden states; start it with the speculative method extract_hidden_states"
             )
         text, states = ids + reply.choices[0].token_ids, self._fetch(Path(path), ids)
         if max_tokens > 1:
             # A server gives the states of prompts, so it is asked again, with the reply in one.
             states = self._one(text[:-1], 1).states
         return FeatureReply(text, states)
+
+    def _wrong(self, what: str) -> UserError:
+        """Return an error of the server."""
+        return UserError(f"server {self._http.base_url} {what}")
 
     def _fetch(self, path: Path, text: list[int]) -> Tensor:
         """Return the states `[S, F, Ht]` that the server has put into a file, and delete it.
@@ -202,9 +198,8 @@ class Client:
                 "folder is to be seen"
             ) from error
         if tensors["token_ids"].tolist() != text:
-            raise UserError(
-                f"server {self._http.base_url} sent the states of another text in {path}; use one "
-                "prompt a request and no prefix"
+            raise self._wrong(
+                f"sent the states of another text in {path}; use one prompt a request and no prefix"
             )
         for read in (path, lock):
             read.unlink(missing_ok=True)

@@ -11,10 +11,10 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -296,20 +296,16 @@ def _read(
     tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
     for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
-        conversation = _conversation(raw)
-        unit = 0  # of a malformed row, which is lost
-        if not isinstance(conversation, RowError):
-            unit = units.of(raw, conversation, name)
-        held_out = is_held_out(data.held_out, name, unit, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
-        # A held-out row stays, whatever its source weighs in training.
-        if not held_out and copies == 0:
-            count["not taken (weight)"] += 1
-            continue
         try:
-            if isinstance(conversation, RowError):
-                raise conversation
+            conversation = conversation_of(raw)
+            unit = units.of(raw, conversation, name)
+            held_out = is_held_out(data.held_out, name, unit, seed)
+            # A held-out row stays, whatever its source weighs in training.
+            if not held_out and copies == 0:
+                count["not taken (weight)"] += 1
+                continue
             check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
                 conversation,
@@ -363,19 +359,9 @@ def units_of(data: Data) -> Units:
         name = source.name or source.path
         rows = rows_of(source)
         for _, raw in Progress(rows, desc=f"ids and prompts of {name}", unit=" rows"):
-            conversation = _conversation(raw)
-            if not isinstance(conversation, RowError):
-                units.add(raw, conversation, name)
+            with suppress(RowError):  # it is counted when the rows are read again
+                units.add(raw, conversation_of(raw), name)
     return units
-
-
-def _conversation(raw: Any) -> Conversation | RowError:
-    """Return the conversation of a row, or the error of one that is malformed."""
-    # A row that could not be read comes as its error, so that all losses are counted.
-    try:
-        return conversation_of(raw)
-    except RowError as error:
-        return error
 
 
 def _unlearnable(conversation: Conversation) -> str:

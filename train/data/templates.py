@@ -18,7 +18,12 @@ from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rendering import AssistantTurn, Rendering
 from ...inference.conversations.rows import Notes
-from ...inference.conversations.templates import beginning, plain_ids, refuse_rendered
+from ...inference.conversations.templates import (
+    beginning,
+    endless,
+    plain_ids,
+    refuse_rendered,
+)
 
 MARKED = (
     "the plain text holds special tokens, as a rendered text does, and all of it is learned; write "
@@ -70,7 +75,7 @@ def encode(
     if given.end_token is not None and given.end_token not in eos_ids:
         given.cut = True  # it ended with a stop token of the client's
     rendering = Rendering(given, tokenizer, target_name, notes)
-    if why := rendering.template.endless(eos_ids):
+    if why := endless(tokenizer, target_name, eos_ids, given.template_kwargs):
         notes.remark(why)
     sequences: list[RenderedSequence] = []
     for turn in rendering.turns():

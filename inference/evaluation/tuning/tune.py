@@ -21,8 +21,13 @@ from rich.table import Table
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
-from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
-from ...conversations.sources import check_prompts
+from ...conversations.prompts import (
+    Prompt,
+    check_batches,
+    check_room,
+    check_source,
+    read_prompts,
+)
 from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
 from ...settings import Sampling
@@ -143,7 +148,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
         raise UserError(
             "a drafter is named twice; its trees are what tune looks for, so name it once"
         )
-    check_prompts(options.source(options.prompts))
+    check_source(options.source(options.prompts))
     check_output(options.out, "--out")
     batches = sorted(set(numbers(options.batch_size, "--batch-size", int, 1)))
     temperatures = numbers(options.temperatures, "--temperatures", float)

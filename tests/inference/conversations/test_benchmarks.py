@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations.prompts import words_or_conversations
+from draftsmith.inference.conversations.prompts import words_or_rows
 from draftsmith.inference.conversations.sources import BENCHMARKS, RAW, benchmark_of
 from draftsmith.inference.evaluation.checks import check, prompts_of
 from draftsmith.inference.evaluation.evaluate import facts_of
@@ -97,8 +97,7 @@ def test_prompts_have_all_turns_and_the_report_says_where_they_are_from(
     noted = facts_of(None, quickstart.tokenizer, drawn, options, "").to_json()
     facts = noted["prompt_set"]["benchmark"]
     assert facts["path"].startswith(served) and facts["license"] == "apache-2.0"
-    found = words_or_conversations("spec-bench", [])
-    assert [len(one.later) for _, one in found if not isinstance(one, str)] == [0, 1] * 3
+    assert [len(row["turns"]) for _, row in words_or_rows("spec-bench")] == [1, 2] * 3
 
 
 def test_without_the_network_the_file_to_download_is_named(

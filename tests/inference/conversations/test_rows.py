@@ -41,8 +41,11 @@ def test_a_broken_line_is_named_and_the_others_are_read(kind: str, tmp_path: Pat
     assert [name for name, _ in rows] == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4"]
     assert isinstance(rows[1][1], RowError) and says in str(rows[1][1])
     assert rows[0][1] == rows[2][1] == json.loads(SOUND)
+    # A .json file may have one object a line too, but no list that is broken.
     (tmp_path / "rows.json").write_text(line)
-    with pytest.raises(UserError, match="name it .jsonl"):
+    assert all(isinstance(row, RowError) for _, row in read_json_rows(tmp_path / "rows.json"))
+    (tmp_path / "rows.json").write_text(f"[{line}]")
+    with pytest.raises(UserError, match="rows.json is not"):
         list(read_json_rows(tmp_path / "rows.json"))
 
 
@@ -119,7 +122,7 @@ JSON = st.recursive(
             {"conversations": [{"from": "x", "value": "y"}]},
             r"conversations\[0\].from is 'x', which is none of human, .* rename it",
         ),
-        ({"prompt": ["a", *SAID]}, "prompt mixes texts and messages"),
+        ({"prompt": ["a", *SAID]}, r"prompt\[0\] must be an object, not a text"),
         ({"prompt": "a", "completion": SAID}, "the reply to a text is a text"),
         ({"turns": ["a", 3]}, r"turns\[1\] must be a text, not a number"),
         ({"text": 3}, "text must be a text, not a number"),

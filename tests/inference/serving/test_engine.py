@@ -11,8 +11,7 @@ import pytest
 
 from draftsmith.inference.decode import Request, decode, generate
 from draftsmith.inference.drafters import load_proposer, proposer_like
-from draftsmith.inference.serving.engine import BatchSettings, Engine, Job
-from draftsmith.inference.serving.errors import RequestError
+from draftsmith.inference.serving.engine import BatchSettings, Engine, Job, RequestError
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, by_default

@@ -18,9 +18,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder, Reply, Transcript
-from draftsmith.inference.conversations.prompts import words_or_conversations
 from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.evaluation import remarks
 from draftsmith.inference.proposers.ngram import NgramLookup
@@ -73,18 +71,18 @@ def test_prompts_are_decoded_one_after_the_other(
     assert piped.out.startswith(capsys.readouterr().out)
 
 
-def test_rows_are_those_that_evaluate_reads(tmp_path: Path) -> None:
+def test_rows_are_those_that_evaluate_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    found = [given for _, given in words_or_conversations(str(path), [])]
-    assert [type(given).__name__ for given in found] == ["Conversation"] * 2
     path.write_text('{"prompt": "a"}\n{"prompt"}\n')
-    with pytest.raises(UserError, match=r"p.jsonl:2: not valid JSON.*fix or remove it"):
-        list(words_or_conversations(str(path), []))
-    with pytest.raises(UserError, match="standard input:2: no known format|standard input:2: "):
-        list(words_or_conversations("-", [b"words\n", b'{"a": 1}\n']))
-    with pytest.raises(UserError, match="standard input:1 is not UTF-8"):
-        list(words_or_conversations("-", [b"\xff\n"]))
+    expect(quick(capsys, "generate", *BASE, "--prompts", str(path)), "p.jsonl:2: not valid JSON")
+    for lines, says in (
+        (b'{"a": 1}\n', "standard input:1: none of messages, "),
+        (b"\xff\n", "standard input:1 is not UTF-8"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        expect(quick(capsys, "generate", *BASE, "--prompts", "-"), says)
 
 
 def test_generate_mistakes_are_reported_before_loading_target(

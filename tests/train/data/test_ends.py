@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizer
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.conversations.messages import RowError
 from draftsmith.inference.conversations.rendering import prompt_ids
-from draftsmith.inference.conversations.templates import ChatTemplate
+from draftsmith.inference.conversations.templates import endless
 from draftsmith.train.data.templates import encode
 from tests.conftest import make_tokenizer
 from tests.helpers.published_templates import files, tokenizer_of
@@ -181,14 +181,13 @@ def test_text_before_an_unfinished_reply_equals_its_prompt(case: str) -> None:
 
 def test_a_template_whose_end_does_not_end_generation_is_found() -> None:
     tokenizer = tokenizer_of("qwen3")
-    template = ChatTemplate.of(tokenizer, "x", {})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert template.endless(frozenset({end})) == ""
-    why = template.endless(frozenset({0}))
+    assert endless(tokenizer, "x", frozenset({end}), {}) == ""
+    why = endless(tokenizer, "x", frozenset({0}), {})
     assert "<|im_end|>, which does not end generation (eos_token_id is [0])" in why
     assert f"add {end} to eos_token_id" in why
     # It writes no end of its own: the next turn's first token ends a reply.
-    assert ChatTemplate.of(TOKENIZERS["glm4moe"], "x", {}).endless(frozenset({0})) == ""
+    assert endless(TOKENIZERS["glm4moe"], "x", frozenset({0}), {}) == ""
 
 
 class ByteTokenizer(PreTrainedTokenizer):

@@ -67,11 +67,6 @@ def test_turns_of_mt_bench_are_prompts() -> None:
     )
 
 
-def test_tokens_with_a_mask_are_exact() -> None:
-    (part,) = encoded({"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]})
-    assert part == Encoded([5, 6, 7, 8], [False, True, True, False])
-
-
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
 def test_a_row_that_is_not_to_be_learned_is_not(key: str) -> None:
     for row in ({"messages": [USER, REPLY]}, {"text": "two"}, {"prompt": "one", "completion": "a"}):
@@ -267,16 +262,14 @@ def test_empty_reasoning_and_tool_calls_are_ignored() -> None:
     assert learned("qwen3", asked_and({"content": "y", "tool_calls": ""})) == "y<|im_end|>"
 
 
-def test_harmony_calls_with_reasoning_are_learned_as_generated() -> None:
+def test_harmony_rows_of_calls_with_reasoning_and_a_reply_are_refused() -> None:
     """The template drops the reasoning before a call once the last reply is there."""
     call = {"content": None, "tool_calls": [{**CALL, "id": "c"}], "reasoning": "why"}
     row = asked_and(call)
     row["messages"].append({"role": "tool", "tool_call_id": "c", "content": 'it "rains"'})
     row["messages"].append({"role": "assistant", "content": "fine", "reasoning": "so"})
-    text = learned("gptoss", row)
-    assert text.startswith("<|channel|>analysis<|message|>why<|end|>") and "rains" not in text
-    assert text.endswith("analysis<|message|>so<|end|><|start|>assistant<|channel|>final"
-                         "<|message|>fine<|return|>")  # fmt: skip
+    with pytest.raises(RowError, match="does not continue its own generation prompt; rows of"):
+        learned("gptoss", row)
 
 
 @pytest.mark.parametrize("name", ["lfm2_v2", "lfm2_2_5_vl", "qwen2_5", "qwen3_6", "glm4moe"])

@@ -116,12 +116,11 @@ class RowSource:
     """Rows as a user names them; as text it is its path."""
 
     path: str
-    """JSON, JSONL or parquet file, a folder of them, a clone of a data set on the hub, or such a
-    data set by its name."""
+    """JSON, JSONL or parquet file, a folder of them, or the name of a data set on the hub."""
     split: str = "train"
     """Split of a data set."""
     config_name: str | None = None
-    """Configuration of a data set on the hub, or of a clone; not needed where there is one."""
+    """Configuration of a data set on the hub; not needed where there is one."""
     revision: str | None = None
     """Branch, tag or commit of a data set on the hub; its main branch if not given."""
 
@@ -136,7 +135,7 @@ class SourceOptions:
     split: str = "train"
     """Name of the split of a data set to read."""
     config_name: str | None = None
-    """Name of the configuration of a data set on the hub, or of a clone, such as main."""
+    """Name of the configuration of a data set on the hub, such as main."""
     revision: str | None = None
     """Name of a branch or tag of a data set on the hub, or a commit; the main branch if not
     given."""

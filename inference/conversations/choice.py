@@ -104,25 +104,17 @@ def alternately(groups: Sequence[Group], units: Sequence[int]) -> list[int]:
     for index, (group, unit) in enumerate(zip(groups, units, strict=True)):
         ordered.setdefault(group, []).append((seen[group, unit], unit, index))
         seen[group, unit] += 1
-    by_group = {group: [index for *_, index in sorted(rows)] for group, rows in ordered.items()}
-    return _merged(by_group)
-
-
-def _merged(by_group: dict[Group, list[int]]) -> list[int]:
-    """Return the rows of all groups, one of each in turn: by the first name, then by the next.
-
-    Groups are in the order of their names' numbers.
-    """
-    if list(by_group) == [()]:
-        return by_group[()]
-    inner: dict[str, dict[Group, list[int]]] = {}
-    # Not in the order of the alphabet: of more groups than rows to draw, any may be left out.
-    for first, *rest in sorted(by_group, key=lambda group: [number_of(name) for name in group]):
-        inner.setdefault(first, {})[tuple(rest)] = by_group[first, *rest]
-    merged = []
-    for of_turn in zip_longest(*map(_merged, inner.values())):
-        merged += [index for index in of_turn if index is not None]
-    return merged
+    lists = {group: [index for *_, index in sorted(rows)] for group, rows in ordered.items()}
+    while any(lists):  # until the groups have no names left, of which the last goes first
+        inner: dict[Group, list[list[int]]] = {}
+        # Not in the order of the alphabet: of more groups than rows to draw, any may be left out.
+        for group in sorted(lists, key=lambda group: [number_of(name) for name in group]):
+            inner.setdefault(group[:-1], []).append(lists[group])
+        lists = {
+            group: [index for turn in zip_longest(*rows) for index in turn if index is not None]
+            for group, rows in inner.items()
+        }
+    return lists.get((), [])
 
 
 def described(groups: Sequence[Group]) -> str:

@@ -212,8 +212,12 @@ class Rendering:
 
     def note_rewritten(self) -> None:
         """Note that the template leaves out reasoning of earlier turns, if these have some."""
-        if any(reasoning_of(message)[0] or _split(message) for message in self._messages[:-1]):
-            self._notes.remark(REWRITTEN)
+        for message in self._messages[:-1]:
+            content = message.get("content")
+            thought = split_reasoning(content)[0] if isinstance(content, str) else ""
+            if reasoning_of(message)[0] or thought.strip():
+                self._notes.remark(REWRITTEN)
+                return
 
 
 def prompt_ids(
@@ -300,8 +304,3 @@ def _trailing_space(group: Texts, rest: str) -> str:
     text = last.text if isinstance(last, Said) else ""
     space = text[len(text.rstrip()) :]
     return space if rest.startswith(space) else ""
-
-
-def _split(message: JsonObject) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) and bool(split_reasoning(content)[0].strip())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import logging
-import math
 import os
 import sys
 import zlib
@@ -15,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ...heads.errors import UserError
 from ...heads.files import checksum, whole_file
@@ -52,8 +52,6 @@ class LeftOut:
         self.first = self.first or f"{name} ({error})"
         if self.count <= self.NAMED:
             log.warning("%s: row %s is left out: %s", self._source, name, error)
-        elif self.count == self.NAMED + 1:
-            log.warning("%s: more rows are left out, which are not named", self._source)
 
 
 class Notes:
@@ -174,13 +172,14 @@ def write_rows(given: GivenRows, path: Path) -> None:
     Raises `UserError`, also for a row that JSON cannot hold.
     """
     before = (checksum(path), path.stat()) if path.is_file() else None
-    with whole_file(path) as aside, aside.open("w", encoding="utf-8") as file:
+    with whole_file(path) as aside, aside.open("wb") as file:
         for name, row in given:
             if isinstance(row, RowError):
                 raise UserError(f"{name}: {row}; fix or remove it")
             try:
-                file.write(json.dumps(_plain(row)) + "\n")
-            except (TypeError, ValueError) as error:
+                # NaN becomes null, and times become texts.
+                file.write(msgspec.json.encode(row, enc_hook=_plain) + b"\n")
+            except (TypeError, ValueError, AttributeError) as error:
                 raise UserError(
                     f"{name} holds more than texts, numbers, lists and dicts; convert it"
                 ) from error
@@ -190,13 +189,5 @@ def write_rows(given: GivenRows, path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it: arrays as lists, times as texts, NaN as null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if hasattr(value, "tolist"):  # of numpy
-        return _plain(value.tolist())
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return a value that JSON has no form for as one that it has: an array as a list."""
+    return dict(value) if isinstance(value, Mapping) else value.tolist()

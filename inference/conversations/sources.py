@@ -221,17 +221,26 @@ class Benchmark(Struct, frozen=True):
 
         Raises `UserError`, with the file to download, if the rows cannot be read.
         """
+        import httpx
+        from huggingface_hub import is_offline_mode
+
         log.info("%s: %s (licence %s)", self.name, self.path, self.license)
         try:
-            for row in rows_at(self.path):
+            if is_offline_mode():
+                raise OSError("HF_HUB_OFFLINE is set")
+            answer = httpx.get(self.path, follow_redirects=True, timeout=60)
+            found = answer.raise_for_status().content
+            text = (gzip.decompress(found) if found.startswith(GZIP) else found).decode()
+            # `splitlines` would end a line at characters that a JSON text may hold as well
+            for row in map(parsed, filter(str.strip, text.split("\n"))):
                 asked = row[self.key]
                 if isinstance(asked, list):
                     asked = {"turns": asked, "category": row.get("category")}
                 yield asked
-        except UserError as error:
+        except (httpx.HTTPError, RowError, OSError, ValueError) as error:
             raise UserError(
-                f"benchmark {self.name} cannot be read: {error}; check HF_HUB_OFFLINE and "
-                f"the network, or download {self.path} and give its path"
+                f"benchmark {self.name} cannot be read: {first_line(error)}; check HF_HUB_OFFLINE "
+                f"and the network, or download {self.path} and give its path"
             ) from error
 
 
@@ -254,25 +263,6 @@ BENCHMARKS = {
     name: Benchmark(name, f"{RAW}/{path}", *KEYS.get(name, ("turns", "apache-2.0")))
     for name, path in FILES.items()
 }
-
-
-def rows_at(address: str) -> Iterator[Any]:
-    """Yield the rows of a JSONL file at an address, compressed by gzip or not.
-
-    Raises `UserError` if it cannot be had, or is not JSONL.
-    """
-    import httpx
-    from huggingface_hub import is_offline_mode
-
-    if is_offline_mode():
-        raise UserError("HF_HUB_OFFLINE is set")
-    try:
-        found = httpx.get(address, follow_redirects=True, timeout=60).raise_for_status().content
-        text = (gzip.decompress(found) if found.startswith(GZIP) else found).decode()
-        # `splitlines` would end a line at characters that a JSON text may hold as well
-        yield from map(parsed, filter(str.strip, text.split("\n")))
-    except (httpx.HTTPError, RowError, OSError, ValueError) as error:
-        raise UserError(f"{address}: {first_line(error)}") from error
 
 
 def benchmark_of(source: str | RowSource) -> Benchmark | None:

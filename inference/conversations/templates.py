@@ -325,18 +325,13 @@ def beginning(tokenizer: Any) -> list[int]:
 
     It is tried once for each tokenizer.
     """
-    if (known := _BEGINNINGS.get(tokenizer)) is None:
-        known = _BEGINNINGS[tokenizer] = _tried_beginning(tokenizer)
-    return known
-
-
-def _tried_beginning(tokenizer: Any) -> list[int]:
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start]
-    return []
+    if tokenizer not in _BEGINNINGS:
+        bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        whole = list(tokenizer("a")["input_ids"])
+        places = range(len(whole) - len(bare) + 1)
+        start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        _BEGINNINGS[tokenizer] = whole[:start]
+    return _BEGINNINGS[tokenizer]
 
 
 def refuse_rendered(text: str, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ Shapes: B packed rows, S positions, Ht hidden size of the target.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,8 +83,15 @@ def check_packing(model: CausalModel, name: str) -> None:
     # Rows are computed in another shape than each document alone, and rounding grows with depth: 3%
     # of the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if takes_documents(model, tolerance):
-        return
+    # Layers with a sliding window would need a mask even within a document, and other attention
+    # than torch's is what the user has asked for.
+    torchs = getattr(model.decoder.config, "_attn_implementation", None) == "sdpa"
+    if torchs and model.window is None:
+        model.attends_in_documents = True
+        with suppress(TypeError):  # of a model whose layers take no further arguments
+            if packing_error(model) <= tolerance:
+                return
+        model.attends_in_documents = False
     # `not error <= tolerance` instead of `error > tolerance`: an error of NaN must fail too.
     if not (error := packing_error(model)) <= tolerance:
         model.masks_packed_rows = True
@@ -94,23 +102,6 @@ def check_packing(model: CausalModel, name: str) -> None:
             f"difference {error:.1e}); load it with target.attention=sdpa, or report this model "
             "type"
         )
-
-
-def takes_documents(model: CausalModel, tolerance: float) -> bool:
-    """Let a model attend to each document of a packed row by itself, and return whether it can.
-
-    Layers with a sliding window would need a mask even within a document, and other attention
-    than torch's is what the user has asked for.
-    """
-    torchs = getattr(model.decoder.config, "_attn_implementation", None) == "sdpa"
-    if not torchs or model.window is not None:
-        return False
-    model.attends_in_documents = True
-    try:
-        model.attends_in_documents = packing_error(model) <= tolerance
-    except TypeError:  # a model whose layers take no further arguments
-        model.attends_in_documents = False
-    return model.attends_in_documents
 
 
 def packing_error(model: CausalModel) -> float:

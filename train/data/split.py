@@ -118,8 +118,7 @@ def _common(
 
     `grams` are those of each held-out row, `shared` those of each training row that are among them.
     """
-    rows = [*held_out, *train]
-    units, count = _units(rows, [*grams, *shared])
+    units, count = _units([*held_out, *train], [*grams, *shared])
     of_held_out, _ = _units(held_out, grams)
     most = max(COMMON_UNITS, COMMON_SHARE * count)
     common = {

@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from ...inference.conversations.choice import Group
@@ -56,19 +56,6 @@ def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> b
     if held_out.by == "source":
         return source in held_out.sources
     return chance("held out", seed, unit) < held_out.share
-
-
-def with_one_held_out(rows: Sequence[SourceRow], seed: int) -> list[SourceRow]:
-    """Return rows of which none is held out with one unit held out, if there are two or more.
-
-    A share of few rows may hold out none by chance. The unit is the one that a growing share
-    would hold out first.
-    """
-    units = {row.unit for row in rows}
-    if len(units) < 2:
-        return [*rows]
-    first = min(units, key=lambda unit: chance("held out", seed, unit))
-    return [replace(row, held_out=True, copies=1) if row.unit == first else row for row in rows]
 
 
 def chance(*what: object) -> float:

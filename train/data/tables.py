@@ -40,7 +40,7 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from ..config import Data, Source
 from ..documents import TableCounts
-from .split import SourceRow, chance, clean, is_held_out, with_one_held_out
+from .split import SourceRow, chance, clean, is_held_out
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
@@ -231,8 +231,13 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         lost: list[str] = []
         rows += _read(source, data, target, units, seed, count, lost)
         _refuse_losses(name, count, lost, data.max_lost_share)
-    if data.held_out.by == "row" and not any(row.held_out for row in rows):
-        rows = with_one_held_out(rows, seed)
+    numbers = {row.unit for row in rows}
+    if data.held_out.by == "row" and len(numbers) > 1 and not any(row.held_out for row in rows):
+        # By chance a share of few rows is none. Held out is the unit that a larger one would take.
+        first = min(numbers, key=lambda unit: chance("held out", seed, unit))
+        for row in rows:
+            if row.unit == first:
+                row.held_out, row.copies = True, 1
     train = [row for row in rows if not row.held_out]
     held_out = [row for row in rows if row.held_out]
     if data.deduplicate:

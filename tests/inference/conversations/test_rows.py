@@ -45,7 +45,7 @@ def test_a_broken_line_is_named_and_the_others_are_read(kind: str, tmp_path: Pat
     (tmp_path / "rows.json").write_text(f"{SOUND}\n{line}\n")
     assert isinstance([row for _, row in read_json_rows(tmp_path / "rows.json")][1], RowError)
     (tmp_path / "rows.json").write_text(f"[{line}]")
-    with pytest.raises(UserError, match="rows.json is not"):
+    with pytest.raises(UserError, match="rows.json is .*; correct it"):
         list(read_json_rows(tmp_path / "rows.json"))
 
 

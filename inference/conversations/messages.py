@@ -172,15 +172,12 @@ def expect(value: Any, kind: type, path: str) -> Any:
     return value
 
 
-HALF = "not text: it holds one half of a surrogate pair"
-
-
 def check_text(value: Any) -> None:
     """Raise `RowError` for a value of JSON with a text that cannot be written as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise RowError(HALF) from error
+        raise RowError("not text: it holds one half of a surrogate pair") from error
 
 
 def parsed(text: str) -> Any:
@@ -190,14 +187,8 @@ def parsed(text: str) -> Any:
     """
     try:
         value = json.loads(text, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise RowError(
-            f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-        ) from error
-    except RecursionError as error:
-        raise RowError("nested too deeply to be read") from error
-    except ValueError as error:  # such as an integer of more digits than Python converts
-        raise RowError(f"not to be read: {str(error).partition(';')[0]}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"not valid JSON: {str(error).partition(';')[0]}") from error
     # Only an escape such as \ud83d can bring half of a surrogate pair into a text, so other rows
     # need not be encoded to find out.
     if "\\u" in text:

@@ -24,8 +24,8 @@ KEYS = [
 ]  # fmt: skip
 SOUND = '{"prompt": "x"}'
 BROKEN = {
-    "nested": ("[" * 100_000, "nested too deeply"),
-    "many digits": ('{"n": ' + "9" * 6000 + "}", "not to be read: Exceeds the limit"),
+    "nested": ("[" * 100_000, "not valid JSON: maximum recursion depth"),
+    "many digits": ('{"n": ' + "9" * 6000 + "}", "not valid JSON: Exceeds the limit"),
     "NaN": ('{"n": NaN}', "NaN, which is no number in JSON"),
     "infinity": ('{"n": -Infinity}', "-Infinity, which is no number in JSON"),
     "half a surrogate pair": ('{"prompt": "\\ud83d"}', "one half of a surrogate pair"),

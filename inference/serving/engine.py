@@ -276,20 +276,16 @@ class Engine:
             for job in left:
                 self._waiting.remove(job)
                 self.counters.ended("cancelled")
-            if not self._waiting or not self._due(self._waiting[0]):
+            running = len(self._running)
+            if not self._waiting or (self.target.compiled and running):
+                return []
+            waited = time.monotonic() - self._waiting[0].since
+            if running >= BATCHES and waited < PATIENCE_S:
                 return []
             jobs = self._together(self.rows - self.running)
             for job in jobs:
                 self._waiting.remove(job)
             return jobs
-
-    def _due(self, job: Job) -> bool:
-        """Return true if a batch may begin with `job`, which waits longest."""
-        running = len(self._running)
-        if self.target.compiled:
-            return running == 0
-        patience = PATIENCE_S if running >= BATCHES else 0.0
-        return time.monotonic() - job.since >= patience
 
     def _together(self, room: int) -> list[Job]:
         """Return the jobs, at most `room`, that are decoded with the one that waits longest.

@@ -289,15 +289,11 @@ def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int])
     vLLM would change ids that are not ascending and distinct without a message.
     """
     last, needed = target.num_layers, sorted({*taps, target.num_layers})
-    in_order = layers == sorted(set(layers))
-    if not (layers and in_order and layers[0] >= 0 and layers[-1] <= last):
+    if layers != sorted(set(layers)) or not {*needed} <= {*layers} <= {*range(last + 1)}:
         raise UserError(
-            f"features.server_layers {layers} must be ascending, distinct and at most {last}"
-        )
-    if missing := sorted(set(needed) - set(layers)):
-        raise UserError(
-            f"this run needs layers {missing} of the server too (the last one is the state before "
-            f"the final norm); start it with {needed} and name them in features.server_layers"
+            f"features.server_layers {layers} must be ascending and distinct, at most {last}, and "
+            f"hold {needed}, which this run reads (the last one is the state before the final "
+            "norm); start the server with these"
         )
 
 

@@ -21,7 +21,7 @@ from ..conversations.formats import Conversation, conversation_of
 from ..conversations.messages import RowError, joined
 from ..conversations.rendering import prompt_ids
 from ..conversations.rows import parsed
-from ..conversations.templates import check_template_kwargs, plain_ids
+from ..conversations.templates import check_template_kwargs
 from ..decode import Request
 from ..settings import Sampling
 from .engine import Engine, RequestError
@@ -211,7 +211,7 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
     return found
 
 
-def given_prompts(request: Common) -> list[Conversation | str | list[int]]:
+def given_prompts(request: Common) -> list[Conversation]:
     """Return the prompts of a request as they were given. Raises `RequestError`."""
     if isinstance(request, ChatRequest):
         if request.messages[-1].get("role") == "assistant":
@@ -231,18 +231,21 @@ def given_prompts(request: Common) -> list[Conversation | str | list[int]]:
     given: Any = request.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
+    prompts = []
     for prompt in given:
-        tokens = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
-        if not tokens and not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            prompts.append(Conversation(text=prompt, completion=""))
+        elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            prompts.append(Conversation(token_ids=prompt))
+        else:
             raise RequestError("a prompt is a text or a list of token ids", "prompt")
-    return given
+    return prompts
 
 
-def check_length(prompt: Conversation | str | list[int], engine: Engine, param: str) -> None:
+def check_length(prompt: Conversation, engine: Engine, param: str) -> None:
     """Raise `RequestError` for a text that cannot fit, before it takes time to encode it."""
-    texts = [prompt] if isinstance(prompt, str) else []
-    if isinstance(prompt, Conversation):
-        texts = [joined(message.get("content", ""), "") for message in prompt.messages or []]
+    texts = [joined(message.get("content", ""), "") for message in prompt.messages or []]
+    texts += [prompt.text] if prompt.text is not None else []
     positions, length = engine.target.max_positions, sum(map(len, texts))
     if len(texts) > positions:
         raise too_long(f"{len(texts)} messages", engine, param)
@@ -250,17 +253,11 @@ def check_length(prompt: Conversation | str | list[int], engine: Engine, param: 
         raise too_long(f"{length} characters", engine, param)
 
 
-def encoded(
-    prompt: Conversation | str | list[int], request: Common, tokenizer: Any, name: str
-) -> list[int]:
+def encoded(prompt: Conversation, request: Common, tokenizer: Any, name: str) -> list[int]:
     """Return the token ids of a prompt. Raises `RowError` and `UserError`."""
-    if isinstance(prompt, list):
-        return prompt
-    if isinstance(prompt, Conversation):
-        return prompt_ids(prompt, tokenizer, name)
-    if isinstance(request, CompletionRequest) and request.add_special_tokens:
-        return plain_ids(tokenizer, prompt)
-    return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if isinstance(request, CompletionRequest) and not request.add_special_tokens and prompt.text:
+        return tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+    return prompt_ids(prompt, tokenizer, name)
 
 
 def too_long(length: str, engine: Engine, param: str) -> RequestError:

@@ -139,8 +139,6 @@ class Export(Struct):
 
     layout: str = "native"
     """Layout of its files; native is draftsmith's own."""
-    sha256: dict[str, str] = {}
-    """SHA-256 of its files, by name."""
 
 
 class WeightsIndex(Document):
@@ -174,13 +172,12 @@ class OwnFile(Document):
     taps: list[Tap]
     target: Fingerprint
     schema: Annotated[int, Meta(ge=1)] = 1
-    shape: JsonObject = {}
     embedding_scale: float | None = None
     """Factor of the target's embedding, see `EmbeddingAndHead.scale`; None if it is not used."""
     calibration: JsonObject = {}
     provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}
-    """Size and SHA-256 of every other file of the drafter; exports have `export.sha256` instead."""
+    """Size and SHA-256 of every other file of the drafter, but for the card of an export."""
     export: Export | None = None
 
     def __post_init__(self) -> None:

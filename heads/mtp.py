@@ -123,7 +123,7 @@ class MtpDrafter(RecyclingDrafter):
         return {
             f"{name}.{part}": tensor
             for name, module in parts.items()
-            for part, tensor in merged(module).items()
+            for part, tensor in module.state_dict(keep_vars=True).items()
         }
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
@@ -139,20 +139,6 @@ class MtpDrafter(RecyclingDrafter):
         values = config["layer"]
         convert(values, Repeated)
         return shape_of(config_of_values(values), values)
-
-
-def merged(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's tensors by name; LoRA matrices of peft are added to their layers' own."""
-    found = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        owner, inner, last = name.rpartition(".base_layer.")
-        if inner:
-            adapted: Any = module.get_submodule(owner)
-            tensor = tensor + adapted.get_delta_weight("default").to(tensor.dtype)
-            name = f"{owner}.{last}"
-        if ".lora_" not in name:
-            found[name] = tensor
-    return found
 
 
 def shape_for(_options: MtpConfig, target: Any) -> MtpShape:

@@ -120,6 +120,7 @@ def _read(
     found.demand_keys((*BLOCK_KEYS, "markov_rank") if spark else BLOCK_KEYS)
     target, tensors = found.target, found.tensors
     sizes = {
+        "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
         "num_target_layers": target.num_layers,
@@ -128,8 +129,6 @@ def _read(
         # Only some layouts have the last two.
         if keys.get(name) is not None:
             same_size(found, name, keys[name], size)
-    found.check_vocabulary(keys["vocab_size"])
-    target = found.target
     _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:

@@ -17,8 +17,8 @@ from safetensors.torch import save
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.stored_tensors import StoredTensors
 from tests.helpers.mutations import TOTALS, outcome
-from tests.helpers.public_checkpoints import store
-from tests.helpers.random_artifacts import heads
+from tests.helpers.public_checkpoints import LLAMA, store
+from tests.helpers.random_artifacts import eagle
 
 TENSORS = {
     "fc.weight": torch.ones(8, 4),
@@ -26,6 +26,8 @@ TENSORS = {
     "d2t": torch.arange(5),
 }
 GROWTH = 100 << 20
+
+WEIGHTS = "pytorch_model.bin"
 
 
 def pickled(tensors: dict[str, torch.Tensor], archive: bool) -> bytes:
@@ -96,13 +98,13 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
 def test_import_ends_with_status_2(count: int, tmp_path: Path, saved_tiny: Path) -> None:
-    tensors = dict(heads().drafter.serving_state())
-    folder = store(tmp_path / "m", {"medusa_num_heads": 4}, tensors, "medusa_lm_head.pt")
+    tensors = dict(eagle("eagle1").drafter.serving_state())
+    folder = store(tmp_path / "e", LLAMA, tensors)
     out, draw, refused = tmp_path / "out", random.Random(5), 0
     for i in range(count):
         sound = pickled(tensors, bool(i % 2))
         # The first kilobytes are what a reader looks at; the rest is weights.
-        (folder / "medusa_lm_head.pt").write_bytes(damaged(sound[:4000], draw) + sound[4000:])
+        (folder / WEIGHTS).write_bytes(damaged(sound[:4000], draw) + sound[4000:])
         found = outcome(
             ["import", "--from", str(folder), "--target", str(saved_tiny), "--out", str(out)]
         )
@@ -126,9 +128,9 @@ def bomb(path: Path) -> None:
 def test_an_archive_that_swells_is_refused_before_it_is_unpacked(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    folder = store(tmp_path / "m", {"medusa_num_heads": 4}, TENSORS, "medusa_lm_head.pt")
-    bomb(folder / "medusa_lm_head.pt")
-    assert (folder / "medusa_lm_head.pt").stat().st_size < 1 << 20
+    folder = store(tmp_path / "e", LLAMA, TENSORS)
+    bomb(folder / WEIGHTS)
+    assert (folder / WEIGHTS).stat().st_size < 1 << 20
     command = ["import", "--from", str(folder), "--target", str(saved_tiny)]
     found = outcome([*command, "--out", str(tmp_path / "out")])
     assert found.wrong() is None and found.code == 2 and found.growth < GROWTH, found

@@ -20,7 +20,7 @@ from tests.conftest import QUICKSTART, ROOT
 from tests.helpers import public_blocks as blocks
 from tests.helpers import public_checkpoints as plain
 from tests.helpers.public_checkpoints import Tensors, read, store
-from tests.helpers.random_artifacts import TARGET, eagle, heads
+from tests.helpers.random_artifacts import TARGET, eagle
 
 CASES = ROOT.parent / "shared" / "cases" / "import"
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
@@ -286,14 +286,6 @@ def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:
     config["transformer_layer_config"] = config["transformer_layer_config"] | {"warp": "x"}
     (note,) = read(store(tmp_path / "b", config, tensors, "model.safetensors")).notes
     assert note.endswith("(not read: flux_depth, transformer_layer_config.warp)")
-    medusa = heads().drafter
-    config = {
-        "medusa_num_heads": medusa.config.num_heads,
-        "flux": 1,
-        "base_model_name_or_path": "x",
-    }
-    (note,) = read(store(tmp_path / "m", config, medusa.serving_state())).notes
-    assert note.endswith("(not read: flux)")
 
 
 ROPE: list[tuple[dict[str, Any], str]] = [

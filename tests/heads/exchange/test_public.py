@@ -108,44 +108,11 @@ def test_speculators_checkpoint_is_read_without_notes(tmp_path: Path) -> None:
     assert found.layout == "speculators" and found.notes == []
 
 
-def test_medusa_heads_are_read_and_refused_within_a_whole_model(tmp_path: Path) -> None:
-    """v0.1: a config that says two heads of four (as the published one does). v1.0: inside a whole
-    model, in shards."""
-    drafter = heads().drafter
-    tensors = dict(drafter.serving_state())
-    config = {
-        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-        "medusa_num_heads": 2,
-        "medusa_num_layers": 1,
-    }
-    found = read(store(tmp_path / "v0", config, tensors, "medusa_lm_head.pt"))
-    same(found, drafter)
-    assert found.layout == "medusa v0.1" and "says 2 heads, the file holds 4" in found.notes[0]
-    whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
-    folder = store(
-        tmp_path / "v1",
-        LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1},
-        whole,
-        "model-00002.safetensors",
-    )
-    save_file(
-        {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()},
-        folder / "model-00001.safetensors",
-    )
-    with pytest.raises(UserError, match="holds Medusa heads within a whole model"):
-        read(folder)
-
-
-def test_legacy_medusa_with_shared_head_is_read(tmp_path: Path) -> None:
-    """`version: "2"` of the legacy trainer, under the same file name."""
-    drafter = heads(shared_head=True).drafter
-    config = {"medusa_num_heads": 4, "medusa_num_layers": 1, "version": "2"}
-    found = read(
-        store(tmp_path / "m", config, dict(drafter.serving_state()), "medusa_lm_head.safetensors")
-    )
-    same(found, drafter)
-    hidden = torch.randn(2, 32)
-    assert torch.equal(found.drafter(hidden), drafter(hidden))
+def test_medusa_heads_are_refused(tmp_path: Path) -> None:
+    config = {"medusa_num_heads": 4, "medusa_num_layers": 1}
+    tensors = dict(heads().drafter.serving_state())
+    with pytest.raises(UserError, match="holds Medusa heads, which are not imported"):
+        read(store(tmp_path / "m", config, tensors, "medusa_lm_head.pt"))
 
 
 def test_half_precision_is_kept_unless_dtypes_are_mixed(tmp_path: Path) -> None:
@@ -223,7 +190,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
     (
         lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"),
-        "no Medusa, EAGLE, DFlash, DSpark or",
+        "no EAGLE, DFlash, DSpark or",
     ),
 ]
 
@@ -348,14 +315,3 @@ def test_tensor_errors_are_reported_verbatim(tmp_path: Path) -> None:
                 tensors | {"fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)},
             )
         )
-
-
-def test_medusa_biases_denied_by_config_are_refused(tmp_path: Path) -> None:
-    tensors = dict(heads().drafter.serving_state())
-    config = {"medusa_num_heads": 4, "medusa_fc_bias": False}
-    with pytest.raises(UserError, match="no bias .medusa_fc_bias., and the file holds some"):
-        read(store(tmp_path / "m", config, tensors))
-    bare = {name: tensor for name, tensor in tensors.items() if "bias" not in name}
-    found = read(store(tmp_path / "n", config, bare))
-    assert found.notes == ["the blocks have no bias: zeros are taken"]
-    assert not found.drafter.serving_state()["0.0.linear.bias"].any()

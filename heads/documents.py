@@ -169,7 +169,6 @@ class OwnFile(Document):
 
     method: str
     dtype: Literal["float32", "bfloat16", "float16"]
-    taps: list[Tap]
     target: Fingerprint
     schema: Annotated[int, Meta(ge=1)] = 1
     embedding_scale: float | None = None
@@ -181,11 +180,6 @@ class OwnFile(Document):
     export: Export | None = None
 
     def __post_init__(self) -> None:
-        layers = self.target.num_layers
-        demand(
-            all(tap <= layers for tap in self.taps),
-            f"taps {self.taps} are not all among the target's {layers} layers",
-        )
         # The table is checked, but stays as it was read: later versions may note more in it.
         msgspec.convert(self.calibration, Calibration)
 

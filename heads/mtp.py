@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .documents import MtpFile, convert
+from .documents import MtpFile
 from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
@@ -34,7 +34,7 @@ from .layers import (
     inner_size,
     layout_of,
 )
-from .pretrained import Repeated, config_of_values, make_causal_lm
+from .pretrained import check_repeated, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -137,7 +137,7 @@ class MtpDrafter(RecyclingDrafter):
     @classmethod
     def shape_from(cls, config: JsonObject) -> MtpShape:
         values = config["layer"]
-        convert(values, Repeated)
+        check_repeated(values, "config.json")
         return shape_of(config_of_values(values), values)
 
 

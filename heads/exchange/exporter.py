@@ -173,8 +173,7 @@ def check_free(out: str | Path) -> bool:
     # exports, which can be made again, have the key `export`.
     document = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
     if not isinstance(document, dict) or "export" not in document:
-        what = "something else than" if document is None else "a drafter, not"
-        raise UserError(f"{out} holds {what} an export; name another --out, or remove it")
+        raise UserError(f"{out} holds something else than an export; name another --out")
     return True
 
 

@@ -98,7 +98,7 @@ class Checkpoint:
     def finished(self, drafter_type: Any, native: JsonObject, layout: str) -> ImportedDrafter:
         """Return the drafter of the native config `native`, filled with the tensors.
 
-        `drafter_type` is its class, with the interface of `layout.EngineLayout`. Raises
+        `drafter_type` is its class, with the interface of `layout.DrafterModule`. Raises
         `UserError` for a size out of bounds, and unless the tensors are exactly the drafter's by
         name and shape; both before anything of these sizes is made.
         """
@@ -169,12 +169,12 @@ class Checkpoint:
                 f"the config names {len(taps)}: {taps}"
             )
 
-    def layer_keys(self, layers: int, positions: int) -> JsonObject:
+    def layer_keys(self, layers: int, positions: int, usual_base: bool) -> JsonObject:
         """Return the part of the native config that describes the layers, `layers` in number.
 
-        `positions` is their number where the config does not say it. Zeros for the bias of an
-        output projection are dropped: exports for vLLM hold them, because its class needs them,
-        and no drafter has this bias.
+        `positions` is their number where the config does not say it; `usual_base` is that of
+        `rope_of`. Zeros for the bias of an output projection are dropped: exports for vLLM hold
+        them, because its class needs them, and no drafter has this bias.
         """
         config, tensors, heads = self.config, self.tensors, self.config["num_attention_heads"]
         for name in list(tensors):
@@ -192,7 +192,7 @@ class Checkpoint:
             "rms_norm_eps": config["rms_norm_eps"],
             "vocab_size": config["vocab_size"],
             "max_position_embeddings": config.get("max_position_embeddings") or positions,
-            "rope_parameters": rope_of(self),
+            "rope_parameters": rope_of(self, usual_base),
             "attention_bias": any("q_proj.bias" in name for name in tensors),
         }
 
@@ -242,11 +242,11 @@ BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 """Rotary parameters that some configs have at the top."""
 
 
-def rope_of(found: Checkpoint) -> JsonObject:
+def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
     """Return the rotary parameters of a config that holds them in one spelling or in several.
 
-    The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
-    for a parameter with two different values, and for a scaling without a type.
+    With `usual_base` the base is 10000 where none is given, as in the engines, and a note says so.
+    Raises `UserError` for a parameter with two different values, and for a scaling without a type.
     """
     rope: JsonObject = {}
     keys: dict[str, str] = {}
@@ -267,6 +267,11 @@ def rope_of(found: Checkpoint) -> JsonObject:
                 "(rope_type is default or not given); add the rope_type of the training"
             )
     if "rope_theta" not in rope:
+        if not usual_base:
+            raise UserError(
+                f"{found.path} lacks rope_theta, for which engines take different ones; add that "
+                "of the training"
+            )
         found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
     return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
 
@@ -293,11 +298,6 @@ def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
             value = "default" if (name, value) == ("rope_type", "mrope") else value
             if value is not None and not isinstance(value, dict):
                 yield f"{key}.{name}", name, value
-
-
-def has_rope_base(found: Checkpoint) -> bool:
-    """Return true if a config names the base of the rotary positions, in any spelling."""
-    return any(name == "rope_theta" for _, name, _ in rope_parameters(found))
 
 
 def drop_embedding(found: Checkpoint) -> None:

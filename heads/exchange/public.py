@@ -20,6 +20,7 @@ from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
 from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..stored_tensors import StoredTensors
+from ..vocabulary import ids_of_offsets
 from .config_keys import check_keys, merged
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
@@ -132,16 +133,12 @@ def plain_name(name: str, stored: Container[str]) -> str:
 def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     check_keys(found, "eagle1", False)
-    config, tensors = found.config, found.tensors
+    tensors = found.tensors
     bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
     if bias and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
         bias = False
-    elif not bias and config.get("bias"):
-        found.notes.append(
-            "config.json says that fc has a bias, of which there is none: none is taken"
-        )
     native = _llama_layers(found, version=1) | {"bias": bias}
     drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
@@ -188,14 +185,6 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
             "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
             "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
-    # Where that older key was false, SpecForge trained the head without the final norm, whose
-    # weights stayed at one.
-    norm_weight = found.tensors.get("norm.weight", torch.zeros(1))
-    if "norm_output" in found.config and bool((norm_weight == 1).all()):
-        found.notes.append(
-            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
-            "see that it accepts"
-        )
     return declared
 
 
@@ -207,11 +196,6 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if not taps:
         taps = default_taps(found.target.num_layers)
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
-    elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
-        found.notes.append(
-            f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
-            "low; see that it accepts"
-        )
     before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
     if before_residual is None:
         raise UserError(
@@ -318,10 +302,10 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
         pattern, prefix = (LAYER, "midlayer.") if layers == 1 else (MIDDLE, "layers.0.")
         found.tensors = {pattern.sub(prefix, name): tensor for name, tensor in tensors.items()}
-    q_norm = any("q_norm" in name for name in tensors)
+    q_norm = version == 3 and any("q_norm" in name for name in tensors)
     return {
         "architectures": [ARCHITECTURES[version, q_norm]],
-        **found.layer_keys(layers, 2048),
+        **found.layer_keys(layers, 2048, usual_base=True),
     }
 
 
@@ -345,14 +329,9 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
             f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens "
             "are drafted"
         )
-    tensors["d2t"] = offsets = tensors["d2t"].long()
-    # Entry i holds how far the target's id is from i.
-    ids = offsets + torch.arange(len(offsets))
-    can_be_drafted = torch.zeros(vocab, dtype=torch.bool)
-    # Ids outside of the vocabulary cannot be indices; the drafter's own check refuses them.
-    if len(ids) == drafted and bool(((ids >= 0) & (ids < vocab)).all()):
-        can_be_drafted[ids] = True
+    tensors["d2t"] = tensors["d2t"].long()
     if "t2d" not in tensors:
-        tensors["t2d"] = can_be_drafted
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][ids_of_offsets(tensors["d2t"], vocab)] = True
         found.notes.append("t2d is missing: it is made from d2t")
     tensors["t2d"] = tensors["t2d"].bool()

@@ -19,7 +19,6 @@ from .foreign import (
     Checkpoint,
     ImportedDrafter,
     drop_embedding,
-    has_rope_base,
     named_taps,
     same_matrix,
     same_size,
@@ -144,12 +143,6 @@ def _read(
 def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     """Return the native config. Raises `UserError` for a key that is missing or garbled."""
     keys = found.config
-    # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.
-    if not has_rope_base(found):
-        raise UserError(
-            f"{found.path} lacks rope_theta, for which engines take different ones; add that of "
-            "the training"
-        )
     mask = keys["mask_token_id"]
     if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
         raise UserError(
@@ -165,7 +158,7 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
             "least 2"
         )
     return {
-        **found.layer_keys(keys["num_hidden_layers"], 32768),
+        **found.layer_keys(keys["num_hidden_layers"], 32768, usual_base=False),
         "block_size": block,
         "num_target_layers": found.target.num_layers,
         # None for DFlash, which does not read it.

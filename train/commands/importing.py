@@ -26,7 +26,7 @@ from ..provenance import provenance
 from .options import ImportOptions as Options
 
 # Files of a repository on the hub that are loaded.
-READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
+READ = ["*.json", "*.safetensors"]
 
 
 def run(options: Options) -> None:

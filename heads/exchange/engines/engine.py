@@ -59,11 +59,6 @@ class DrafterFacts:
         """Factor by which the target's embedding multiplies the rows of its matrix."""
         return self.drafter.embedding_and_head.scale
 
-    @property
-    def draft_model_vocab_size(self) -> int:
-        """Number of rows of a draft model's embedding."""
-        return self.drafter.model.config.get_text_config().vocab_size
-
 
 @dataclass(frozen=True)
 class NativeFiles:

@@ -91,10 +91,6 @@ ADDED_TOKENS = Remark(
 )
 EAGLE1 = (
     Remark(
-        lambda facts: facts.shape.qk_norm,
-        "EAGLE-1 with norms on queries and keys has no class there",
-    ),
-    Remark(
         lambda facts: facts.embedding_scale != 1,
         "its target's embedding multiplies rows by {facts.embedding_scale:.4g}, and EAGLE-1 is "
         "given the rows alone there; use version 3",
@@ -116,14 +112,12 @@ DRAFTED_SHARE = Remark(
     "Drafts {found}.",
 )
 OTHER_VOCABULARY = Remark(
-    lambda facts: facts.draft_model_vocab_size != facts.vocab_size,
-    "The draft model has an embedding of {facts.draft_model_vocab_size:,} rows, the target one of "
-    "{facts.vocab_size:,}: an export is cut or padded to the target's, since engines compare the "
-    "two.",
-)
-SHARED_HEAD = Remark(
-    lambda facts: facts.drafter.config.shared_head,
-    "The heads share the target's output matrix.",
+    lambda facts: (
+        (rows := facts.drafter.model.config.get_text_config().vocab_size) != facts.vocab_size
+        and f"{rows:,}"
+    ),
+    "The draft model has an embedding of {found} rows, the target one of {facts.vocab_size:,}: an "
+    "export is cut or padded to the target's, since engines compare the two.",
 )
 EAGLE_NOTES = (
     DRAFTED_SHARE,
@@ -137,10 +131,6 @@ EAGLE_NOTES = (
         "Rotary positions are those of short texts: serve with a maximum length (vLLM: "
         "`--max-model-len`) of at most `original_max_position_embeddings`, "
         "{shape.rope[original_max_position_embeddings]:,}.",
-    ),
-    Remark(
-        lambda facts: facts.shape.num_layers > 1,
-        "{shape.num_layers} layers: other engines than vLLM do not load it.",
     ),
 )
 """Remarks of engines of others on EAGLE drafters."""

@@ -22,7 +22,7 @@ ENGINE = ServingEngine(
     recipes={
         "medusa": Recipe(
             _serve,
-            (limits.CHAIN, limits.READ_ONLY, limits.SHARED_HEAD, MAINTENANCE),
+            (limits.CHAIN, limits.READ_ONLY, MAINTENANCE),
             (
                 Remark(
                     lambda facts: (

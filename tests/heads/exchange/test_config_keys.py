@@ -254,27 +254,6 @@ def test_harmless_keys_are_not_named(keys: dict[str, Any], tmp_path: Path) -> No
     assert found.notes == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("quantization_config", {"quant_method": "modelopt"}, "the tensors are not quantised"),
-        ("attention_bias", True, "attention_bias, of which the file has none: none is taken"),
-        ("mlp_bias", True, "mlp_bias, of which the file has none: none is taken"),
-        ("model_type", "deepseek_v3", "model_type deepseek_v3: the tensors are those of a Llama's"),
-    ],
-)
-def test_keys_that_the_tensors_do_not_bear_out_are_named(
-    key: str, value: Any, says: str, tmp_path: Path
-) -> None:
-    """The tensors decide, so the drafter is read, and the user is told that its config differs."""
-    _, tensors = plain.eagle3()
-    (note,) = read(store(tmp_path / "e", plain.specforge(**{key: value}), tensors)).notes
-    assert says in note
-    _, tensors = plain.eagle1(fc_bias=True)
-    (note,) = read(store(tmp_path / "one", plain.LLAMA | {key: value}, tensors)).notes
-    assert says in note
-
-
 def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:
     _, tensors = plain.eagle3()
     inner = plain.specforge()["eagle_config"] | {"warp": [1, 2]}

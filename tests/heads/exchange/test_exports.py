@@ -438,15 +438,3 @@ def test_sglang_specific_restrictions_are_applied(tmp_path: Path) -> None:
         recipe_for(
             "sglang", eagle(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
         )
-
-
-@pytest.mark.parametrize("engine", ["vllm", "speculators"])
-def test_own_export_with_unit_norm_and_first_tap_is_read(
-    engine: EngineName, tmp_path: Path
-) -> None:
-    """Of other people's checkpoints they are worth a note, since they may mean something else
-    there."""
-    artifact = eagle(taps=(1, 4, 5))
-    artifact.drafter.norm.weight.fill_(1.0)
-    export(artifact, order(engine, tmp_path / "drafter"))
-    assert len(read_public(tmp_path / "drafter", side(TARGET), Answers()).notes) == 1

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig
 
+from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, TITLES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.engines import facts_before, say_engines
 from draftsmith.train.method import method_named

@@ -240,18 +240,9 @@ ENGINE = ServingEngine(
                 ),
             ),
         ),
-        "eagle1": Recipe(
-            partial(_serve, "EAGLE"),
-            NOTES,
-            (*EAGLE, *limits.EAGLE1),
-            EAGLE1_LAYOUT,
-        ),
+        "eagle1": Recipe(partial(_serve, "EAGLE"), NOTES, (*EAGLE, *limits.EAGLE1), EAGLE1_LAYOUT),
         "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK),
-        "dspark": Recipe(
-            partial(_serve_block, "dspark"),
-            BLOCK_NOTES,
-            (*BLOCK, limits.TRANSITION),
-        ),
+        "dspark": Recipe(partial(_serve_block, "dspark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
         "draft_model": Recipe(
             partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),

@@ -122,10 +122,7 @@ ENGINE = ServingEngine(
     place=1,
     recipes={
         "eagle3": Recipe(
-            _serve,
-            vllm.NOTES,
-            (*limits.EAGLE3, *vllm.READS, limits.LONGROPE),
-            EAGLE3_LAYOUT,
+            _serve, vllm.NOTES, (*limits.EAGLE3, *vllm.READS, limits.LONGROPE), EAGLE3_LAYOUT
         ),
         "dflash": Recipe(_serve, (limits.CHAIN, limits.FEWER), vllm.BLOCK, BLOCK_LAYOUT),
         "dspark": Recipe(

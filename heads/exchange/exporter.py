@@ -22,7 +22,7 @@ from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
-from ..files import facts_of, read_json, whole_directory, write_json
+from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
 from ..layers import LayeredDrafter
 from ..layout import dtype_name, place, stored_as
@@ -79,10 +79,12 @@ def export(
         # While the files still lie aside: a failed check leaves nothing where a user looks.
         check_export(folder, artifact, layout, request.dtype)
         ENGINES[request.engine].add_files(folder)
-        facts = {"engine": request.engine, "layout": layout.name, "serve": written.serve}
-        # The checksums are taken before the card is written, so the card may be edited later.
-        document = artifact.own_facts(request.dtype)
-        write_json(folder / OWN_FILE, document | {"files": facts_of(folder), "export": facts})
+        # The checksums are taken before the card is written, so the card may be edited later. Code
+        # in a folder of its own is not a drafter's file, and is not downloaded with one.
+        files = {path.name: file_facts(path) for path in folder.iterdir() if path.is_file()}
+        noted = {"engine": request.engine, "layout": layout.name, "serve": written.serve}
+        document = artifact.own_facts(request.dtype) | {"files": files, "export": noted}
+        write_json(folder / OWN_FILE, document)
         (folder / CARD).write_text(card(artifact, request, written, licence))
     return written
 

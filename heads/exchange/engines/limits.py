@@ -197,7 +197,9 @@ def yarn(*unread: str) -> Remark:
     return Remark(found, "its YaRN rotary positions have {found}, which the engine does not read")
 
 
-YARN = {"truncate": (None, True), "beta_fast": (None, 32), "beta_slow": (None, 1)}
+YARN = {
+    "truncate": (None, True), "beta_fast": (None, 32), "beta_slow": (None, 1), "attn_factor": (None, 1),
+}  # fmt: skip
 """Values that change nothing, of keys for which there are others than none."""
 ONE_SCALE = Remark(
     lambda facts: (

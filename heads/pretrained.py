@@ -24,28 +24,25 @@ from .errors import UserError, first_line
 from .files import JsonObject, read_json
 from .stored_tensors import files_of
 
-REPEATED = (
-    "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_experts", "num_local_experts",
-    "n_routed_experts",
-)  # fmt: skip
-"""Keys of a config.json by which a model repeats its layers and experts.
+REPEATED = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1 << 10)
+REPEATED |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16)
+"""Keys of a config.json by which a model repeats its layers and experts, and their largest values.
 
 transformers makes a list or a module for each, even of a model whose tensors take no memory, before
 it compares anything with the weights: a damaged number would keep it busy for hours.
 """
-MOST_REPEATED = 1 << 13
 
 
 def check_repeated(values: Any, where: object) -> None:
     """Raise `UserError`, which names the file `where`, for implausible numbers under `REPEATED`."""
     for table in (values, values.get("text_config")) if isinstance(values, dict) else ():
-        for name in REPEATED if isinstance(table, dict) else ():
-            numbers = table.get(name)
+        if not isinstance(table, dict):
+            continue
+        for name, most in REPEATED.items():
+            given = table.get(name)
             # Of experts there may be one number for each layer.
-            for number in numbers if isinstance(numbers, list) else [numbers]:
-                if number is not None and not (
-                    type(number) is int and 0 <= number <= MOST_REPEATED
-                ):
+            for number in given if isinstance(given, list) else [given]:
+                if number is not None and (type(number) is not int or not 0 <= number <= most):
                     raise UserError(
                         f"{where} is damaged ({name} is {number!r:.40}); copy or download it again"
                     )

@@ -197,9 +197,8 @@ def yarn(*unread: str) -> Remark:
     return Remark(found, "its YaRN rotary positions have {found}, which the engine does not read")
 
 
-YARN = {
-    "truncate": (None, True), "beta_fast": (None, 32), "beta_slow": (None, 1), "attn_factor": (None, 1),
-}  # fmt: skip
+YARN = {"truncate": (None, True), "beta_fast": (None, 32)}
+YARN |= dict.fromkeys(("beta_slow", "attn_factor"), (None, 1))
 """Values that change nothing, of keys for which there are others than none."""
 ONE_SCALE = Remark(
     lambda facts: (

@@ -27,7 +27,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
-from .layout import DrafterModule, dtype_name
+from .layout import dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.
@@ -68,7 +68,6 @@ class Artifact:
             "method": self.method,
             "dtype": dtype_name(dtype),
             "taps": list(self.drafter.taps),
-            "shape": self.drafter.facts(),
             "embedding_scale": None if lender is None else lender.scale,
             "target": self.fingerprint.as_dict(),
             "calibration": self.calibration,
@@ -115,7 +114,6 @@ class Artifact:
             raise UserError(
                 f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
             ) from error
-        check_shape(drafter, own_file.taps, own_file.shape, config_path)
         if "vocab_size" in drafter_type.bound_to and trained_for.vocab_size != target.vocab_size:
             drafter = resized(drafter, target.vocab_size, added)
         drafter.eval().requires_grad_(False)
@@ -131,17 +129,14 @@ def read_own_file(directory: Path) -> OwnFile:
 
 def check_files(directory: Path, own: OwnFile) -> None:
     """Raise `UserError` for the first file of a drafter that is not as it was written."""
-    noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
-    if not noted and own.export is not None:
-        noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
-    if not noted:
+    if not own.files:
         raise UserError(f"{directory}: {OWN_FILE} has no checksums; copy or save the drafter again")
-    for name, (size, sha256) in noted.items():
-        if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
+    for name, facts in own.files.items():
+        if (reason := differs(directory, name, OWN_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
     # An engine would read tensors from a weights file, or sizes, that nobody wrote here.
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")]):
-        if path.name not in noted:
+        if path.name not in own.files:
             raise UserError(
                 f"{directory}: {path.name} is not among the files that were written; copy or save "
                 "the drafter again"
@@ -197,19 +192,6 @@ def check_target(
     for message in trained_for.warnings_against(target):
         warn(message)
     return added
-
-
-def check_shape(
-    drafter: DrafterModule, taps: list[int], shape: JsonObject, config_path: Path
-) -> None:
-    """Raise `UserError` for the first noted fact that the config contradicts."""
-    facts = {**drafter.facts(), "taps": list(drafter.taps)}
-    for name, value in [("taps", taps), *shape.items()]:
-        if (now := facts.get(name)) != value:
-            raise UserError(
-                f"{config_path} says {name} {now}, {OWN_FILE} next to it says {value}; one of them "
-                "was changed"
-            )
 
 
 def own_method(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
-from .elementwise import RMSNorm
+from .elementwise import RMSNorm, Rotary
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -35,7 +35,6 @@ from .layers import (
     layout_of,
     shared_sizes,
 )
-from .rotary import Rotary
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
@@ -50,6 +49,8 @@ class BlockShape(DrafterShape):
     target_layers: int
     draft_vocab_size: int | None = None
     """Number of tokens that can be drafted; None: all."""
+    markov_rank: int | None = None
+    """Rank of DSpark's transition bias; None for DFlash, which has none."""
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -204,26 +205,25 @@ class DFlashDrafter(LayeredDrafter):
 
     @classmethod
     def shape_from(cls, config: JsonObject) -> BlockShape:
-        return BlockShape(**sizes_from(config))
+        inner = config["dflash_config"]
+        return BlockShape(
+            taps=tuple(layer + 1 for layer in inner["target_layer_ids"]),
+            block_size=config["block_size"],
+            mask_token=inner["mask_token_id"],
+            target_layers=config["num_target_layers"],
+            draft_vocab_size=config.get("draft_vocab_size"),
+            markov_rank=config.get("markov_rank"),
+            **shared_sizes(config),
+        )
 
 
-def sizes_from(config: JsonObject) -> JsonObject:
-    """Return the fields of `BlockShape` by name, from the content of a `config.json`."""
-    inner = config["dflash_config"]
-    return {
-        "taps": tuple(layer + 1 for layer in inner["target_layer_ids"]),
-        "block_size": config["block_size"],
-        "mask_token": inner["mask_token_id"],
-        "target_layers": config["num_target_layers"],
-        "draft_vocab_size": config.get("draft_vocab_size"),
-        **shared_sizes(config),
-    }
+def shape_for(
+    config: DFlashConfig, target: Any, mask_token: int, markov_rank: int | None = None
+) -> BlockShape:
+    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
 
-
-def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
-    """Return the fields of `BlockShape` by name, from `config` and a target's transformers config.
-
-    Raises `UserError` for taps or a mask token that the target does not have.
+    `markov_rank` is DSpark's. Raises `UserError` for taps or a mask token that the target does not
+    have.
     """
     layers = target.num_hidden_layers
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
@@ -235,24 +235,20 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
             f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
         )
     size = config.draft_vocab_size
-    return {
-        "taps": taps,
-        "block_size": config.block_size,
-        "mask_token": mask_token,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size or inner_size(target),
-        "num_layers": config.num_layers,
-        "activation": "silu",  # engines load no other, whatever the target has
-        "target_layers": layers,
+    return BlockShape(
+        taps=taps,
+        block_size=config.block_size,
+        mask_token=mask_token,
+        hidden_size=target.hidden_size,
+        intermediate_size=config.intermediate_size or inner_size(target),
+        num_layers=config.num_layers,
+        activation="silu",  # engines load no other, whatever the target has
+        target_layers=layers,
         # A draft vocabulary of all tokens is none: the maps are left out then.
-        "draft_vocab_size": size if size and size < target.vocab_size else None,
+        draft_vocab_size=size if size and size < target.vocab_size else None,
+        markov_rank=markov_rank,
         **layout_of(target),
-    }
-
-
-def shape_for(config: DFlashConfig, target: Any, mask_token: int) -> BlockShape:
-    """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
-    return BlockShape(**sizes_for(config, target, mask_token))
+    )
 
 
 Drafter = DFlashDrafter

@@ -139,8 +139,6 @@ class Export(Struct):
 
     layout: str = "native"
     """Layout of its files; native is draftsmith's own."""
-    sha256: dict[str, str] = {}
-    """SHA-256 of its files, by name."""
 
 
 class WeightsIndex(Document):
@@ -171,24 +169,17 @@ class OwnFile(Document):
 
     method: str
     dtype: Literal["float32", "bfloat16", "float16"]
-    taps: list[Tap]
     target: Fingerprint
     schema: Annotated[int, Meta(ge=1)] = 1
-    shape: JsonObject = {}
     embedding_scale: float | None = None
     """Factor of the target's embedding, see `EmbeddingAndHead.scale`; None if it is not used."""
     calibration: JsonObject = {}
     provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}
-    """Size and SHA-256 of every other file of the drafter; exports have `export.sha256` instead."""
+    """Size and SHA-256 of every other file of the drafter, but for the card of an export."""
     export: Export | None = None
 
     def __post_init__(self) -> None:
-        layers = self.target.num_layers
-        demand(
-            all(tap <= layers for tap in self.taps),
-            f"taps {self.taps} are not all among the target's {layers} layers",
-        )
         # The table is checked, but stays as it was read: later versions may note more in it.
         msgspec.convert(self.calibration, Calibration)
 

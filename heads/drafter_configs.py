@@ -62,7 +62,7 @@ class EagleConfig:
     """Version 3: use the target's own head, of which nothing is trained or stored, instead of an
     output matrix. The file of a small target's drafter is half as large."""
     qk_norm: bool = False
-    """Norms on queries and keys, as in Qwen3; vLLM only."""
+    """Version 3: norms on queries and keys, as in Qwen3; vLLM only."""
     hidden_size: int | None = None
     """Version 3: a width other than the target's; the drafter then has its own embedding."""
     intermediate_size: int | None = None
@@ -72,7 +72,8 @@ class EagleConfig:
         check_positive(self, "num_layers", "draft_vocab_size", "hidden_size", "intermediate_size")
         if self.version == 1:
             for name in (
-                "taps", "draft_vocab_size", "norm_taps", "norm_output", "shared_head", "hidden_size"
+                "taps", "draft_vocab_size", "norm_taps", "norm_output", "shared_head", "qk_norm",
+                "hidden_size",
             ):  # fmt: skip
                 if getattr(self, name):
                     raise UserError(

@@ -11,24 +11,17 @@ Shapes: H hidden size, Vd draft vocabulary, r rank of the transition.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .dflash import BlockShape, DFlashDrafter, sizes_for, sizes_from
+from . import dflash
+from .dflash import BlockShape, DFlashDrafter
 from .documents import DSparkFile
 from .drafter_configs import DSparkConfig
 from .embedding_and_head import EmbeddingAndHead
 from .files import JsonObject
-
-
-@dataclass(frozen=True, kw_only=True)
-class DSparkShape(BlockShape):
-    """All sizes of a DSpark drafter, as in its `config.json`."""
-
-    markov_rank: int = 256
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -39,14 +32,15 @@ class DSparkDrafter(DFlashDrafter):
     architecture = "Qwen3DSparkModel"
     first_slot = 0
     drafts_in_turn = True
-    shape: DSparkShape
 
-    def __init__(self, shape: DSparkShape, embedding_and_head: EmbeddingAndHead) -> None:
+    def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head)
-        self.transition_in = nn.Embedding(shape.vocab_size, shape.markov_rank)
+        rank = shape.markov_rank
+        assert rank is not None, "the config of a DSpark drafter has its rank"
+        self.transition_in = nn.Embedding(shape.vocab_size, rank)
         drafted = shape.draft_vocab_size or shape.vocab_size
-        self.transition_out = nn.Linear(shape.markov_rank, drafted, bias=False)
-        self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
+        self.transition_out = nn.Linear(rank, drafted, bias=False)
+        self.confidence_head = nn.Linear(shape.hidden_size + rank, 1)
 
     def bytes_read(self, levels: int) -> tuple[float, float]:
         own, heads = super().bytes_read(levels)
@@ -116,14 +110,10 @@ class DSparkDrafter(DFlashDrafter):
             "sample_from_anchor": True,
         }
 
-    @classmethod
-    def shape_from(cls, config: JsonObject) -> DSparkShape:
-        return DSparkShape(**sizes_from(config), markov_rank=config["markov_rank"])
 
-
-def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape:
+def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> BlockShape:
     """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
-    return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
+    return dflash.shape_for(config, target, mask_token, config.markov_rank)
 
 
 Drafter = DSparkDrafter

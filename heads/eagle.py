@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .documents import EagleFile
 from .drafter_configs import EagleConfig
-from .elementwise import RMSNorm
+from .elementwise import RMSNorm, Rotary
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -34,7 +34,6 @@ from .layers import (
     layout_of,
     shared_sizes,
 )
-from .rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +336,6 @@ ARCHITECTURES = {
     (3, False): "LlamaForCausalLMEagle3",
     (3, True): "Eagle3Qwen3ForCausalLM",
     (1, False): "EagleLlamaForCausalLM",
-    (1, True): "EagleQwen3ForCausalLM",
 }
 # Loading tells version and norms from the architecture's name alone.
 VERSIONS = {name: key for key, name in ARCHITECTURES.items()}

@@ -6,7 +6,6 @@ damaged afterwards, and a file's name that was read from another file may not le
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -49,9 +48,8 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty directory next to `path`, which becomes `path` on success.
 
     An existing `path` is replaced; on any error until then the new directory is removed. A reader
-    never sees a half-written directory, whenever the process is killed. Where the system can
-    exchange two names (Linux, most local file systems) there is an old or a new `path` at every
-    moment; elsewhere `path` is absent between two renames, and the next writer in the same folder
+    never sees a half-written directory, whenever the process is killed. An existing `path` is
+    absent between two renames; if the process is killed there, the next writer in the same folder
     puts the old one back. The directory that a killed writer leaves is named as `partial_path`
     says; `remove_partials` deletes it. Raises `UserError` if the disk is full or refuses the files,
     and for a link.
@@ -68,7 +66,6 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; choose another output folder"
         ) from error
-    in_place = False
     try:
         yield aside
         # safetensors writes files that only their owner may read, and a server may run as another
@@ -82,16 +79,13 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             # directory of the right name must not hold empty files.
             _sync(inner)
         old = _put_in_place(aside, path)
-        in_place = True
         # The new name is in the parent folder, which is flushed like a file.
         _sync(path.parent)
         if old is not None:
             _remove(old)
     # Ctrl-C too: nothing half-written may remain.
     except BaseException as error:
-        # After the exchange, what lies aside is the old directory.
-        if not in_place:
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         if (reason := write_failure(error)) is not None:
             raise UserError(
                 f"cannot write {path}: {reason}; free some space or choose another output folder"
@@ -104,8 +98,6 @@ def _put_in_place(aside: Path, path: Path) -> Path | None:
     if not path.exists():
         aside.rename(path)
         return None
-    if _exchange(aside, path):
-        return aside
     # A directory that is not empty cannot be renamed over, so the old one is renamed first.
     old = partial_path(path, "replaced")
     path.rename(old)
@@ -115,18 +107,6 @@ def _put_in_place(aside: Path, path: Path) -> Path | None:
         old.rename(path)
         raise
     return old
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or directories in one step; return false if it cannot be.
-
-    Python has no function for it, Linux has `renameat2`, and not every file system can do it.
-    """
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    if call is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD: relative to the working directory; RENAME_EXCHANGE
-    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _remove(path: Path) -> None:

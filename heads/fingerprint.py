@@ -32,7 +32,7 @@ NUMBERS = re.compile(
     r"|(^|_)n_group$|topk_group|scoring_func"
 )
 TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
-# Keys that some configurations have next to the rotary parameters, and others within them.
+# Rotary parameters that some versions of transformers write at their default values.
 BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
 PARTIAL = "part:"
@@ -144,27 +144,17 @@ def numbers_of(config: Any) -> dict[str, Any]:
     """Return the values of a text configuration that change the output of the same weights.
 
     Names are flat, such as `rope_parameters.rope_theta`; values are as JSON holds them. `config` is
-    one of transformers', whose versions write rotary parameters in different places.
+    one of transformers'.
     """
     values = {name: value for name, value in config.to_dict().items() if name[:1] != "_"}
-    rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
-    values.pop("rope_scaling", None)  # an older name of the same table
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    # Where layers of different kinds have tables of their own, these hold such keys already.
-    by_kind = any(isinstance(value, dict) for value in rope.values())
-    for name in BESIDE_ROPE:
-        value = values.pop(name, None)
-        if value is not None and not by_kind:
-            rope.setdefault(name, value)
-    found = dict(_flat("rope_parameters", rope))
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if NUMBERS.search(name) and not TRAINING_ONLY.search(name):
+            found |= _flat(name, value)
     # Positions that are scaled in these ways depend on the length that is promised.
     kinds = {value for name, value in found.items() if name.endswith("rope_type")}
     if kinds & {"dynamic", "longrope"}:
         found |= _flat("max_position_embeddings", values.get("max_position_embeddings"))
-    for name, value in values.items():
-        if NUMBERS.search(name) and not TRAINING_ONLY.search(name):
-            found |= _flat(name, value)
     return dict(sorted(found.items()))
 
 
@@ -188,27 +178,21 @@ def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
     takes away; another version of transformers may know more of the others.
     Example: `rms_norm_eps was 1e-06, is 0.01`.
     """
-    changes = []
-    for name in sorted(before.keys() & now.keys() | added_rotary(before, now)):
+    both, changes = before | now, []
+    added = {
+        name
+        for name in before.keys() ^ now.keys()
+        if name.startswith("rope_parameters.")
+        and name.rpartition(".")[2] not in BESIDE_ROPE
+        and both[name] != "default"
+    }
+    for name in sorted(before.keys() & now.keys() | added):
         was, found = before.get(name), now.get(name)
         # Numbers are compared as numbers: one version writes 10000, another one 10000.0.
         if was != found:
             changes.append(f"{name} was {_shortened(was)}, is {_shortened(found)}")
     more = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
     return "; ".join([*changes[:SHOWN], *more])
-
-
-def added_rotary(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Return the names of rotary parameters that only one of two tables has.
-
-    Those that some versions of transformers write at their default values are left out.
-    """
-    both = before | now
-    tables = [{n for n in table if n.startswith("rope_parameters.")} for table in (before, now)]
-    if not all(tables):
-        return set()
-    only_one = {name for name in tables[0] ^ tables[1] if both[name] != "default"}
-    return {name for name in only_one if name.rpartition(".")[2] not in BESIDE_ROPE}
 
 
 def _shortened(value: Any) -> str:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from .elementwise import RMSNorm, gated
+from .elementwise import RMSNorm, gated, rotate
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import EngineLayout
-from .rotary import rotate
+from .layout import DrafterModule
 from .vocabulary import VocabularyMaps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -170,7 +169,7 @@ class DecoderLayer(nn.Module):
         return named
 
 
-class LayeredDrafter(VocabularyMaps, EngineLayout):
+class LayeredDrafter(VocabularyMaps, DrafterModule):
     """Base of drafters that consist of decoder layers, after `fc` has fused the target's features.
 
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.

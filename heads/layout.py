@@ -41,7 +41,7 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
 
 class DrafterModule(ABC):
-    """Facts of a drafter's module, and its files."""
+    """Base of drafters' modules: facts about the drafter, and its files."""
 
     method: str
     """Module of its method in `heads`; of a drafter of another package, its `Method` as
@@ -68,6 +68,11 @@ class DrafterModule(ABC):
     other_remedy = "train the drafter again for this target"
     """Remedy for such a target, if the drafter cannot be widened."""
 
+    weights_file: str = "model.safetensors"
+    """Name of the safetensors file."""
+    document: type = dict
+    """Type in `documents` that `config.json` has to fit."""
+
     def bytes_read(self, levels: int) -> tuple[float, float]:
         """Return the bytes of its own matrices that are read to draft `levels` levels.
 
@@ -80,38 +85,9 @@ class DrafterModule(ABC):
     def facts(self) -> JsonObject:
         """Return everything besides the tensors that decides what the module computes, as JSON."""
 
-    @abstractmethod
-    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        """Write the files that engines read; floating tensors are cast to `dtype`."""
-
-    @classmethod
-    @abstractmethod
-    def load(
-        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
-    ) -> Self:
-        """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
-
-        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
-        drafter.
-        """
-
-
-def linear_bytes(module: Any) -> int:
-    """Return the bytes of the matrices of a module's linear layers."""
-    return sum(part.weight.nbytes for part in module.modules() if isinstance(part, nn.Linear))
-
-
-class EngineLayout(DrafterModule):
-    """Base of drafters that get `save` and `load` from a description of their files.
-
-    One that no engine reads has only `facts`: the arguments of its class after the target's
-    `embedding_and_head`, which are its `config.json` too.
-    """
-
-    weights_file: str = "model.safetensors"
-    """Name of the safetensors file."""
-    document: type = dict
-    """Type in `documents` that `config.json` has to fit."""
+    # Saving and loading by a description of the files. A drafter that no engine reads has only
+    # `facts`: the arguments of its class after the target's `embedding_and_head`, which are its
+    # `config.json` too.
 
     def serving_state(self) -> dict[str, Tensor]:
         """Return this module's tensors under their names on disk.
@@ -137,10 +113,11 @@ class EngineLayout(DrafterModule):
         make: Any = cls
         return make(embedding_and_head, **config)
 
-    def check(self) -> None:  # most have nothing to check
+    def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        """Write the files that engines read; floating tensors are cast to `dtype`."""
         write_json(directory / "config.json", self.serving_config(target_name, dtype_name(dtype)))
         save_file(
             self.stored_state(dtype), directory / self.weights_file, metadata={"format": "pt"}
@@ -161,6 +138,11 @@ class EngineLayout(DrafterModule):
     def load(
         cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
+        """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
+
+        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
+        drafter.
+        """
         config = read_json(directory / "config.json")
         convert(config, cls.document)
         path = directory / cls.weights_file
@@ -180,6 +162,11 @@ class EngineLayout(DrafterModule):
         fill_from(stored, drafter.serving_state(), path, dtype)
         drafter.check()
         return drafter
+
+
+def linear_bytes(module: Any) -> int:
+    """Return the bytes of the matrices of a module's linear layers."""
+    return sum(part.weight.nbytes for part in module.modules() if isinstance(part, nn.Linear))
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

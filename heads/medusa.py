@@ -22,7 +22,7 @@ from .drafter_configs import MedusaConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import EngineLayout, linear_bytes
+from .layout import DrafterModule, linear_bytes
 from .vocabulary import VocabularyMaps
 
 
@@ -39,7 +39,7 @@ class ResidualBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
-class MedusaHeads(VocabularyMaps, EngineLayout):
+class MedusaHeads(VocabularyMaps, DrafterModule):
     """D heads over the target's last hidden state.
 
     `embedding_and_head` are the target's, borrowed, not owned. They are needed for `shared_head`

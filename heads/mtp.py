@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .documents import MtpFile, convert
+from .documents import MtpFile
 from .drafter_configs import MtpConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
@@ -34,7 +34,7 @@ from .layers import (
     inner_size,
     layout_of,
 )
-from .pretrained import Repeated, config_of_values, make_causal_lm
+from .pretrained import check_repeated, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -123,7 +123,7 @@ class MtpDrafter(RecyclingDrafter):
         return {
             f"{name}.{part}": tensor
             for name, module in parts.items()
-            for part, tensor in merged(module).items()
+            for part, tensor in module.state_dict(keep_vars=True).items()
         }
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
@@ -137,22 +137,8 @@ class MtpDrafter(RecyclingDrafter):
     @classmethod
     def shape_from(cls, config: JsonObject) -> MtpShape:
         values = config["layer"]
-        convert(values, Repeated)
+        check_repeated(values, "config.json")
         return shape_of(config_of_values(values), values)
-
-
-def merged(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's tensors by name; LoRA matrices of peft are added to their layers' own."""
-    found = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        owner, inner, last = name.rpartition(".base_layer.")
-        if inner:
-            adapted: Any = module.get_submodule(owner)
-            tensor = tensor + adapted.get_delta_weight("default").to(tensor.dtype)
-            name = f"{owner}.{last}"
-        if ".lora_" not in name:
-            found[name] = tensor
-    return found
 
 
 def shape_for(_options: MtpConfig, target: Any) -> MtpShape:

@@ -13,89 +13,45 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from msgspec import Meta, Struct
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from .documents import DocumentError, convert
 from .errors import UserError, first_line
 from .files import JsonObject, read_json
-from .stored_tensors import files_in
+from .stored_tensors import files_of
 
-WEIGHTS_INDEX = "model.safetensors.index.json"
-PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+REPEATED = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1 << 10)
+REPEATED |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16)
+"""Keys of a config.json by which a model repeats its layers and experts, and their largest values.
 
-
-LayerCount = Annotated[int, Meta(ge=0, le=1 << 10)]
-ExpertCount = Annotated[int, Meta(ge=0, le=1 << 16)]
-
-
-class Repeated(Struct):
-    """Numbers of a config.json by which a model repeats its layers and experts.
-
-    transformers makes a list or a module for each, even of a model whose tensors take no memory,
-    before it compares anything with the weights: a damaged number would keep it busy for hours.
-    """
-
-    num_hidden_layers: LayerCount | None = None
-    num_layers: LayerCount | None = None
-    n_layers: LayerCount | None = None
-    n_layer: LayerCount | None = None
-    num_experts: ExpertCount | list[ExpertCount] | None = None
-    num_local_experts: ExpertCount | list[ExpertCount] | None = None
-    n_routed_experts: ExpertCount | list[ExpertCount] | None = None
-    text_config: Repeated | None = None
+transformers makes a list or a module for each, even of a model whose tensors take no memory, before
+it compares anything with the weights: a damaged number would keep it busy for hours.
+"""
 
 
-def check_repeated(folder: Path) -> None:
-    """Raise `UserError` for implausible numbers of layers or experts in a config.json."""
-    if not (folder / "config.json").is_file():
-        return
-    try:
-        convert(read_json(folder / "config.json"), Repeated)
-    except DocumentError as error:
-        raise UserError(
-            f"{folder / 'config.json'} is damaged ({error}); copy or download it again"
-        ) from error
+def check_repeated(values: Any, where: object) -> None:
+    """Raise `UserError`, which names the file `where`, for implausible numbers under `REPEATED`."""
+    for table in (values, values.get("text_config")) if isinstance(values, dict) else ():
+        if not isinstance(table, dict):
+            continue
+        for name, most in REPEATED.items():
+            given = table.get(name)
+            # Of experts there may be one number for each layer.
+            for number in given if isinstance(given, list) else [given]:
+                if number is not None and (type(number) is not int or not 0 <= number <= most):
+                    raise UserError(
+                        f"{where} is damaged ({name} is {number!r:.40}); copy or download it again"
+                    )
 
 
-class SubwordModel(Struct):
-    """Part of a tokenizer.json of which its library does not check that it fits together."""
-
-    continuing_subword_prefix: str | None = None
-    merges: list[str | list[str]] = []
-
-
-class TokenizerFile(Struct):
-    """A tokenizer.json, as far as it is checked before its library reads it."""
-
-    model: SubwordModel
-
-
-def check_merges(folder: Path) -> None:
-    """Raise `UserError` if a merge of a tokenizer.json does not carry the prefix of continuing
-    subwords.
-
-    tokenizers cuts that prefix off the second part of each merge unseen; where there is none, its
-    code ends the process.
-    """
-    file = folder / "tokenizer.json"
-    try:
-        model = msgspec.json.decode(file.read_bytes(), type=TokenizerFile).model
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return  # tokenizers says what is wrong with it, or it is of another form
-    prefix = model.continuing_subword_prefix or ""
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.merges)
-    if prefix and not all(pair[-1].startswith(prefix) for pair in pairs if pair):
-        raise UserError(
-            f"{file} is damaged (continuing_subword_prefix: its merges do not begin with "
-            f"{prefix!r}); copy or download it again"
-        )
+def check_config(folder: Path) -> None:
+    """Raise `UserError` for a config.json in a folder that `check_repeated` refuses."""
+    if (path := folder / "config.json").is_file():
+        check_repeated(read_json(path), path)
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -104,7 +60,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     Raises `UserError` for a damaged number of layers or experts, and the errors of transformers,
     see `clear_errors`.
     """
-    check_repeated(Path(path))
+    check_config(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
@@ -124,11 +80,19 @@ def config_of_values(values: JsonObject) -> Any:
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model.
 
-    Raises `UserError` for merges that do not fit together, and the errors of transformers, see
-    `clear_errors`.
+    Raises `UserError` for a damaged file at which the library's code stops, and the errors of
+    transformers, see `clear_errors`.
     """
-    check_merges(Path(path))
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except BaseException as error:
+        # It has no public name, and is no `Exception`.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"the tokenizer.json of {path} is damaged ({first_line(error)}); copy or download it "
+            "again"
+        ) from error
 
 
 def end_ids(setting: Any) -> list[int]:
@@ -148,12 +112,12 @@ def end_ids(setting: Any) -> list[int]:
 def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return a causal language model with its weights; `options` are those of `from_pretrained`.
 
-    Raises `UserError` for weights that are missing, pickled, or named by an index but outside of
-    the folder, and the errors of transformers, see `clear_errors`.
+    Raises `UserError` for weights that are missing, or named by an index but outside of the folder,
+    and the errors of transformers, see `clear_errors`.
     """
     if Path(path).is_dir():
-        check_repeated(Path(path))
-        check_weights(Path(path))
+        check_config(Path(path))
+        files_of(Path(path))
     return AutoModelForCausalLM.from_pretrained(
         path, trust_remote_code=trust_remote_code, use_safetensors=True, **options
     )
@@ -162,24 +126,6 @@ def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options:
 def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return an untrained causal language model; `options` are those of `from_config`."""
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-
-
-def check_weights(folder: Path) -> None:
-    """Raise `UserError` unless `folder` holds all its weights in safetensors files."""
-    if (folder / WEIGHTS_INDEX).is_file():
-        files_in(folder / WEIGHTS_INDEX)
-    elif not any(folder.glob("*.safetensors")):
-        pickled = [file for pattern in PICKLES for file in sorted(folder.glob(pattern))]
-        if pickled:
-            raise UserError(
-                f"{folder} holds its weights in {pickled[0].name}, a pickle, which can run code "
-                "when it is read; save the model again with save_pretrained, which writes "
-                "safetensors"
-            )
-        raise UserError(
-            f"{folder} holds no weights: there is no *.safetensors file; copy or download the "
-            "model again"
-        )
 
 
 @contextmanager

@@ -1,32 +1,24 @@
-"""Tensors of other projects' checkpoints, read without running anything that is in the files.
-
-Pickled files are read only where there are no safetensors, and only with torch's `weights_only`.
-"""
+"""Tensors of checkpoints, read from safetensors files: pickles can run code when they are read."""
 
 from __future__ import annotations
 
-import re
 import struct
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .documents import WeightsIndex, read_document
-from .errors import UserError, out_of_memory
+from .errors import UserError
 from .files import inside
 
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
-PICKLES = ("*.bin", "*.pt", "*.pth")
-# Files that trainers write next to the weights.
-TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -35,23 +27,22 @@ class StoredTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         """List the tensors of `folder`.
 
-        Raises `UserError` if there are none, if two files hold the same name, or if a file holds
-        anything but tensors.
+        Raises `UserError` if there are none, if two files hold the same name, or if a file cannot
+        be read.
         """
-        self.files: list[Path] = files_of(folder, ("*.safetensors",))
-        readers_of = _safetensors if self.files else _pickled
-        self.files = self.files or files_of(folder, PICKLES)
-        if not self.files:
-            raise UserError(
-                f"{folder} holds no weights: neither *.safetensors nor {', '.join(PICKLES)}; name "
-                "a drafter's folder"
-            )
+        self.files = files_of(folder)
         self._readers: dict[str, Callable[[], Tensor]] = {}
         for path in self.files:
-            for name, read in readers_of(path):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"cannot read {path}: {error}; copy or download it again"
+                ) from error
+            for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
                 if name in self._readers:
                     raise UserError(f"{name} is in two files of {folder}; leave one of them there")
-                self._readers[name] = read
+                self._readers[name] = partial(file.get_tensor, name)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
@@ -63,20 +54,19 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._readers)
 
 
-def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of weights in `folder` that match `patterns`.
+def files_of(folder: Path) -> list[Path]:
+    """Return the safetensors files in `folder`, of which an index may name some.
 
-    They are those that an index names if there is one for such files, else all but those that a
-    trainer writes next to weights. Raises `UserError` if the index is broken.
+    Raises `UserError` if there are none, or if the index is broken.
     """
-    matching = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    for index in sorted(folder.glob("*.index.json")):
-        # model.safetensors.index.json is about .safetensors files only: a folder may hold an index
-        # of its pickled weights too.
-        suffix = Path(index.name.removesuffix(".index.json")).suffix
-        if any(path.suffix == suffix for path in matching):
-            return files_in(index)
-    return [path for path in matching if not TRAINERS_OWN.match(path.name)]
+    if (folder / WEIGHTS_INDEX).is_file():
+        return files_in(folder / WEIGHTS_INDEX)
+    if not (files := sorted(folder.glob("*.safetensors"))):
+        raise UserError(
+            f"{folder} holds no weights: there is no *.safetensors file; copy or download it "
+            "again, or write its tensors as safetensors (a pickle can run code when it is read)"
+        )
+    return files
 
 
 def files_in(index: Path) -> list[Path]:
@@ -89,67 +79,6 @@ def files_in(index: Path) -> list[Path]:
             f"{index} names {missing[0]}, which is not there; copy or download it again"
         )
     return named
-
-
-def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield name and reader of each tensor in a safetensors file. Raises `UserError`."""
-    try:
-        file = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
-    for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
-        yield name, partial(file.get_tensor, name)
-
-
-def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield name and reader of each tensor in a file of `torch.save`. Raises `UserError`."""
-    try:
-        _refuse_swollen(path)
-        # Files of the current format are zip archives, whose tensors are mapped and not read yet.
-        content: Any = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except UserError:
-        raise
-    # The readers of pickles and archives were not written for damaged ones: any error may come.
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise UserError(
-            f"{path} is refused: it is damaged, or holds more than tensors, which could run code"
-        ) from error
-    if (
-        not isinstance(content, dict)
-        or not content
-        or not all(isinstance(tensor, Tensor) for tensor in content.values())
-    ):
-        raise UserError(f"{path} is refused: it is not a table of tensors by name")
-    size = path.stat().st_size
-    for name, tensor in content.items():
-        # A view of one element may have any number of rows, and a sparse tensor too.
-        plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized or tensor.numel() * tensor.itemsize > size:
-            raise UserError(
-                f"{path} is refused: {name} is larger than the file, or no plain tensor"
-            )
-        yield str(name), lambda tensor=tensor: tensor
-
-
-def _refuse_swollen(path: Path) -> None:
-    """Raise `UserError` for a zip archive that is larger unpacked than packed.
-
-    torch.save does not compress, so such a file was made by something else, perhaps to fill the
-    memory. Errors of `zipfile` are raised too.
-    """
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > (size := path.stat().st_size):
-        raise UserError(
-            f"{path} is refused: it has {size:,} bytes and would take {unpacked:,} unpacked; save "
-            "the tensors again, as safetensors"
-        )
 
 
 class TensorFacts(msgspec.Struct):

@@ -40,7 +40,7 @@ class VocabularyMaps(nn.Module):
     def set_maps(self, ids: Tensor) -> None:
         """Make the ascending target ids `ids` `[Vd]` the draft vocabulary."""
         assert self.d2t is not None and self.t2d is not None, "a full vocabulary keeps every token"
-        self.d2t.copy_(offsets(ids))
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
 
     def maps(self) -> dict[str, Tensor]:
@@ -109,11 +109,6 @@ def spread_ids(vocab_size: int, count: int) -> Tensor:
     They are a sample that stands for all tokens where a statistic over the vocabulary is needed.
     """
     return torch.arange(count) * (vocab_size - 1) // max(count - 1, 1)
-
-
-def offsets(ids: Tensor) -> Tensor:
-    """Return the offsets `d2t` `[Vd]` of ascending target ids `[Vd]`."""
-    return ids - torch.arange(len(ids), device=ids.device)
 
 
 def ids_of_offsets(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.distill.divergences import log_probs, loss_of_logits, sum_in_chunks
-from draftsmith.heads.layout import EngineLayout
+from draftsmith.heads.layout import DrafterModule
 from draftsmith.inference.proposers.tree_plan import NewestStateProposer, TreePlan, tree_of
 from draftsmith.train.config import RunConfig
 from draftsmith.train.methods.ranks import RankedMethod, ranks_by_root
@@ -29,7 +29,7 @@ class GruRun(RunConfig):
     """Drafts of a chain in training; levels of a draft tree by default."""
 
 
-class GruDrafter(EngineLayout, nn.Module):
+class GruDrafter(DrafterModule, nn.Module):
     method, kind, drafts_by_level, borrows_head = f"{__name__}:Gru", "gru", True, True
 
     def __init__(self, embedding_and_head: Any, size: int, length: int, hidden: int) -> None:

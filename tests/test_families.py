@@ -31,9 +31,8 @@ from transformers import (
 )
 
 import draftsmith
-from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.heads.exchange.engines import ENGINES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.exporter import load_alone
-from draftsmith.heads.exchange.exports import facts_of, refusal, sentences
 from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, by_default
 
@@ -115,7 +114,7 @@ def test_each_family_works_from_doctor_to_import(
             evaluation={"limit": 2, "max_new_tokens": 4},
         )  # fmt: skip
     logged = [record.getMessage() for record in caplog.records]
-    said = facts_of(load_alone(best))
+    said = drafter_facts(load_alone(best))
     assert [line for line in logged if line in sentences(said)] == sentences(said)
     for remark in remarks:
         assert any(remark in line for line in logged), remark

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 from ..heads.errors import UserError
-from ..heads.exchange.engines import ENGINES
+from ..heads.exchange.engines import drafter_facts, refusal, sentences
 from ..heads.exchange.engines.engine import DrafterFacts
 from ..heads.exchange.exporter import load_alone
-from ..heads.exchange.exports import facts_of, refusal, sentences
 from ..heads.fingerprint import numbers_of
 from .config import RunConfig
 from .endings import is_main_rank
@@ -37,10 +36,7 @@ def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     """
     facts = facts_before(run, method)
     for name in run.for_:
-        recipe = ENGINES[name].recipes.get(facts.kind)
-        listed = None if recipe is None else recipe.targets
-        reason = refusal(name, facts) or (listed(facts) if listed is not None else None)
-        if reason is not None:
+        if (reason := refusal(name, facts)) is not None:
             raise UserError(f"{reason} (--for {name})")
     return facts
 
@@ -52,7 +48,7 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     fit it.
     """
     if run.init_from is not None:
-        return facts_of(load_alone(run.init_from))
+        return drafter_facts(load_alone(run.init_from))
     target = target_of_run(run)
     drafter = outlined(method, run, target).drafter
     return DrafterFacts(

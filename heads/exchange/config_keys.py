@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..errors import UserError
@@ -26,10 +26,6 @@ LAYER = {
 }  # fmt: skip
 TAPS = {"target_layer_ids", "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"}
 USED = {
-    "medusa": {
-        "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "hidden_size", "vocab_size",
-        "original_lm_head", "draft_vocab_size",
-    },
     "eagle1": LAYER | {"bias"},
     "eagle3": LAYER | TAPS | {
         "use_aux_hidden_state", "norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm",
@@ -231,8 +227,7 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
     config = {key.name: key.value for key in reversed(keys)}
     names = " ".join(found.tensors)
     facts = Facts(kind, head, config, "q_norm" in names, "experts." in names)
-    if kind != "medusa":  # whose heads have no attention
-        check_windows(found, keys)
+    check_windows(found, keys)
     unread = []
     for key in keys:
         name = key.name.lower()
@@ -245,44 +240,11 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
         elif not (neutral(key.value, facts) if callable(neutral) else key.value in neutral):
             reason = ROWS.get(kind, "its layers are not causal") if reason is SEEN else reason
             refuse(found, [key], reason)
-    if not found.answers.ours:
-        found.notes += contradicted(keys, found.tensors, kind)
     if unread and not found.answers.ours:
         found.notes.append(
             "keys of config.json that are not known here change nothing (not read: "
             f"{', '.join(unread)})"
         )
-
-
-BIASES = {
-    "attention_bias": "q_proj.bias", "qkv_bias": "q_proj.bias", "o_proj_bias": "o_proj.bias",
-    "mlp_bias": "up_proj.bias", "lm_head_bias": "lm_head.bias",
-}  # fmt: skip
-"""Keys that name biases, and the ends of the names of such tensors."""
-LIKE_LLAMA = re.compile(r"(llama|qwen[23]|mistral|eagle|dflash|dspark|speculator)\w*")
-"""Model types whose layers are those of a Llama, or of a Qwen3 with norms of queries and keys."""
-
-
-def contradicted(keys: list[Key], tensors: Iterable[str], kind: str) -> list[str]:
-    """Return a note for each key that the tensors do not bear out: the tensors decide.
-
-    They are plain tensors of a Llama's layers, or the reader would refuse their names and types.
-    """
-    notes = []
-    for name, value in {key.name.lower(): key.value for key in keys}.items():
-        if name in BIASES and value and not any(t.endswith(BIASES[name]) for t in tensors):
-            notes.append(f"config.json says {name}, of which the file has none: none is taken")
-        elif name in ("quantization_config", "compression_config") and value not in OFF:
-            notes.append(
-                f"config.json has a {name}, and the tensors are not quantised: they are taken as "
-                "they are"
-            )
-        elif name == "model_type" and kind != "medusa" and not LIKE_LLAMA.fullmatch(str(value)):
-            notes.append(
-                f"config.json says model_type {shown(value)}: the tensors are those of a Llama's "
-                "layers, and are read as such"
-            )
-    return notes
 
 
 def keys_of(found: Checkpoint, tables: tuple[str, ...]) -> Iterator[Key]:

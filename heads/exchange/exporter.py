@@ -8,13 +8,13 @@ before it is renamed to the place where a user finds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,19 +22,17 @@ from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
-from ..files import checksum, read_json, whole_directory, write_json
+from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
+from ..layers import LayeredDrafter
 from ..layout import dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
-from .card import CardFigures, card
-from .engines import ENGINES
+from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
-from .exports import facts_of, recipe_for
 from .foreign import Answers, TargetParts
 from .public import read_public
 
 CARD = "README.md"
-LENGTH = 12  # positions of the forward pass of a draft model that is compared
 
 
 @dataclass(frozen=True)
@@ -53,23 +51,21 @@ def export(
     artifact: Artifact,
     request: ExportRequest,
     licence: str | None = None,
-    measured: Sequence[CardFigures] = (),
     head: Tensor | None = None,
 ) -> WrittenExport:
     """Write the export that is requested, whole or not at all.
 
-    `licence` and `measured` are for the model card. `head` `[V, H]` is the target's output matrix:
-    one layout stores it, and engines get the rows of it that an EAGLE-3 shares. Raises `UserError`
-    for a drafter that the engine cannot express, for a folder that holds something else, and for an
-    export that fails its check.
+    `licence` is for the model card. `head` `[V, H]` is the target's output matrix, of which engines
+    get the rows that an EAGLE-3 shares. Raises `UserError` for a drafter that the engine cannot
+    express, for a folder that holds something else, and for an export that fails its check.
     """
-    recipe, facts = recipe_for(request.engine, artifact), facts_of(artifact)
+    recipe, facts = recipe_for(request.engine, artifact), drafter_facts(artifact)
     replaced = check_free(request.out)
     if facts.kind == "draft_model":
         artifact = with_vocabulary_of_target(artifact)
     check_numbers(artifact, request.dtype)
-    layout = recipe.layout_for(facts)
-    if facts.kind == "eagle3" and needs_target_head(request.engine, artifact):
+    layout = recipe.layout
+    if needs_target_head(request.engine, artifact):
         artifact = with_own_head(artifact, head, request.engine)
     drafter = artifact.drafter
     written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
@@ -77,108 +73,74 @@ def export(
         if isinstance(drafter, DraftModel):
             drafter.save(folder, request.target, request.dtype)
         else:
-            config, tensors = files_for(layout, artifact, request, head)
+            config, tensors = files_for(layout, artifact, request)
             write_json(folder / "config.json", config)
             save_file(tensors, folder / drafter.weights_file, metadata={"format": "pt"})
         # While the files still lie aside: a failed check leaves nothing where a user looks.
-        check_export(folder, artifact, layout, request.dtype, head)
+        check_export(folder, artifact, layout, request.dtype)
         ENGINES[request.engine].add_files(folder)
-        document = artifact.own_facts(request.dtype)
-        # The checksums are taken before the card is written, so the card may be edited later.
-        document["export"] = {
-            "engine": request.engine,
-            "layout": layout.name,
-            "serve": written.serve,
-            "measured": [asdict(row) for row in measured],
-            "sha256": {
-                path.name: checksum(path) for path in sorted(folder.iterdir()) if path.is_file()
-            },
-        }
+        # The checksums are taken before the card is written, so the card may be edited later. Code
+        # in a folder of its own is not a drafter's file, and is not downloaded with one.
+        files = {path.name: file_facts(path) for path in folder.iterdir() if path.is_file()}
+        noted = {"engine": request.engine, "layout": layout.name, "serve": written.serve}
+        document = artifact.own_facts(request.dtype) | {"files": files, "export": noted}
         write_json(folder / OWN_FILE, document)
-        (folder / CARD).write_text(
-            card(artifact, request, written.serve, written.notes, licence, measured)
-        )
+        (folder / CARD).write_text(card(artifact, request, written, licence))
     return written
 
 
 def needs_target_head(engine: str, artifact: Artifact) -> bool:
     """Return true if the files for `engine` hold rows of the target's output matrix."""
-    facts = facts_of(artifact)
-    layout = recipe_for(engine, artifact).layout_for(facts)
-    shared = facts.kind == "eagle3" and facts.shape.shared_head
-    return layout.stores_target_head or (shared and not layout.has_target_head)
+    layout, facts = recipe_for(engine, artifact).layout, drafter_facts(artifact)
+    return facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head
 
 
-def files_for(
-    layout: FileLayout, artifact: Artifact, request: ExportRequest, head: Tensor | None = None
-) -> Files:
-    """Return `config.json` and the tensors of the artifact's drafter in `layout`.
-
-    `head` `[V, H]` is the target's output matrix. Raises `UserError` if it is needed and not given.
-    """
+def files_for(layout: FileLayout, artifact: Artifact, request: ExportRequest) -> Files:
+    """Return `config.json` and the tensors of the artifact's drafter in `layout`."""
     drafter = artifact.drafter
     config = drafter.serving_config(request.target, dtype_name(request.dtype))
     tensors = drafter.stored_state(request.dtype)
-    return layout.write(NativeFiles(config, tensors, facts_of(artifact), request.drafts, head))
+    return layout.write(NativeFiles(config, tensors, drafter_facts(artifact), request.drafts))
 
 
-def check_export(
-    folder: Path,
-    artifact: Artifact,
-    layout: FileLayout,
-    dtype: torch.dtype,
-    head: Tensor | None = None,
-) -> None:
+def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: torch.dtype) -> None:
     """Read `folder` back and raise `UserError` unless it holds the drafter of `artifact`.
 
-    Every tensor has to be equal, bit for bit. `layout` and `dtype` are those of the files. `head`
-    `[V, H]` is the target's output matrix, which one layout stores; the artifact of an EAGLE-3 has
-    its own rows of it by now.
+    Sizes and flags have to be equal, and every tensor bit for bit: two drafters of one class with
+    equal facts and tensors compute the same. `layout` and `dtype` are those of the files.
     """
-    live = artifact.drafter
-    if isinstance(live, DraftModel):
-        stand_in = stand_in_for(artifact.fingerprint).embedding_and_head
-        target = replace(stand_in, tokenizer=live.tokenizer)
-        loaded: Any = DraftModel.load(folder, dtype, target)
+    live, target = artifact.drafter, stand_in_for(artifact.fingerprint)
+    if isinstance(live, LayeredDrafter):
+        loaded: Any = load_back(folder, live, target, layout)
     else:
-        loaded = load_back(folder, artifact, layout, head)
+        tokenizer = live.tokenizer if isinstance(live, DraftModel) else None
+        lender = replace(target.embedding_and_head, tokenizer=tokenizer)
+        loaded = type(live).load(folder, dtype, lender)
+    if loaded.facts() != (facts := live.facts()):
+        # There is one: both have the same keys, being of one class.
+        name = next(name for name in facts if loaded.facts()[name] != facts[name])
+        _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded.facts()[name]}")
     live_state, loaded_state = live.state_dict(), loaded.state_dict()
     if live_state.keys() != loaded_state.keys():
         _fail(f"{sorted(live_state.keys() ^ loaded_state.keys())[0]} is missing or surplus")
     for name, tensor in live_state.items():
         if tensor.cpu().to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
             _fail(f"{name} reads back as other numbers")
-    # Two drafters of one class with equal facts and tensors compute the same. The facts of a draft
-    # model are transformers' config, so its logits are compared.
-    if isinstance(live, DraftModel):
-        as_stored = deepcopy(live)
-        place(as_stored, torch.device("cpu"), dtype)
-        for module in (as_stored, loaded):
-            place(module, torch.device("cpu"), torch.float32)
-        if not torch.equal(outputs(as_stored), outputs(loaded)):
-            _fail("the drafter and what reads back compute different logits")
 
 
-def load_back(folder: Path, artifact: Artifact, layout: FileLayout, head: Tensor | None) -> Any:
+def load_back(folder: Path, live: LayeredDrafter, target: TargetParts, layout: FileLayout) -> Any:
     """Return the drafter that is built from the files in `folder` alone.
 
-    Raises `UserError` if they are recognised as another layout, leave anything open, or give other
-    sizes or flags than the drafter of `artifact` has.
+    Raises `UserError` if they are recognised as another layout or kind than that of the drafter
+    `live`, or leave anything open.
     """
-    target = replace(stand_in_for(artifact.fingerprint), head=head)
     loaded = read_public(folder, target, Answers(ours=True))
-    kind = artifact.drafter.kind
     # The reader's name of the layout begins with this; native layouts are called after the kind.
-    family = layout.read_as or kind
-    if not loaded.layout.startswith(family) or loaded.drafter.kind != kind:
+    family = layout.read_as or live.kind
+    if not loaded.layout.startswith(family) or loaded.drafter.kind != live.kind:
         _fail(f"it is taken for {loaded.layout}, not for {family}")
     if loaded.notes:
         _fail(loaded.notes[0])
-    loaded_facts, facts = loaded.drafter.facts(), artifact.drafter.facts()
-    if loaded_facts != facts:
-        # There is one: both have the same keys, being of one class.
-        name = next(name for name in facts if loaded_facts[name] != facts[name])
-        _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded_facts[name]}")
     return loaded.drafter
 
 
@@ -191,16 +153,6 @@ def stand_in_for(target: Fingerprint) -> TargetParts:
         lambda ids: ids, lambda last: last, target.vocab_size, part=lambda ids: lambda last: last
     )
     return TargetParts(target.num_layers, target.hidden_size, target.vocab_size, lender)
-
-
-@torch.no_grad()
-def outputs(drafter: DraftModel) -> Tensor:
-    """Return a draft model's logits of `LENGTH` random inputs, the same in every call."""
-    # A generator of its own leaves the caller's random state as it is.
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, drafter.vocab_size, (1, LENGTH), generator=generator)
-    # A cut may have recurrent layers alone, and a cache of transformers takes no such model.
-    return drafter.model(ids, use_cache=False).logits
 
 
 def _fail(reason: str) -> None:
@@ -223,8 +175,7 @@ def check_free(out: str | Path) -> bool:
     # exports, which can be made again, have the key `export`.
     document = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
     if not isinstance(document, dict) or "export" not in document:
-        what = "something else than" if document is None else "a drafter, not"
-        raise UserError(f"{out} holds {what} an export; name another --out, or remove it")
+        raise UserError(f"{out} holds something else than an export; name another --out")
     return True
 
 
@@ -321,3 +272,67 @@ def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artif
     place(owner, weight.device, weight.dtype)
     owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
     return replace(artifact, drafter=owner.eval().requires_grad_(False))
+
+
+def card(
+    artifact: Artifact, request: ExportRequest, written: WrittenExport, licence: str | None
+) -> str:
+    """Return the text of the model card, with the header that the Hugging Face hub reads.
+
+    `licence` is the hub's name of one; None leaves it out, since nobody has said which it is.
+    """
+    drafter, engine = artifact.drafter, ENGINES[request.engine]
+    # The hub links `base_model` to a repository, so a local folder is not named there.
+    on_hub = request.target.count("/") == 1 and not Path(request.target).exists()
+    in_transformers = engine.in_process or drafter.whole_model
+    header = ModelCardData(
+        license=licence,
+        base_model=request.target if on_hub else None,
+        datasets=artifact.provenance.get("data", {}).get("datasets") or None,
+        library_name="transformers" if in_transformers else "draftsmith",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", drafter.kind.replace("_", "-"), *engine.card_tags],
+    )
+    title = TITLES[drafter.kind]
+    limits = [
+        f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
+        "accepts less, and no engine says so.",
+        "Acceptance depends on the text: measure on your own prompts (`draftsmith evaluate`).",
+        *written.notes,
+    ]
+    sections = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {title[0].upper()}{title[1:]} for {request.target}",
+        "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
+        "the text stays the target's own.",
+        f"## {'Decode' if engine.in_process else 'Serve'} with {engine.title}",
+        f"```bash\n{written.serve}\n```",
+        f"## What it is\n\n{_facts_table(artifact, request)}",
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in limits),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _facts_table(artifact: Artifact, request: ExportRequest) -> str:
+    """Return the table of facts about the drafter, in Markdown.
+
+    Imported drafters lack parts of the provenance: their rows are left out.
+    """
+    target, drafter, provenance = artifact.fingerprint, artifact.drafter, artifact.provenance
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    rows = {
+        "parameters": f"{size:,}, stored as {dtype_name(request.dtype)}",
+        "target": f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, "
+        f"vocabulary {target.vocab_size:,}",
+        "target's weights": f"hash {target.weights_hash}; tokenizer {target.tokenizer_hash}, "
+        f"template {target.template_hash}",
+    }
+    if drafter.taps:
+        rows["taps"] = f"hidden states {list(drafter.taps)} (0: embeddings)"
+    if data := provenance.get("data"):
+        texts, tokens, sha = (data.get(key, "?") for key in ("documents", "tokens", "sha256"))
+        rows["training data"] = f"{texts} texts, {tokens} tokens, SHA-256 {str(sha)[:16]}"
+    if (source := provenance.get("imported_from")) is not None:
+        rows["imported from"] = f"`{source}`"
+    lines = (f"| {name} | {text} |" for name, text in rows.items())
+    return "\n".join(["| | |", "|---|---|", *lines])

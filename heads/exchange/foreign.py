@@ -6,7 +6,7 @@ The checks against the target that several layouts share are here too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..added_tokens import OPTION, effect_of, resized
 from ..documents import DocumentError, convert
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
@@ -45,12 +44,6 @@ class TargetParts:
     head: Tensor | None = None
     """Output matrix `[V, Ht]`; None if it is not known."""
 
-    def of_size(self, vocab_size: int) -> TargetParts:
-        """Return the parts of the first `vocab_size` tokens, for a drafter that knows no more."""
-        matrices = (self.embedding, self.head)
-        embedding, head = (None if matrix is None else matrix[:vocab_size] for matrix in matrices)
-        return replace(self, vocab_size=vocab_size, embedding=embedding, head=head)
-
 
 @dataclass
 class Answers:
@@ -62,8 +55,6 @@ class Answers:
     norm_before_residual: bool | None = None
     target_embedding: bool = False
     """Use the target's embedding though the checkpoint's differs."""
-    allow_added_tokens: bool = False
-    """The target may have other tokens at the end of its vocabulary than the checkpoint's."""
     ours: bool = False
     """The files are an export of draftsmith, in which no key is ambiguous."""
 
@@ -96,28 +87,7 @@ class Checkpoint:
     """The config as it was read."""
 
     def __post_init__(self) -> None:
-        self.original, self._whole = self.config, self.target
-
-    def check_vocabulary(self, size: Any) -> None:
-        """Raise `UserError` unless `size` is the target's, or the user allows added tokens.
-
-        With these the checkpoint is read as one for the first `size` tokens.
-        """
-        whole = self._whole
-        if type(size) is not int or size == whole.vocab_size:
-            same_size(self, "vocab_size", size, whole.vocab_size)
-        elif not self.answers.allow_added_tokens or self.answers.ours:
-            raise UserError(
-                f"{self.folder} is for another target: vocab_size is {size}, the target's "
-                f"{whole.vocab_size}; if the target was tuned from that one with tokens added at "
-                f"the end, give {OPTION}"
-            )
-        else:
-            tokenizer = whole.embedding_and_head.tokenizer
-            ids = sorted(set(tokenizer.get_vocab().values())) if tokenizer is not None else []
-            added = [token for token in ids if token >= size]
-            self.notes.append(effect_of(added, size, whole.vocab_size))
-            self.target = whole.of_size(size)
+        self.original = self.config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +98,7 @@ class Checkpoint:
     def finished(self, drafter_type: Any, native: JsonObject, layout: str) -> ImportedDrafter:
         """Return the drafter of the native config `native`, filled with the tensors.
 
-        `drafter_type` is its class, with the interface of `layout.EngineLayout`. Raises
+        `drafter_type` is its class, with the interface of `layout.DrafterModule`. Raises
         `UserError` for a size out of bounds, and unless the tensors are exactly the drafter's by
         name and shape; both before anything of these sizes is made.
         """
@@ -152,8 +122,6 @@ class Checkpoint:
         cast = {name: tensor.to(stored_as(tensor, dtype)) for name, tensor in self.tensors.items()}
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
-        if self.target.vocab_size != self._whole.vocab_size:
-            drafter = resized(drafter, self._whole.vocab_size)
         drafter.eval().requires_grad_(False)
         return ImportedDrafter(drafter, layout, dtype, self.notes)
 
@@ -201,12 +169,12 @@ class Checkpoint:
                 f"the config names {len(taps)}: {taps}"
             )
 
-    def layer_keys(self, layers: int, positions: int) -> JsonObject:
+    def layer_keys(self, layers: int, positions: int, usual_base: bool) -> JsonObject:
         """Return the part of the native config that describes the layers, `layers` in number.
 
-        `positions` is their number where the config does not say it. Zeros for the bias of an
-        output projection are dropped: exports for vLLM hold them, because its class needs them,
-        and no drafter has this bias.
+        `positions` is their number where the config does not say it; `usual_base` is that of
+        `rope_of`. Zeros for the bias of an output projection are dropped: exports for vLLM hold
+        them, because its class needs them, and no drafter has this bias.
         """
         config, tensors, heads = self.config, self.tensors, self.config["num_attention_heads"]
         for name in list(tensors):
@@ -224,7 +192,7 @@ class Checkpoint:
             "rms_norm_eps": config["rms_norm_eps"],
             "vocab_size": config["vocab_size"],
             "max_position_embeddings": config.get("max_position_embeddings") or positions,
-            "rope_parameters": rope_of(self),
+            "rope_parameters": rope_of(self, usual_base),
             "attention_bias": any("q_proj.bias" in name for name in tensors),
         }
 
@@ -274,11 +242,11 @@ BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 """Rotary parameters that some configs have at the top."""
 
 
-def rope_of(found: Checkpoint) -> JsonObject:
+def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
     """Return the rotary parameters of a config that holds them in one spelling or in several.
 
-    The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
-    for a parameter with two different values, and for a scaling without a type.
+    With `usual_base` the base is 10000 where none is given, as in the engines, and a note says so.
+    Raises `UserError` for a parameter with two different values, and for a scaling without a type.
     """
     rope: JsonObject = {}
     keys: dict[str, str] = {}
@@ -299,6 +267,11 @@ def rope_of(found: Checkpoint) -> JsonObject:
                 "(rope_type is default or not given); add the rope_type of the training"
             )
     if "rope_theta" not in rope:
+        if not usual_base:
+            raise UserError(
+                f"{found.path} lacks rope_theta, for which engines take different ones; add that "
+                "of the training"
+            )
         found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
     return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
 
@@ -327,11 +300,6 @@ def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
                 yield f"{key}.{name}", name, value
 
 
-def has_rope_base(found: Checkpoint) -> bool:
-    """Return true if a config names the base of the rotary positions, in any spelling."""
-    return any(name == "rope_theta" for _, name, _ in rope_parameters(found))
-
-
 def drop_embedding(found: Checkpoint) -> None:
     """Drop a copy of the target's embedding, which drafters borrow instead.
 
@@ -357,9 +325,6 @@ def same_matrix(
 
     Differences up to `SAME` are allowed. `otherwise` is added to the message's advice.
     """
-    if theirs is not None and found.answers.allow_added_tokens:
-        rows = min(len(own), len(theirs))
-        own, theirs = own[:rows], theirs[:rows]
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
         raise UserError(

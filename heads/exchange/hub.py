@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from huggingface_hub.errors import (
 
 from ..artifact import check_files, read_own_file
 from ..errors import UserError, first_line
-from ..files import check_new_folder, whole_directory
 
 READ = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.model", "*.txt")
 """Files of a drafter, the tokenizer of a draft model among them. No code."""
@@ -47,16 +45,6 @@ class Drafter:
         own = read_own_file(folder)
         check_files(folder, own)
         return cls(folder, own.method, own.target.name)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Copy the drafter's files to a folder, all or none. Raises `UserError`."""
-        check_new_folder(folder, "folder")
-        with whole_directory(folder) as aside:
-            shutil.copytree(self.folder, aside, dirs_exist_ok=True)
-
-    def push_to_hub(self, name: str) -> str:
-        """Upload the drafter as repository `name`; return its address. Raises `UserError`."""
-        return upload(self.folder, name)
 
 
 def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import check_space, read_json, whole_directory, write_json
-from ..pretrained import WEIGHTS_INDEX
-from ..stored_tensors import TensorFacts, files_of, header
+from ..layout import check_same
+from ..stored_tensors import WEIGHTS_INDEX, TensorFacts, files_of, header
 
 QWEN = {
     "fc": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm",
@@ -142,26 +142,15 @@ def read_layer(
         if name.startswith(layout.prefix) and name.removeprefix(layout.prefix) not in SHARED
     }
     found = joined_experts(found)
-    read, problems = {}, []
-    for own, tensor in expected.items():
-        name = layout.name(own)
-        stored = found.pop(name, None)
-        if stored is None:
-            problems.append(f"{name} is missing")
-        elif stored.shape != tensor.shape:
-            problems.append(f"{name} has shape {list(stored.shape)}, expected {list(tensor.shape)}")
-        elif not stored.is_floating_point() or stored.itemsize < 2:
-            problems.append(f"{name} is of type {stored.dtype}")
-        else:
-            read[own] = stored
-    problems += [f"{name} is not part of the layer" for name in found]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(
-            f"{where} has no MTP layer that fits its config: {'; '.join(problems[:3])}{more}; copy "
-            "or download it again"
-        )
-    return read
+    named = {layout.name(own): tensor for own, tensor in expected.items()}
+    check_same(named, {name: tuple(tensor.shape) for name, tensor in found.items()}, Path(where))
+    for name, tensor in found.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise UserError(
+                f"{where} has an MTP layer of another type ({name} is {tensor.dtype}); convert it "
+                "to bfloat16"
+            )
+    return {own: found[layout.name(own)] for own in expected}
 
 
 def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -291,16 +280,14 @@ def fitted(
 def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
     """Return the file and the facts of each tensor of a checkpoint. Raises `UserError`."""
     found: dict[str, tuple[Path, TensorFacts]] = {}
-    for file in files_of(checkpoint, ("*.safetensors",)):
+    for file in files_of(checkpoint):
         found |= {name: (file, facts) for name, facts in header(file).items()}
-    if not found:
-        raise UserError(f"{checkpoint} holds no safetensors files; name a model's folder")
     return found
 
 
 def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> None:
     """Raise `UserError` unless a layer can be added to a checkpoint that has none."""
-    if is_quantised(checkpoint, places):
+    if is_quantised(places):
         raise UserError(
             f"{checkpoint} is quantised, and an engine would look for a quantised layer; stitch "
             "the layer into the checkpoint that was quantised, and quantise that"
@@ -315,15 +302,9 @@ def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts
         raise UserError(f"{checkpoint} has a {LAYER_FILE} that no index names; remove it")
 
 
-def is_quantised(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
-    """Return true if a checkpoint is quantised, by its configuration or by its tensors."""
-    values = read_json(checkpoint / "config.json")
-    said = any(
-        part.get(key)
-        for part in (values, values.get("text_config") or {})
-        for key in ("quantization_config", "compression_config")
-    )
-    return said or any(
+def is_quantised(places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
+    """Return true if a checkpoint with these tensors is quantised."""
+    return any(
         QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
         for name, (_, facts) in places.items()
     )

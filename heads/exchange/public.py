@@ -1,4 +1,4 @@
-"""Import of public checkpoints as artifacts: Medusa, EAGLE-1 to 3, and recognition of all layouts.
+"""Import of public checkpoints as artifacts: EAGLE-1 to 3, and recognition of all layouts.
 
 Block drafters are read by `public_blocks`. Every tensor has to be there by name and shape, and none
 besides. A layout may leave open in which unit its taps are counted, or which state is recycled: it
@@ -19,8 +19,8 @@ from ..artifact import CONFIG_ERRORS
 from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
 from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
-from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
+from ..vocabulary import ids_of_offsets
 from .config_keys import check_keys, merged
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
@@ -31,14 +31,12 @@ from .foreign import (
     TargetParts,
     drop_embedding,
     named_taps,
-    same_matrix,
     same_size,
 )
 from .public_blocks import LIBRARY, block_drafter, is_block, speculators_block
 
 MIDDLE = re.compile(r"^midlayer\.")
 LAYER = re.compile(r"^layers\.(\d+)\.")
-MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 # Rotary frequencies, which older trainers stored although they follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 WRAPPERS = ("draft_model.", "model.")  # names of modules in which trainers keep a drafter
@@ -94,11 +92,6 @@ def recognise(
 
     `names` are those of its tensors. Raises `UserError` if no reader fits.
     """
-    if any(name.startswith("medusa_head.") for name in names) and "lm_head.weight" in names:
-        raise UserError(
-            f"{folder} holds Medusa heads within a whole model, which is not read; save the heads "
-            "alone"
-        )
     if (kind := config.get("speculators_model_type")) is not None:
         readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
         if kind not in readers:
@@ -109,8 +102,11 @@ def recognise(
         return readers[kind]
     if is_block(config, names):
         return block_drafter
-    if "medusa_num_heads" in config or any(MEDUSA.match(name) for name in names):
-        return medusa
+    if "medusa_num_heads" in config:
+        raise UserError(
+            f"{folder} holds Medusa heads, which are not imported; train some (draftsmith train "
+            "medusa), or use draftsmith's own as they are"
+        )
     if any(".hidden_norm." in name for name in names) or "draft_vocab_size" in config:
         return eagle3
     if "fc.weight" in names and any(LAYER.match(name) for name in names):
@@ -121,7 +117,7 @@ def recognise(
             "it is"
         )
     raise UserError(
-        f"{folder} is no Medusa, EAGLE, DFlash, DSpark or speculators checkpoint: it has "
+        f"{folder} is no EAGLE, DFlash, DSpark or speculators checkpoint: it has "
         f"{', '.join(sorted(names)[:3])}"
     )
 
@@ -134,98 +130,15 @@ def plain_name(name: str, stored: Container[str]) -> str:
     return TAP_NORMS.get(name, name)
 
 
-def medusa(found: Checkpoint) -> ImportedDrafter:
-    """Read heads under FasterDecoding's names, as in its version 0.1 (`0.0.linear.weight`)."""
-    check_keys(found, "medusa", True)
-    found.tensors = tensors = {
-        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
-    }
-    heads, layers, shared = _medusa_sizes(found)
-    # Exports for vLLM hold the target's head where the Medusa heads own none.
-    if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
-        same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
-    # A block is square, so the rows of the first one give the width.
-    hidden = len(tensors["0.0.linear.weight"])
-    same_size(found, "hidden_size", hidden, found.target.hidden_size)
-    vocab, drafted = found.config.get("vocab_size"), found.config.get("draft_vocab_size")
-    size = vocab if shared or drafted else len(tensors[f"0.{layers}.weight"])
-    found.check_vocabulary(found.target.vocab_size if size is None else size)
-    _medusa_biases(found, heads, layers, hidden)
-    native = {
-        "medusa_num_heads": heads,
-        "medusa_num_layers": layers,
-        "original_lm_head": shared,
-        "hidden_size": hidden,
-        "vocab_size": found.target.vocab_size,
-    }
-    if drafted is not None:
-        _vocabulary(found, drafted, found.target.vocab_size)
-        native["draft_vocab_size"] = drafted
-    return found.finished(MedusaHeads, native, "medusa v0.1")
-
-
-def _medusa_sizes(found: Checkpoint) -> tuple[int, int, bool]:
-    """Return the numbers of heads and of blocks in each, and true if the heads own no matrix.
-
-    The tensors' names decide. Raises `UserError` where the config contradicts them.
-    """
-    matches = [match for name in found.tensors if (match := MEDUSA.match(name))]
-    numbered = [(int(match[1]), int(match[2]), match[3]) for match in matches]
-    # A head's output matrix is numbered after its last block, and is called `weight` alone: of two
-    # heads with one block each, 0.0.linear.weight and 1.0.linear.weight are blocks, and 0.1.weight
-    # and 1.1.weight are matrices.
-    blocks = [(head, layer) for head, layer, kind in numbered if kind != "weight"]
-    if not blocks:
-        raise UserError(
-            f"{found.folder} has no tensors of Medusa heads, though its config names some"
-        )
-    heads = 1 + max(head for head, _ in blocks)
-    layers = 1 + max(layer for _, layer in blocks)
-    found.demand_parts(heads * layers, "blocks")
-    for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
-        declared = found.config.get(key)
-        if declared is None or declared == count:
-            continue
-        # The published v0.1 checkpoints hold more heads than their configs say.
-        if key == "medusa_num_heads" and declared < count:
-            found.notes.append(
-                f"config.json says {declared} heads, the file holds {count}: all are taken"
-            )
-        else:
-            raise UserError(f"{found.path} says {key} {declared}, the file holds {count}")
-    return heads, layers, not any(kind == "weight" for *_, kind in numbered)
-
-
-def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> None:
-    """Add zeros for blocks without biases. Raises `UserError` if the config contradicts."""
-    tensors = found.tensors
-    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
-    if found.config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
-        raise UserError(
-            f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
-            "some"
-        )
-    if not biases:
-        zeros = torch.zeros(hidden, dtype=found.dtype)
-        for head in range(heads):
-            for layer in range(layers):
-                tensors[f"{head}.{layer}.linear.bias"] = zeros
-        found.notes.append("the blocks have no bias: zeros are taken")
-
-
 def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     check_keys(found, "eagle1", False)
-    config, tensors = found.config, found.tensors
+    tensors = found.tensors
     bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
     if bias and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
         bias = False
-    elif not bias and config.get("bias"):
-        found.notes.append(
-            "config.json says that fc has a bias, of which there is none: none is taken"
-        )
     native = _llama_layers(found, version=1) | {"bias": bias}
     drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
@@ -272,14 +185,6 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
             "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
             "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
-    # Where that older key was false, SpecForge trained the head without the final norm, whose
-    # weights stayed at one.
-    norm_weight = found.tensors.get("norm.weight", torch.zeros(1))
-    if "norm_output" in found.config and bool((norm_weight == 1).all()):
-        found.notes.append(
-            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
-            "see that it accepts"
-        )
     return declared
 
 
@@ -291,11 +196,6 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if not taps:
         taps = default_taps(found.target.num_layers)
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
-    elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
-        found.notes.append(
-            f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
-            "low; see that it accepts"
-        )
     before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
     if before_residual is None:
         raise UserError(
@@ -384,7 +284,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """
     config, tensors = found.config, found.tensors
     found.demand_keys(NEEDED_KEYS)
-    found.check_vocabulary(config["vocab_size"])
+    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.
@@ -402,10 +302,10 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
         pattern, prefix = (LAYER, "midlayer.") if layers == 1 else (MIDDLE, "layers.0.")
         found.tensors = {pattern.sub(prefix, name): tensor for name, tensor in tensors.items()}
-    q_norm = any("q_norm" in name for name in tensors)
+    q_norm = version == 3 and any("q_norm" in name for name in tensors)
     return {
         "architectures": [ARCHITECTURES[version, q_norm]],
-        **found.layer_keys(layers, 2048),
+        **found.layer_keys(layers, 2048, usual_base=True),
     }
 
 
@@ -429,14 +329,9 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
             f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens "
             "are drafted"
         )
-    tensors["d2t"] = offsets = tensors["d2t"].long()
-    # Entry i holds how far the target's id is from i.
-    ids = offsets + torch.arange(len(offsets))
-    can_be_drafted = torch.zeros(vocab, dtype=torch.bool)
-    # Ids outside of the vocabulary cannot be indices; the drafter's own check refuses them.
-    if len(ids) == drafted and bool(((ids >= 0) & (ids < vocab)).all()):
-        can_be_drafted[ids] = True
+    tensors["d2t"] = tensors["d2t"].long()
     if "t2d" not in tensors:
-        tensors["t2d"] = can_be_drafted
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        tensors["t2d"][ids_of_offsets(tensors["d2t"], vocab)] = True
         found.notes.append("t2d is missing: it is made from d2t")
     tensors["t2d"] = tensors["t2d"].bool()

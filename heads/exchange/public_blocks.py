@@ -19,7 +19,6 @@ from .foreign import (
     Checkpoint,
     ImportedDrafter,
     drop_embedding,
-    has_rope_base,
     named_taps,
     same_matrix,
     same_size,
@@ -120,6 +119,7 @@ def _read(
     found.demand_keys((*BLOCK_KEYS, "markov_rank") if spark else BLOCK_KEYS)
     target, tensors = found.target, found.tensors
     sizes = {
+        "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
         "num_target_layers": target.num_layers,
@@ -128,8 +128,6 @@ def _read(
         # Only some layouts have the last two.
         if keys.get(name) is not None:
             same_size(found, name, keys[name], size)
-    found.check_vocabulary(keys["vocab_size"])
-    target = found.target
     _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
@@ -145,12 +143,6 @@ def _read(
 def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     """Return the native config. Raises `UserError` for a key that is missing or garbled."""
     keys = found.config
-    # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.
-    if not has_rope_base(found):
-        raise UserError(
-            f"{found.path} lacks rope_theta, for which engines take different ones; add that of "
-            "the training"
-        )
     mask = keys["mask_token_id"]
     if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
         raise UserError(
@@ -166,7 +158,7 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
             "least 2"
         )
     return {
-        **found.layer_keys(keys["num_hidden_layers"], 32768),
+        **found.layer_keys(keys["num_hidden_layers"], 32768, usual_base=False),
         "block_size": block,
         "num_target_layers": found.target.num_layers,
         # None for DFlash, which does not read it.

@@ -455,7 +455,9 @@ def exports(plan: Plan) -> list[Step]:
     found = []
     for method in plan.methods:
         engines = [name for name, engine in ENGINES.items() if KINDS[method] in engine.recipes][
-            : 1 if plan.quick else None
+            : 2
+            if plan.quick
+            else None  # vLLM does not take heads that share the target's
         ]
         commands = [
             Command(
@@ -467,8 +469,7 @@ def exports(plan: Plan) -> list[Step]:
                     engine,
                     "--out",
                     plan.at(f"exports/{KINDS[method]}-{engine}"),
-                ]
-                + (["--target", plan.target] if needs_target(plan, method, engine) else []),
+                ],
                 may_refuse=True,
             )
             for engine in engines
@@ -496,12 +497,6 @@ def exports(plan: Plan) -> list[Step]:
         Command(["generate", *plan.its_target, "--drafter", back, *prompt]),
     ]
     return [*found, Step("import our export, and decode", commands, needs=["export eagle"])]
-
-
-def needs_target(plan: Plan, method: str, engine: str) -> bool:
-    """Heads without an output matrix are given the target's in vLLM's layout."""
-    run = yaml.safe_load((plan.folder / f"{method}.yaml").read_text())
-    return method == "medusa" and engine == "vllm" and run["heads"].get("shared_head", False)
 
 
 def exported(plan: Plan, method: str, engines: Sequence[str]) -> str:

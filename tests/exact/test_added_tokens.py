@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.heads.added_tokens import resized
@@ -21,8 +19,6 @@ from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.train.commands import exporting, importing
-from draftsmith.train.commands.options import ExportOptions, ImportOptions
 from tests.conftest import QUICKSTART, ROOT, by_default
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
@@ -180,54 +176,3 @@ def test_other_changes_of_the_vocabulary_stay_refused(tmp_path: Path, target: Ta
         with pytest.raises(UserError, match="another target|another tokenizer") as error:
             load_proposer(str(DRAFTERS / kind), other, print)
         assert "allow-added" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "kind", by_default(["eagle3_plain", "eagle1", "dspark", "medusa"], "eagle3_plain")
-)
-def test_imported_public_drafter_is_bound_to_tuned_target(
-    target: Target, folder: Path, kind: str, tmp_path: Path
-) -> None:
-    """It is a drafter of that target afterwards, and needs no option."""
-    source = tmp_path / "public"
-    shutil.copytree(DRAFTERS / kind, source)
-    (source / "draftsmith.json").unlink()
-    if kind == "eagle3_plain":
-        weights = source / "model.safetensors"
-        embedding = load_file(QUICKSTART / "model.safetensors")["model.embed_tokens.weight"]
-        save_file(load_file(weights) | {"embed_tokens.weight": embedding.clone()}, weights)
-    out = tmp_path / "out"
-    with pytest.raises(UserError, match="vocab_size is 2048, .* give --allow-added-tokens"):
-        importing.run(ImportOptions(str(source), str(folder), str(out)))
-    assert not out.exists()
-    importing.run(ImportOptions(str(source), str(folder), str(out), allow_added_tokens=True))
-    target.allow_added_tokens = False
-    try:
-        assert check_same_text(target, str(out), SAMPLINGS[:2]) > 1.2
-    finally:
-        target.allow_added_tokens = True
-    artifact = Artifact.load(out, target.fingerprint(), target.embedding_and_head)
-    assert artifact.fingerprint.vocab_size == BASE + 2
-    if kind in ("eagle1", "medusa"):
-        with pytest.raises(UserError, match=r"2,048 of the target's 2,050 tokens.* export"):
-            exporting.run(ExportOptions(str(out), "vllm", str(tmp_path / "v")))
-    if kind == "medusa":
-        exporting.run(ExportOptions(str(out), "hf", str(tmp_path / "hf")))
-        check_same_text(target, str(tmp_path / "hf"), SAMPLINGS[:1])
-
-
-def test_exported_drafter_is_imported_for_tuned_target(
-    target: Target, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exporting.run(ExportOptions(str(DRAFTERS / "eagle3"), "speculators", str(tmp_path / "e")))
-    out = tmp_path / "out"
-    with pytest.raises(UserError, match="give --allow-added-tokens"):
-        importing.run(ImportOptions(str(tmp_path / "e"), str(folder), str(out)))
-    importing.run(
-        ImportOptions(str(tmp_path / "e"), str(folder), str(out), allow_added_tokens=True)
-    )
-    assert "ids 2048, 2049" in capsys.readouterr().out
-    check_same_text(target, str(out), SAMPLINGS[:1])
-    # A draft vocabulary, which engines know.
-    exporting.run(ExportOptions(str(out), "vllm", str(tmp_path / "v")))
-    assert json.loads((tmp_path / "v" / "config.json").read_text())["draft_vocab_size"] == BASE

@@ -182,8 +182,6 @@ def test_a_drafter_without_one_of_the_checksums_is_refused(folder: Path, name: s
     ("key", "value", "says"),
     [
         ("method", 3, "method: Expected str, got int"),
-        ("taps", [1, "2"], r"taps\[1\]: Expected int, got str"),
-        ("taps", [99], "taps .99. are not all among the target's"),
         ("dtype", "float8", "dtype: Invalid enum value 'float8'"),
         ("schema", 3, "written by a newer draftsmith .schema 3"),
         ("schema", 0, "schema: Expected int >= 1"),
@@ -202,7 +200,6 @@ def test_a_drafter_without_one_of_the_checksums_is_refused(folder: Path, name: s
             {"../x": {"bytes": 1, "sha256": "0" * 64}},
             "names '../x', which is not a file within its folder",
         ),
-        ("shape", [], "shape: Expected object, got array"),
     ],
 )
 def test_a_wrong_value_in_draftsmith_json_is_named(

@@ -90,9 +90,12 @@ def test_a_block_drafter_owns_neither_embedding_nor_head(tmp_path: Path) -> None
             lambda t, c: c.pop("dflash_config"),
             "Object missing required field dflash_config; save or copy",
         ),
-        (lambda t, c: c.update(block_size=9), "says block_size 9"),
-        (lambda t, c: c["dflash_config"].update(mask_token_id=7), "says mask_token 7"),
-        (lambda t, c: c["dflash_config"].update(target_layer_ids=[1, 2]), r"says taps \[2, 3\]"),
+        (lambda t, c: c.update(block_size=1), "block_size: Expected int >= 2"),
+        (
+            lambda t, c: c["dflash_config"].update(mask_token_id=10**6),
+            "mask_token_id 1000000 is no",
+        ),
+        (lambda t, c: c["dflash_config"].update(target_layer_ids=[1, 3]), "not all below"),
     ],
 )
 def test_a_drafter_that_was_tampered_with_is_refused(

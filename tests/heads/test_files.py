@@ -10,19 +10,15 @@ from unittest.mock import patch
 
 import pytest
 
-from draftsmith.heads import files
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import remove_partials, whole_directory, whole_file
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from draftsmith.heads import files
 from draftsmith.heads.files import whole_directory
-path, renames, exchange = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+path, renames = Path(sys.argv[1]), int(sys.argv[2])
 rename = Path.rename
-if not exchange:
-    files._exchange = lambda one, other: False
 def killing(self, target):
     global renames
     if renames == 0:
@@ -35,21 +31,18 @@ with whole_directory(path) as aside:
 """
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new(
-    renames: int, exchange: bool, tmp_path: Path
+    renames: int, tmp_path: Path
 ) -> None:
     """Killed in place of its rename of that number. What is left behind is put right by the next
     that cleans up."""
     path = tmp_path / "x"
     path.mkdir()
     (path / "file").write_text("old")
-    command = [sys.executable, "-c", KILLED, str(path), str(renames), str(exchange)]
+    command = [sys.executable, "-c", KILLED, str(path), str(renames)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 9), done.stderr
-    if exchange:
-        assert (path / "file").exists(), "there is one at every moment"
     remove_partials(tmp_path)
     assert (path / "file").read_text() == ("new" if done.returncode == 0 else "old")
     assert list(tmp_path.iterdir()) == [path]
@@ -84,16 +77,6 @@ def test_the_folder_of_a_file_is_flushed_after_its_rename(
     with whole_file(tmp_path / "f") as aside:
         aside.write_text("x")
     assert flushed == [(str(aside), False), (str(tmp_path), True)]
-
-
-def test_file_system_exchanges_two_names_atomically(tmp_path: Path) -> None:
-    """Otherwise the test of a kill would try one way only."""
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    if not files._exchange(tmp_path / "a", tmp_path / "b"):
-        pytest.skip("this file system cannot exchange two names")
-    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
 
 
 def test_user_files_with_similar_names_are_not_deleted(tmp_path: Path) -> None:

@@ -146,22 +146,17 @@ class Written:
 
 
 def test_versions_of_transformers_may_write_the_same_in_other_ways() -> None:
-    """The base of rotary positions beside their table or in it, whole numbers for floats, tuples
-    for lists, an older name, a new key."""
-    before = numbers_of(
-        Written(rope_theta=10000, rope_scaling={"type": "linear", "factor": 2}, windows=(1, 2))
-    )
+    """Whole numbers for floats, tuples for lists, a new key."""
+    before = numbers_of(Written(rope_parameters={**ROPE, "factor": 2}, windows=(1, 2)))
     now = numbers_of(
         Written(
-            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-            windows=[1, 2], residual_multiplier=1.0, _window=3,
+            rope_parameters={**ROPE, "factor": 2.0}, windows=[1, 2], residual_multiplier=1.0,
+            _window=3,
         )
     )  # fmt: skip
-    assert not changed_numbers(before, now)
-    assert now["rope_parameters.rope_theta"] == 10000 and "_window" not in now
+    assert not changed_numbers(before, now) and "_window" not in now
     kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
-    found = numbers_of(Written(rope_parameters=kinds, rope_theta=1e6))
-    assert found == {
+    assert numbers_of(Written(rope_parameters=kinds)) == {
         "rope_parameters.full_attention.rope_theta": 1e6,
         "rope_parameters.sliding_attention.rope_theta": 1e4,
     }
@@ -175,7 +170,7 @@ def test_a_rotary_parameter_that_is_added_or_taken_away_is_noticed(
     (name, value), *_ = [*before.items(), *now.items()]
     was, found = (value, "not set") if before else ("not set", value)
     assert changed_numbers(*tables) == f"rope_parameters.{name} was {was}, is {found}"
-    plain = numbers_of(Written(rope_theta=1e6))
+    plain = numbers_of(Written(rope_parameters={"rope_theta": 1e6}))
     assert not changed_numbers(plain, plain | {"rope_parameters.rope_type": "default"})
     assert "rope_type was not set, is yarn" in changed_numbers(plain, tables[0])
 

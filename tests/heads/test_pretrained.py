@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from draftsmith.heads import pretrained
 from draftsmith.heads.errors import UserError
@@ -84,17 +83,11 @@ def test_a_snapshot_of_the_hub_is_made_of_links_to_its_blobs(tmp_path: Path) -> 
         inside(snapshot, "other", "index.json")
 
 
-@pytest.mark.parametrize("listed", [["a ##b"], [["a", "##b"]]])
-def test_merges_without_their_prefix_are_refused(tmp_path: Path, listed: list[object]) -> None:
-    """The library itself ends the process, or reads bytes that are not of the file."""
-    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "ab": 2}, "merges": listed}
-    model["continuing_subword_prefix"] = "##"
-    file = tmp_path / "tokenizer.json"
+def test_a_tokenizer_at_which_the_library_stops_is_refused(tmp_path: Path) -> None:
+    """Its code cuts a prefix off the second part of each merge, which is shorter here."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    model["continuing_subword_prefix"] = "xyz"
     document = {"version": "1.0", "added_tokens": [], "model": model}
-    file.write_text(json.dumps(document))
-    assert Tokenizer.from_file(str(file)).encode("ab").ids == [2]
-    pretrained.check_merges(tmp_path)
-    model["continuing_subword_prefix"] = "x"
-    file.write_text(json.dumps(document))
-    with pytest.raises(UserError, match="do not begin with 'x'.; copy or download"):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match="tokenizer.json of .* is damaged"):
         pretrained.read_tokenizer(tmp_path)

@@ -35,14 +35,11 @@ EMBEDDING = TARGET.model.get_input_embeddings().weight.detach().clone()
 
 
 def store(
-    folder: Path, config: dict[str, Any], tensors: Tensors, file: str = "pytorch_model.bin"
+    folder: Path, config: dict[str, Any], tensors: Tensors, file: str = "model.safetensors"
 ) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if file.endswith(".safetensors"):
-        save_file({name: t.contiguous().clone() for name, t in tensors.items()}, folder / file)
-    else:
-        torch.save({name: t.contiguous().clone() for name, t in tensors.items()}, folder / file)
+    save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, folder / file)
     return folder
 
 

@@ -10,9 +10,8 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
-from draftsmith.heads.exchange.engines import ENGINES, EngineName
+from draftsmith.heads.exchange.engines import ENGINES, EngineName, drafter_facts, takers
 from draftsmith.heads.exchange.engines.engine import ExportRequest
-from draftsmith.heads.exchange.exports import facts_of, takers
 from draftsmith.heads.exchange.foreign import TargetParts
 from draftsmith.inference.targets.target import Target
 from tests.conftest import random_heads, tiny_target
@@ -84,6 +83,6 @@ def order(
 
 def also_read_by(engine: str, artifact: Artifact) -> list[str]:
     """The names of the other engines that read the very same files."""
-    facts = facts_of(artifact)
-    layouts = {name: ENGINES[name].recipes[facts.kind].layout_for(facts) for name in takers(facts)}
+    facts = drafter_facts(artifact)
+    layouts = {name: ENGINES[name].recipes[facts.kind].layout for name in takers(facts)}
     return [name for name in layouts if name != engine and layouts[name] is layouts[engine]]

@@ -11,10 +11,8 @@ def seal(folder: Path) -> None:
     found in another way."""
     own = read_json(folder / OWN_FILE)
     facts = {name: f for name, f in facts_of(folder).items() if name != OWN_FILE}
-    if "export" in own:
-        own["export"]["sha256"] = {
-            name: facts[name]["sha256"] for name in own["export"]["sha256"] if name in facts
-        }
-    else:
-        own["files"] = facts
+    # The card of an export is not among its files.
+    own["files"] = {
+        name: f for name, f in facts.items() if name in own["files"] or "export" not in own
+    }
     write_json(folder / OWN_FILE, own)

@@ -103,10 +103,10 @@ def trained_artifact(target: Target) -> Artifact:
     return _kept[id(target)]
 
 
-def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
+def trained_heads(target: Target) -> Artifact:
     """Four calibrated heads for `target`, trained for a few seconds."""
     heads = MedusaHeads(
-        MedusaConfig(4, shared_head=shared_head),
+        MedusaConfig(4),
         target.hidden_size,
         target.vocab_size,
         target.embedding_and_head,

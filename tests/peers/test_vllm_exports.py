@@ -39,7 +39,6 @@ from tests.helpers.exported import (
 )
 from tests.helpers.random_blocks import changed_block, share_key_norms
 from tests.helpers.random_eagles import changed, committed, vary, widened
-from tests.helpers.trained import trained_heads
 
 pytestmark = [
     pytest.mark.peers,
@@ -66,7 +65,6 @@ CASES: dict[str, Callable[[Target], Artifact]] = {
     "EAGLE-3.1, all tokens": lambda target: committed("eagle3", target),
     "distilled model": lambda target: committed("distill", target),
     "Medusa": lambda target: committed("medusa", target),
-    "Medusa, shared head": lambda target: trained_heads(target, shared_head=True),
     "EAGLE-3, norm_before_residual": lambda target: changed(
         target, lambda drafter: None, norm_before_residual=True
     ),

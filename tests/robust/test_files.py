@@ -31,9 +31,8 @@ HARMLESS = {
         # given as a warning: another name or hash is another target
         r"|target\.(name|model_type|.*_hash)"
         r"|calibration"  # another number within range is another tree, never another text
-        # the tensors and config.json say it too
-        r"|shape$|shape = '\{\}'|no shape\."
-        r"|export"
+        r"|taps"  # config.json says it
+        r"|shape|export"  # records for people
     ),
     "config.json": (
         r".*unknown key|(base_model_name_or_path|model_type|dtype|rope_theta|mlp_bias)"
@@ -41,7 +40,7 @@ HARMLESS = {
         r"|(markov_head_type|enable_confidence_head|confidence_head|sample_from_anchor)"
         r"|(target_layer_ids|mask_token_id|architectures|num_target_layers|dflash_config.*causal)"
         r"|(dflash_config\.block_size|rms_norm_eps|max_position_embeddings|rope_parameters)"
-        r"|(hidden_act|fc_norm|norm_output)"
+        r"|(hidden_act|fc_norm|norm_output|block_size|markov_rank|eagle_aux)"
         # engines' keys; or a shape that the tensors confirm
         r"|(target_hidden_size|draft_vocab_size|norm_before)"
     ),

@@ -3,7 +3,6 @@ would have come without."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -158,7 +157,7 @@ def test_damaged_store_teaches_the_same_or_is_refused(
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 @pytest.mark.parametrize(
-    ("drafter", "engine"), by_default([("medusa", "tgi"), ("eagle3", "vllm")], ("eagle3", "vllm"))
+    ("drafter", "engine"), by_default([("dflash", "vllm"), ("eagle3", "vllm")], ("eagle3", "vllm"))
 )
 def test_damaged_export_imports_unchanged_or_is_refused(
     drafter: str, engine: str, count: int, tmp_path: Path
@@ -172,22 +171,16 @@ def test_damaged_export_imports_unchanged_or_is_refused(
     whole = {
         path.name: path.read_bytes() for path in out.iterdir() if path.name != "draftsmith.json"
     }
-    noted = json.loads((out / "draftsmith.json").read_text())
 
     def command(folder: Path) -> list[str]:
         shutil.rmtree(out, ignore_errors=True)
         return [*base, "--from", str(folder)]
 
     def as_undamaged(folder: Path) -> str | None:
-        found = json.loads((out / "draftsmith.json").read_text())
         same = all((out / name).read_bytes() == data for name, data in whole.items())
-        return (
-            None if same and found["shape"] == noted["shape"] else "it was read as another drafter"
-        )
+        return None if same else "it was read as another drafter"
 
     chosen = trials(sound, 3, count)
     wrong, accepted = complaints(sound, tmp_path / "d", chosen, command, accepted_is=as_undamaged)
     assert not wrong, "\n".join(wrong)
-    assert not any(name.startswith("model") or name.startswith("medusa") for name in accepted), (
-        accepted
-    )
+    assert not any(name.startswith("model") for name in accepted), accepted

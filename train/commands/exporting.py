@@ -8,14 +8,11 @@ import torch
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...heads.exchange.card import CardFigures
+from ...heads.exchange.engines import DRAFTS
 from ...heads.exchange.engines.engine import ExportRequest
 from ...heads.exchange.exporter import WrittenExport, export, load_alone, needs_target_head
-from ...heads.exchange.exports import DRAFTS
 from ...heads.exchange.hub import upload
-from ...heads.files import check_output_folder, checksum
-from ...inference.drafters import parse_spec, trained_kind
-from ...inference.evaluation.results import known, read_measured
+from ...heads.files import check_output_folder
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import ExportOptions as Options
 
@@ -60,15 +57,10 @@ def write_export(options: Options) -> WrittenExport:
         options.drafts or most or DRAFTS,
         dtype,
     )
-    figures = [
-        row
-        for path in options.report
-        for row in read_card_figures(path, options.drafter, artifact.method)
-    ]
     head = None
     if options.target is not None and needs_target_head(options.to, artifact):
         head = target_head(options.target, artifact, options)
-    return export(artifact, request, options.license, figures, head)
+    return export(artifact, request, options.license, head)
 
 
 def target_head(name: str, artifact: Artifact, options: Options) -> torch.Tensor | None:
@@ -86,55 +78,3 @@ def target_head(name: str, artifact: Artifact, options: Options) -> torch.Tensor
     for message in trained_for.warnings_against(found):
         print(f"warning: {message}")
     return target.head_weight
-
-
-def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]:
-    """Return the figures that the report at `path` has of this very drafter.
-
-    There are figures for each setting of the report and each tree of the drafter. Raises
-    `UserError` if the report is about other drafters.
-    """
-    report = read_measured(path)
-    # A drafter is recognised by its weights: names and folders change.
-    weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
-    names = {name for name, one in report.drafters.items() if one.sha256 == weights_hash}
-    if not names:
-        with_weights = [name for name, one in report.drafters.items() if one.sha256]
-        measured = ", ".join(with_weights) or "none with weights"
-        raise UserError(
-            f"{path} is not about {drafter}: the drafters that it measured ({measured}) have "
-            "other weights"
-        )
-    specs = {one.spec for name, one in report.drafters.items() if name in names}
-    prompts, kind_of_method = report.prompt_set, trained_kind(method)
-    default = {"width": 1 if kind_of_method is not None and kind_of_method.chains else None}
-    rows = []
-    for setting in report.settings:
-        for name, found in setting.drafters.items():
-            kind = found.kind or name
-            # By its name as it is; by its spec where it was tuned, or drafted as an engine does. A
-            # lookup with the drafter is not part of the export.
-            if not (name in names or found.spec in specs) or "lookup=" in kind:
-                continue
-            if not known(found.tau_incl_bonus):
-                continue
-            # Later settings win: the method's default, the spec's, and those of a profile.
-            named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
-            chosen = default | named | (found.setting or {})
-            low, high = found.tau_ci95 or (None, None)
-            row = CardFigures(
-                drafts=kind,
-                chain=chosen["width"] == 1,
-                temperature=setting.temperature,
-                batch=setting.batch,
-                tau=found.tau_incl_bonus,
-                interval=(low, high) if known(low) and known(high) else None,
-                survival=tuple(rate for rate in found.survival[:8] if rate is not None),
-                prompts=found.requests,
-                prompt_set=prompts.benchmark.name
-                if prompts.benchmark is not None
-                else Path(prompts.path or "unnamed").name,
-                source=f"{Path(path).name}, {report.scope}, SHA-256 {prompts.sha256[:16]}",
-            )
-            rows.append(row)
-    return rows

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ...heads.added_tokens import resized
 from ...heads.artifact import (
     OWN_FILE,
     Artifact,
     check_files,
-    check_shape,
     check_target,
     drafter_class,
 )
@@ -21,13 +19,14 @@ from ...heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_new_folder, checksum
+from ...heads.layers import LayeredDrafter
 from ...heads.stored_tensors import StoredTensors
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..provenance import provenance
 from .options import ImportOptions as Options
 
 # Files of a repository on the hub that are loaded.
-READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
+READ = ["*.json", "*.safetensors"]
 
 
 def run(options: Options) -> None:
@@ -45,10 +44,9 @@ def run(options: Options) -> None:
         own_file, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
         if own_file.export is None:
             raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
-        if drafter_class(own_file.method).whole_model:
-            raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
+        if not issubclass(drafter_class(own_file.method), LayeredDrafter):
+            raise UserError(f"{folder} needs no import; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto", StoredTarget)
-    target.allow_added_tokens = options.allow_added_tokens
     if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
@@ -69,7 +67,7 @@ def run(options: Options) -> None:
 
 def answers_of(options: Options) -> Answers:
     """Return the answers of `--set` as the reader takes them. Raises `UserError`."""
-    answers = Answers(allow_added_tokens=options.allow_added_tokens)
+    answers = Answers()
     flags = {"true": True, "false": False}
     for word in options.set:
         key, _, value = word.partition("=")
@@ -113,26 +111,21 @@ def foreign(
 def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[ImportedDrafter, Artifact]:
     """Return the contents of an export that draftsmith wrote, and the drafter that was exported.
 
-    Everything in it has to be as it was written: its files' checksums, and the method, shape and
-    type that `draftsmith.json` notes. Raises `UserError` where something was changed, and for a
+    Everything in it has to be as it was written: its files' checksums, and the method and type that
+    `draftsmith.json` notes. Raises `UserError` where something was changed, and for a
     target other than the drafter's.
     """
     assert own.export is not None
     drafter_type = drafter_class(own.method)
-    added = check_target(
+    check_target(
         own.target,
         target.fingerprint(),
         drafter_type,
         folder,
         lambda message: print(f"warning: {message}"),
-        target.embedding_and_head,
     )
     check_files(folder, own)
-    parts = target_parts(target)
-    if other_size := own.target.vocab_size != target.vocab_size:
-        parts = parts.of_size(own.target.vocab_size)
-    public = read_public(folder, parts, Answers(ours=True))
-    check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
+    public = read_public(folder, target_parts(target), Answers(ours=True))
     # A note is an assumption about something that a file leaves open.
     if public.notes:
         raise UserError(
@@ -147,9 +140,6 @@ def exported(folder: Path, target: StoredTarget, own: OwnFile) -> tuple[Imported
             raise UserError(
                 f"{folder} holds {found}, {OWN_FILE} says {noted}; one of them was changed"
             )
-    if other_size:
-        drafter = resized(public.drafter, target.vocab_size, added)
-        return public, Artifact(drafter, target.fingerprint(), own.calibration, own.provenance)
     return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 

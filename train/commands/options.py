@@ -198,8 +198,7 @@ class ExportOptions:
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine",
-        "draftsmith export --drafter runs/mine/best --to hf --out exports/mine --report "
-        "out.json --push me/mine",
+        "draftsmith export --drafter runs/mine/best --to hf --out exports/mine --push me/mine",
     )
 
     drafter: str
@@ -217,9 +216,6 @@ class ExportOptions:
     all drafts of a block, else 3."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights; auto keeps the drafter's."""
-    report: list[str] = field(default_factory=list)
-    """JSON file of draftsmith evaluate, whose figures go into the card; may be given several
-    times."""
     license: str | None = None
     """Licence in the card, by the hub's name for it, such as apache-2.0; if not given, the card
     names none."""
@@ -241,7 +237,8 @@ class ExportOptions:
 class ImportOptions:
     """Make a drafter of a public checkpoint, or of an export of draftsmith.
 
-    The target is the one that the drafter was trained for, or one that was tuned from it.
+    The target is the one that the drafter was trained for, or one that was tuned from it without
+    more tokens.
     """
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -262,9 +259,6 @@ class ImportOptions:
     (hidden states that the drafter fuses), norm_output=true or false (recycle the normed state, as
     EAGLE-3.1 does), norm_before_residual=true or false (add the layer's output to the normed
     state), embedding=target (use the target's although the checkpoint's differs)."""
-    allow_added_tokens: bool = False
-    """Take a checkpoint of the model that the target was tuned from, though tokens were added at
-    the end of its vocabulary since: these are never drafted."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ...heads.errors import UserError
-from ...heads.exchange.exports import INSIDE, takers
+from ...heads.exchange.engines import INSIDE, takers
 from ...heads.exchange.hub import upload
 from ...inference.targets.target_files import names_a_folder
 from ..callbacks import Callback

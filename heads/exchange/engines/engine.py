@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...files import JsonObject
-    from .servers import ServerProtocol
 
 Files = tuple["JsonObject", "dict[str, Tensor]"]
 """`config.json` and the tensors stored with it."""
@@ -58,11 +59,6 @@ class DrafterFacts:
         """Factor by which the target's embedding multiplies the rows of its matrix."""
         return self.drafter.embedding_and_head.scale
 
-    @property
-    def draft_model_vocab_size(self) -> int:
-        """Number of rows of a draft model's embedding."""
-        return self.drafter.model.config.get_text_config().vocab_size
-
 
 @dataclass(frozen=True)
 class NativeFiles:
@@ -74,8 +70,6 @@ class NativeFiles:
     facts: DrafterFacts
     drafts: int
     """Drafts of a round."""
-    head: Tensor | None
-    """The target's output matrix `[V, H]`, where the target was named."""
 
 
 EAGLE_TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -88,13 +82,10 @@ class FileLayout:
     name: str
     """Name in draftsmith.json."""
     write: Callable[[NativeFiles], Files]
-    """Raises `UserError` for files that lack something."""
     read_as: str | None = None
     """Beginning of the importer's name of it; None: the drafter's kind."""
     has_target_head: bool = False
     """True if its readers know the target's head, as draftsmith does: files need no copy of it."""
-    stores_target_head: bool = False
-    """True if the target's output matrix is among the tensors."""
 
 
 def _with_output_biases(files: NativeFiles) -> Files:
@@ -135,33 +126,6 @@ class Remark:
 
 
 @dataclass(frozen=True)
-class TargetList:
-    """Families of targets, by transformers' model type, for which an engine has no such drafters.
-
-    The engine says so when it starts, and a later version may have them: an export is not refused.
-    """
-
-    version: str
-    """Version of the engine whose source was read."""
-    missing: frozenset[str]
-
-    def __call__(self, facts: DrafterFacts) -> str | None:
-        """Return a sentence if that version has no such drafters for this target."""
-        if facts.family not in self.missing:
-            return None
-        return (
-            f"{self.version} takes no such drafter for a {facts.family} target, which it says when "
-            "it starts; see if your version does."
-        )
-
-
-def families(*names: str) -> frozenset[str]:
-    """Return the families in texts of names, and their text models, which have a name too."""
-    listed = {name for text in names for name in text.split()}
-    return frozenset(listed | {f"{name}_text" for name in listed})
-
-
-@dataclass(frozen=True)
 class Recipe:
     """Export of one kind of drafter to one engine, and its serve command."""
 
@@ -169,18 +133,10 @@ class Recipe:
     """Function of a request and the drafter that returns the serve command."""
     notes: tuple[str | Remark, ...] = ()
     """Remarks for the user."""
-    targets: TargetList | None = None
-    """Families that it does not take; None: it has no list of families."""
     limits: tuple[Remark, ...] = ()
     """Reasons why the engine cannot serve a drafter. One that it would load, and silently compute
     otherwise, counts as one that it cannot serve."""
     layout: FileLayout = NATIVE
-    other_layout: Callable[[DrafterFacts], FileLayout | None] = lambda _facts: None
-    """Function that returns the layout of drafters that are an exception; None for the others."""
-
-    def layout_for(self, facts: DrafterFacts) -> FileLayout:
-        """Return the layout of a drafter's files."""
-        return self.other_layout(facts) or self.layout
 
     def notes_for(self, facts: DrafterFacts) -> list[str]:
         """Return the remarks that hold for a drafter."""
@@ -190,8 +146,7 @@ class Recipe:
     def remarks_for(self, facts: DrafterFacts) -> list[str]:
         """Return the remarks that hold for this drafter and not for every one of its kind."""
         notes = [note for note in self.notes if not isinstance(note, str)]
-        said = (note(facts) for note in [*notes, *([self.targets] if self.targets else [])])
-        return [note for note in said if note is not None]
+        return [said for note in notes if (said := note(facts)) is not None]
 
 
 Settings = dict[str, Any]
@@ -240,6 +195,81 @@ def block(proposer: Any, settings: Settings) -> Settings:
 def lookup(_: Any, settings: Settings) -> Settings:
     """Return the settings of a lookup of n-grams."""
     return {"length": settings["drafts"]}
+
+
+# What `--server` has to know of an engine: its requests, streams and counts.
+
+Count = Annotated[int, Meta(ge=0, le=1 << 50)]
+Token = Annotated[int, Meta(ge=0, le=1 << 24)]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Facts of a server by the engine's own answers."""
+
+    version: str
+    """Empty where the server does not give it."""
+    speculates: bool | None = None
+    """None where the answers do not say it."""
+    context: int | None = None
+    """Tokens that a prompt and its reply may have together, where /v1/models does not say it."""
+
+
+@dataclass(frozen=True)
+class CounterNames:
+    """Names of an engine's Prometheus counters, which all requests share.
+
+    Those of speculation are called `spec_decode_num_..` after the prefix. Libraries for Prometheus
+    add `_total` to a counter's name, depending on their version; it is left out here.
+    """
+
+    prefix: str
+    generated: str
+    """Tokens written for all clients."""
+    running: tuple[str, ...]
+    """Requests in the engine, waiting ones included."""
+    chunk_of_step: bool = False
+    """True if each step sends a chunk, false if each token has its own."""
+
+
+@dataclass(frozen=True)
+class ReplyCounts:
+    """Names of the counts that come with each reply; several names are of different versions."""
+
+    rounds: str
+    accepted: tuple[str, ...]
+    drafted: tuple[str, ...]
+    histograms: tuple[str, ...]
+    """Element i of a histogram counts the rounds that accepted i drafts."""
+    definition: str
+    """Definition of tau where a reply has no count of accepted drafts."""
+
+
+@dataclass(frozen=True)
+class ServerProtocol:
+    """Form of an engine's answers, requests and streams."""
+
+    paths: tuple[str, ...]
+    """Paths that are asked for in order to recognise it."""
+    recognise: Callable[[Sequence[Any]], ServerFacts | None]
+    """Function of the JSON at `paths`, None where there is none; it returns None for another
+    engine."""
+    request: Callable[[str, list[int], Any, int], tuple[str, JsonObject]]
+    """Function of the model's name, the prompt, a `Sampling` and the largest number of tokens that
+    returns path and body. All settings are given, because a server has its own defaults."""
+    chunk: type
+    """Type of an event of the stream; keys that it does not list are ignored."""
+    read: Callable[[Any, Any, float], None]
+    """Adds what a chunk brought at a time to a `ServerReply`."""
+    counts: CounterNames | ReplyCounts
+    definition: str
+    """Definition of the server's tau."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of all requests."""
+    no_metrics: str = "give --server the engine itself, not a gateway before it"
+    """Remedy where there are no counters."""
+    no_tokens: str | None = None
+    """Error where the counters do not count tokens; None where that is none."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""transformers: `generate` with a drafter, by draftsmith itself, or with a draft model.
+"""transformers: `generate` with a drafter, by draftsmith itself.
 
 This file is not called after the package, which it would hide from a script in this folder.
 """
@@ -52,44 +52,27 @@ def _add_code(folder: Path) -> None:
     (folder / FOLDER / "generate.py").write_text(CODE)
 
 
-def _script(request: ExportRequest, lines: str, how: str) -> str:
+def _serve(request: ExportRequest, _: Any) -> str:
     """Return a shell command with a script that decodes a prompt by transformers' `generate`."""
     return (
         "python - <<'END'\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"tokenizer = AutoTokenizer.from_pretrained({request.target!r})\n"
         f"target = AutoModelForCausalLM.from_pretrained({request.target!r})\n"
-        f"{lines}"
         'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
         # A model's own generation_config may sample, and ends after 20 tokens.
-        f"how = dict({how}, do_sample=False, max_new_tokens=64)\n"
+        f"how = dict(custom_generate={request.out!r}, trust_remote_code=True, do_sample=False, "
+        "max_new_tokens=64)\n"
         "print(tokenizer.decode(target.generate(**prompt, **how)[0]))\n"
         "END"
     )
-
-
-def _serve(request: ExportRequest, _: Any) -> str:
-    """Return the script with the drafter's own `custom_generate/generate.py`."""
-    return _script(request, "", f"custom_generate={request.out!r}, trust_remote_code=True")
-
-
-def _serve_assisted(request: ExportRequest, _: Any) -> str:
-    """Return the script with transformers' own assisted generation."""
-    lines = (
-        f"draft = AutoModelForCausalLM.from_pretrained({request.out!r})\n"
-        f"draft.generation_config.num_assistant_tokens = {request.drafts}\n"
-    )
-    return _script(request, lines, "assistant_model=draft")
 
 
 TRUST = (
     "`trust_remote_code=True` lets transformers run `custom_generate/generate.py` of this folder, "
     "which calls draftsmith and nothing else; draftsmith has to be installed."
 )
-ASSISTED = (
-    "`assistant_model` is transformers' own assisted generation; `custom_generate=FOLDER` decodes "
-    "by draftsmith, batches too."
-)
+ASSISTED = "It may be the `assistant_model` of transformers' own generation too, without batches."
 OWN = FileLayout("native", lambda native: (native.config, native.tensors), has_target_head=True)
 """The files as draftsmith reads them, without what only engines of others need."""
 
@@ -110,7 +93,7 @@ ENGINE = ServingEngine(
         "eagle1": replace(EAGLE, limits=(limits.ADDED_TOKENS,)),
         "dflash": BLOCK,
         "dspark": BLOCK,
-        "medusa": Recipe(_serve, (TRUST, limits.SHARED_HEAD, limits.DRAFTED_SHARE), layout=OWN),
-        "draft_model": Recipe(_serve_assisted, (ASSISTED, TRUST, limits.OTHER_VOCABULARY)),
+        "medusa": Recipe(_serve, (TRUST, limits.DRAFTED_SHARE), layout=OWN),
+        "draft_model": Recipe(_serve, (ASSISTED, TRUST, limits.OTHER_VOCABULARY)),
     },
 )

@@ -1,23 +1,16 @@
 """Sentences about what several engines cannot express or compute otherwise, in tables.
 
-Rotary positions are compared by value with ours, which are transformers' (`modeling_rope_utils.py`
-of 5.23), for texts of any length. What engines compute was read in vLLM 0.33.0
-(`layers/rotary_embedding/`), SGLang 0.5.23 (`layers/rotary_embedding/factory.py`), llama.cpp
-0c1e57098 (`conversion/base.py`, `src/llama-context.cpp`, `src/llama-model.cpp`) and TensorRT-LLM's
-PyTorch backend (`RopeParams` in `_torch/attention/backends/interface.py`, of which no release was
-checked).
+Rotary positions are those of transformers (`modeling_rope_utils.py` of 5.23) for texts of any
+length: a key that changes them, and that an engine does not read, is a limit. What engines read was
+seen in vLLM 0.33.0 (`layers/rotary_embedding/`), SGLang 0.5.23
+(`layers/rotary_embedding/factory.py`), llama.cpp 0c1e57098 (`conversion/base.py`,
+`src/llama-context.cpp`, `src/llama-model.cpp`) and TensorRT-LLM's PyTorch backend (`RopeParams` in
+`_torch/attention/backends/interface.py`, of which no release was checked).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from .engine import DrafterFacts, Remark
-
-if TYPE_CHECKING:
-    from ...files import JsonObject
 
 CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
 FEWER = (
@@ -98,10 +91,6 @@ ADDED_TOKENS = Remark(
 )
 EAGLE1 = (
     Remark(
-        lambda facts: facts.shape.qk_norm,
-        "EAGLE-1 with norms on queries and keys has no class there",
-    ),
-    Remark(
         lambda facts: facts.embedding_scale != 1,
         "its target's embedding multiplies rows by {facts.embedding_scale:.4g}, and EAGLE-1 is "
         "given the rows alone there; use version 3",
@@ -123,14 +112,12 @@ DRAFTED_SHARE = Remark(
     "Drafts {found}.",
 )
 OTHER_VOCABULARY = Remark(
-    lambda facts: facts.draft_model_vocab_size != facts.vocab_size,
-    "The draft model has an embedding of {facts.draft_model_vocab_size:,} rows, the target one of "
-    "{facts.vocab_size:,}: an export is cut or padded to the target's, since engines compare the "
-    "two.",
-)
-SHARED_HEAD = Remark(
-    lambda facts: facts.drafter.config.shared_head,
-    "The heads share the target's output matrix.",
+    lambda facts: (
+        (rows := facts.drafter.model.config.get_text_config().vocab_size) != facts.vocab_size
+        and f"{rows:,}"
+    ),
+    "The draft model has an embedding of {found} rows, the target one of {facts.vocab_size:,}: an "
+    "export is cut or padded to the target's, since engines compare the two.",
 )
 EAGLE_NOTES = (
     DRAFTED_SHARE,
@@ -144,10 +131,6 @@ EAGLE_NOTES = (
         "Rotary positions are those of short texts: serve with a maximum length (vLLM: "
         "`--max-model-len`) of at most `original_max_position_embeddings`, "
         "{shape.rope[original_max_position_embeddings]:,}.",
-    ),
-    Remark(
-        lambda facts: facts.shape.num_layers > 1,
-        "{shape.num_layers} layers: other engines than vLLM do not load it.",
     ),
 )
 """Remarks of engines of others on EAGLE drafters."""
@@ -196,94 +179,49 @@ def of_type(kind: str, says: str) -> Remark:
     )
 
 
-def magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's scale of cosines and sines, 0.1 m ln s + 1 (arXiv 2309.00071, equation 22)."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def yarn(*unread: str) -> Remark:
+    """Return the limit of an engine that does not read the keys `unread` of YaRN's positions.
 
-
-def factor_of(rope: JsonObject, positions: int) -> float:
-    """Return how many times longer the context is than in the first training."""
-    return rope.get("factor") or positions / rope["original_max_position_embeddings"]
-
-
-def transformers_scale(rope: JsonObject, factor: float) -> float:
-    """Return the scale that transformers computes, and draftsmith with it; so does vLLM."""
-    if (given := rope.get("attention_factor")) is not None:
-        return given
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    if above and below:
-        return magnitude(factor, above) / magnitude(factor, below)
-    return magnitude(factor)
-
-
-def sglang_scale(rope: JsonObject, factor: float) -> float:
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    scale = magnitude(factor)
-    if above is not None and below is not None:
-        scale = magnitude(factor, above) / magnitude(factor, below)
-    return rope.get("attn_factor", 1.0) * scale
-
-
-def tensorrt_scale(rope: JsonObject, factor: float) -> float:
-    above, below = rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0)
-    return magnitude(factor, above) / magnitude(factor, below)
-
-
-def llamacpp_scale(_rope: JsonObject, factor: float) -> float:
-    return magnitude(factor)
-
-
-def yarn(
-    scale: Callable[[JsonObject, float], float], rounds: bool = False, keeps_betas: bool = False
-) -> Remark:
-    """Return the limit of an engine for YaRN's positions, which it computes by `scale`.
-
-    `rounds`: it rounds the range of frequencies, whatever `truncate` says. `keeps_betas`: its
-    beta_fast and beta_slow are always 32 and 1.
+    Such a key stands in a drafter's parameters where it changes what transformers computes.
     """
 
     def found(facts: DrafterFacts) -> str | None:
         rope = facts.shape.rope
         if rope["rope_type"] != "yarn":
             return None
-        factor = factor_of(rope, facts.shape.max_positions)
-        ours, theirs = transformers_scale(rope, factor), scale(rope, factor)
-        if not math.isclose(ours, theirs, rel_tol=1e-6):
-            keys = ("attention_factor", "mscale", "mscale_all_dim")
-            said = ", ".join(f"{key} {rope[key]}" for key in keys if rope.get(key) is not None)
-            return f"scaled by {ours:.6g} ({said}), and the engine scales them by {theirs:.6g}"
-        fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        if keeps_betas and (fast, slow) != (32, 1):
-            return (
-                f"computed with beta_fast {fast:g} and beta_slow {slow:g}, and the engine computes "
-                "with 32 and 1"
-            )
-        if rounds and rope.get("truncate") is False:
-            return (
-                "computed with a range of frequencies that is not rounded (truncate false), and "
-                "the engine rounds these numbers"
-            )
-        return None
+        said = [
+            f"{key} {rope[key]}" for key in unread if rope.get(key) not in YARN.get(key, (None,))
+        ]
+        return ", ".join(said)
 
-    return Remark(found, "its YaRN rotary positions are {found}")
+    return Remark(found, "its YaRN rotary positions have {found}, which the engine does not read")
 
 
-def longrope_scales(facts: DrafterFacts) -> str | None:
-    """Return the scales of longrope here and in engines that read neither factor of it."""
+YARN = {"truncate": (None, True), "beta_fast": (None, 32)}
+YARN |= dict.fromkeys(("beta_slow", "attn_factor"), (None, 1))
+"""Values that change nothing, of keys for which there are others than none."""
+ONE_SCALE = Remark(
+    lambda facts: (
+        facts.shape.rope["rope_type"] == "yarn"
+        and bool(facts.shape.rope.get("mscale")) != bool(facts.shape.rope.get("mscale_all_dim"))
+    ),
+    "its YaRN rotary positions have only one of mscale and mscale_all_dim, which the engine reads "
+    "alone",
+)
+
+
+def longrope_scale(facts: DrafterFacts) -> str | None:
+    """Return the scale of longrope that is given in other words than by two lengths of text."""
     rope = facts.shape.rope
     if rope["rope_type"] != "longrope":
         return None
-    original, positions = rope["original_max_position_embeddings"], facts.shape.max_positions
-
-    def scale(factor: float) -> float:
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-    ours = rope.get("attention_factor") or scale(factor_of(rope, positions))
-    theirs = scale(positions / original)
-    if math.isclose(ours, theirs, rel_tol=1e-6):
-        return None
-    return f"by {ours:.6g} (attention_factor, factor), and the engine scales them by {theirs:.6g}"
+    usual = facts.shape.max_positions / rope["original_max_position_embeddings"]
+    neutral = {"attention_factor": (None,), "factor": (None, usual)}
+    said = [f"{key} {rope[key]}" for key in neutral if rope.get(key) not in neutral[key]]
+    return ", ".join(said)
 
 
-LONGROPE = Remark(longrope_scales, "its longrope rotary positions are scaled {found}")
-"""Limit of vLLM, SGLang and TensorRT-LLM, which read neither key for it."""
+LONGROPE = Remark(
+    longrope_scale, "its longrope rotary positions have {found}, which the engine does not read"
+)
+"""Limit of vLLM, SGLang and TensorRT-LLM."""

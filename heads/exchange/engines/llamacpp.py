@@ -11,18 +11,20 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from . import limits
 from .engine import (
+    Count,
+    CounterNames,
     ExportRequest,
     Like,
     Recipe,
     Remark,
+    ServerFacts,
+    ServerProtocol,
     ServingEngine,
-    TargetList,
+    Token,
     block,
     chain,
-    families,
     lookup,
 )
-from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
 TYPES = {"torch.float32": "f32", "torch.bfloat16": "bf16", "torch.float16": "f16"}
 CONVERTER = (
@@ -55,7 +57,7 @@ def _serve(kind: str, request: ExportRequest, _: Any) -> str:
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, CONVERTER, TARGET_TYPE)
 READS = (
     limits.PARTIAL_ROTARY,
-    limits.yarn(limits.llamacpp_scale, rounds=True, keeps_betas=True),
+    limits.yarn("attention_factor", "mscale_all_dim", "truncate", "beta_fast", "beta_slow"),
     limits.of_type("longrope", "which the engine takes for default ones"),
     limits.of_type("proportional", "which the engine takes for default ones"),
 )
@@ -66,15 +68,6 @@ BLOCK = (
     *READS,
     limits.of_type("llama3", "which the engine drops for block drafters"),
 )
-TARGETS = TargetList(
-    "llama.cpp of 2026-11",
-    families(
-        "gemma gemma2 gemma3 gemma3n qwen2 qwen2_moe phi3 granite granitemoe olmo olmo2 olmo3",
-        "olmoe cohere cohere2 glm glm4 glm4_moe smollm3 starcoder2 mistral3 ministral3 exaone4",
-    ),
-)
-"""Architectures whose graph does not keep the inputs of layers, which all these drafters need; it
-ends at the first draft."""
 
 
 class LlamacppDefaults(Struct, frozen=True):
@@ -151,7 +144,6 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "draft-eagle3"),
             (limits.CHAIN, CONVERTER, TARGET_TYPE, *limits.EAGLE_NOTES),
-            TARGETS,
             (
                 limits.ACTIVATION,
                 limits.FC_BIAS,
@@ -170,11 +162,10 @@ ENGINE = ServingEngine(
                 ),
             ),
         ),
-        "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, TARGETS, BLOCK),
+        "dflash": Recipe(partial(_serve, "draft-dflash"), BLOCK_NOTES, BLOCK),
         "dspark": Recipe(
             partial(_serve, "draft-dspark"),
             (limits.CHAIN, limits.FEWER, CUT, CONVERTER, TARGET_TYPE),
-            TARGETS,
             (*BLOCK, limits.TRANSITION),
         ),
         "draft_model": Recipe(

@@ -13,9 +13,7 @@ from msgspec.structs import asdict
 from ...errors import UserError
 from . import limits
 from .engine import (
-    EAGLE_TAPS,
-    NATIVE,
-    DrafterFacts,
+    Count,
     ExportRequest,
     FileLayout,
     Files,
@@ -23,15 +21,18 @@ from .engine import (
     NativeFiles,
     Recipe,
     Remark,
+    ReplyCounts,
+    ServerFacts,
+    ServerProtocol,
     ServingEngine,
     Settings,
-    TargetList,
+    Token,
     block,
-    families,
 )
-from .servers import Count, ReplyCounts, ServerFacts, ServerProtocol, Token
 
-SHIFTS = (  # families whose ids in `eagle_config` SGLang shifts only if the first is 1
+# SGLang adds 1 to each tap inside `eagle_config`, which counts layers from 0. For these families it
+# does so only if the first number is 1, and takes the numbers as they are otherwise.
+SHIFTS = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2",
     "kimi_k25", "mistral_large3",
 )  # fmt: skip
@@ -76,30 +77,10 @@ def _eagle1(native: NativeFiles) -> Files:
     return config, {"fc.bias": weight.new_zeros(len(weight)), **native.tensors}
 
 
-def _taps_as_they_are(native: NativeFiles) -> Files:
-    """Return the files of EAGLE-3 with the taps themselves inside `eagle_config`."""
-    config, tensors = NATIVE.write(native)
-    config["eagle_config"][EAGLE_TAPS] = list(native.facts.shape.taps)
-    return config, tensors
-
-
 EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
-UNSHIFTED = FileLayout("native", _taps_as_they_are)
-
-
-def _eagle3_layout(facts: DrafterFacts) -> FileLayout | None:
-    """Return the layout by which SGLang reads the drafter's taps, where it is not the native one.
-
-    It adds 1 to each number inside `eagle_config`, which makes taps of layers counted from 0. For
-    the families of `SHIFTS` it does so only if the first number is 1, and takes the numbers as taps
-    otherwise: taps 2, 14, 25 are written as 1, 13, 24, and taps 3, 14, 25 as they are.
-    """
-    return UNSHIFTED if facts.family in SHIFTS and facts.shape.taps[0] != 2 else None
-
-
 READS = (
     limits.DYNAMIC_ROPE,
-    limits.yarn(limits.sglang_scale),
+    limits.yarn("attention_factor", "attn_factor"),
     limits.LONGROPE,
     limits.PROPORTIONAL_FACTOR,
 )
@@ -120,21 +101,6 @@ EAGLE = (
 NOTES = (limits.READ_ONLY, *limits.EAGLE_NOTES, PARTIAL)
 BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY, PARTIAL)
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, *READS)
-VERSION = "SGLang 0.5.23"
-OTHERS = "granite cohere cohere2 olmo olmo2 olmo3 gemma gemma2 mixtral minicpm"
-EAGLE3_TARGETS = TargetList(
-    VERSION,
-    families(OTHERS, "glm4 stablelm"),
-)
-EAGLE1_TARGETS = TargetList(
-    VERSION,
-    families("granite cohere olmo2 mixtral gemma2 stablelm minicpm"),
-)
-BLOCK_TARGETS = TargetList(
-    VERSION,
-    families(OTHERS, "gemma3 qwen2 qwen2_moe glm4 glm4_moe"),
-)
-"""Classes without the method by which layers are captured, or the head is shared."""
 
 
 def _tree(steps: int, topk: int, tokens: int, _: Any, settings: Settings) -> Settings:
@@ -254,7 +220,6 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "EAGLE3"),
             NOTES,
-            EAGLE3_TARGETS,
             (
                 *EAGLE,
                 limits.EAGLE3_NORMS,
@@ -269,26 +234,15 @@ ENGINE = ServingEngine(
                 ),
                 limits.NORM_BEFORE_RESIDUAL,
                 Remark(
-                    lambda facts: facts.family in SHIFTS and facts.shape.taps[0] == 1,
-                    "for {facts.family} targets it reads a first tap of 1 as 2",
+                    lambda facts: facts.family in SHIFTS and facts.shape.taps[0] != 2,
+                    "for {facts.family} targets it reads the taps as they are meant only where the "
+                    "first one is 2",
                 ),
             ),
-            other_layout=_eagle3_layout,
         ),
-        "eagle1": Recipe(
-            partial(_serve, "EAGLE"),
-            NOTES,
-            EAGLE1_TARGETS,
-            (*EAGLE, *limits.EAGLE1),
-            EAGLE1_LAYOUT,
-        ),
-        "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
-        "dspark": Recipe(
-            partial(_serve_block, "dspark"),
-            BLOCK_NOTES,
-            BLOCK_TARGETS,
-            (*BLOCK, limits.TRANSITION),
-        ),
+        "eagle1": Recipe(partial(_serve, "EAGLE"), NOTES, (*EAGLE, *limits.EAGLE1), EAGLE1_LAYOUT),
+        "dflash": Recipe(partial(_serve_block, "dflash"), BLOCK_NOTES, BLOCK),
+        "dspark": Recipe(partial(_serve_block, "dspark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
         "draft_model": Recipe(
             partial(_serve, "STANDALONE"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),

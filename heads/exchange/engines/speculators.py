@@ -122,19 +122,12 @@ ENGINE = ServingEngine(
     place=1,
     recipes={
         "eagle3": Recipe(
-            _serve,
-            vllm.NOTES,
-            vllm.TARGETS,
-            (*limits.EAGLE3, *vllm.READS, limits.LONGROPE),
-            EAGLE3_LAYOUT,
+            _serve, vllm.NOTES, (*limits.EAGLE3, *vllm.READS, limits.LONGROPE), EAGLE3_LAYOUT
         ),
-        "dflash": Recipe(
-            _serve, (limits.CHAIN, limits.FEWER), vllm.TARGETS, vllm.BLOCK, BLOCK_LAYOUT
-        ),
+        "dflash": Recipe(_serve, (limits.CHAIN, limits.FEWER), vllm.BLOCK, BLOCK_LAYOUT),
         "dspark": Recipe(
             _serve,
             (limits.CHAIN, limits.FEWER, vllm.V2_RUNNER, limits.READ_ONLY),
-            vllm.TARGETS,
             (*vllm.BLOCK, limits.TRANSITION),
             BLOCK_LAYOUT,
         ),

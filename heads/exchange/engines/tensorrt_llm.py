@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from . import limits
-from .engine import ExportRequest, Recipe, ServingEngine, TargetList, families
+from .engine import ExportRequest, Recipe, ServingEngine
 
 
 def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
@@ -34,19 +34,13 @@ BLOCK_NOTES = (limits.CHAIN, limits.FEWER, limits.READ_ONLY)
 READS = (
     limits.PARTIAL_ROTARY,
     limits.DYNAMIC_ROPE,
-    limits.yarn(limits.tensorrt_scale, rounds=True),
+    limits.yarn("attention_factor", "truncate"),
+    limits.ONE_SCALE,
     limits.LONGROPE,
     limits.of_type("proportional", "which the engine was never seen to read"),
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 BLOCK = (*limits.BLOCK, limits.SCALED_BLOCK, limits.ATTENTION_BIAS, *READS)
-TARGETS = TargetList(
-    "TensorRT-LLM of 2026-11",
-    families("gemma3 gemma4 phi3 granite olmo3 smollm3"),
-)
-BLOCK_TARGETS = TargetList(TARGETS.version, families("gemma3 gemma4 phi3"))
-"""Some of its classes, not all: those that were read."""
-
 ENGINE = ServingEngine(
     name="trtllm",
     title="TensorRT-LLM",
@@ -55,7 +49,6 @@ ENGINE = ServingEngine(
         "eagle3": Recipe(
             partial(_serve, "Eagle3"),
             (limits.CHAIN, limits.READ_ONLY, *limits.EAGLE_NOTES),
-            TARGETS,
             (
                 *limits.EAGLE3,
                 limits.SECOND_LAYER,
@@ -65,10 +58,8 @@ ENGINE = ServingEngine(
                 limits.NORM_BEFORE_RESIDUAL,
             ),
         ),
-        "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK_TARGETS, BLOCK),
-        "dspark": Recipe(
-            partial(_serve, "DSpark"), BLOCK_NOTES, BLOCK_TARGETS, (*BLOCK, limits.TRANSITION)
-        ),
+        "dflash": Recipe(partial(_serve, "DFlash"), BLOCK_NOTES, BLOCK),
+        "dspark": Recipe(partial(_serve, "DSpark"), BLOCK_NOTES, (*BLOCK, limits.TRANSITION)),
         "draft_model": Recipe(
             partial(_serve, "Draft_Target"), (limits.READ_ONLY, limits.OTHER_VOCABULARY)
         ),

@@ -6,14 +6,7 @@ from shlex import quote
 from typing import Any
 
 from . import limits
-from .engine import (
-    ExportRequest,
-    Recipe,
-    Remark,
-    ServingEngine,
-    TargetList,
-    families,
-)
+from .engine import ExportRequest, Recipe, Remark, ServingEngine
 
 MAINTENANCE = "TGI is in maintenance mode; its own page recommends vLLM, SGLang and llama.cpp."
 
@@ -22,10 +15,6 @@ def _serve(request: ExportRequest, _: Any) -> str:
     return f"text-generation-launcher --model-id {quote(request.out)} --speculate {request.drafts}"
 
 
-TARGETS = TargetList(
-    "TGI of 2026-01",
-    families("qwen3 qwen3_moe olmo olmo2 glm glm4 gpt_oss"),
-)
 ENGINE = ServingEngine(
     name="tgi",
     title="TGI",
@@ -33,8 +22,7 @@ ENGINE = ServingEngine(
     recipes={
         "medusa": Recipe(
             _serve,
-            (limits.CHAIN, limits.READ_ONLY, limits.SHARED_HEAD, MAINTENANCE),
-            TARGETS,
+            (limits.CHAIN, limits.READ_ONLY, MAINTENANCE),
             (
                 Remark(
                     lambda facts: (

@@ -10,24 +10,23 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ...errors import UserError
 from . import limits
 from .engine import (
+    Count,
+    CounterNames,
     ExportRequest,
-    FileLayout,
-    Files,
     Like,
-    NativeFiles,
     Recipe,
+    Remark,
+    ServerFacts,
+    ServerProtocol,
     ServingEngine,
     Settings,
-    TargetList,
+    Token,
     block,
     chain,
-    families,
     lookup,
 )
-from .servers import Count, CounterNames, ServerFacts, ServerProtocol, Token
 
 NOTES = (limits.CHAIN, *limits.EAGLE_NOTES)
 V2_RUNNER = "Needs vLLM's V2 runner, so a GPU."
@@ -39,14 +38,11 @@ BLOCK = (
     *READS,
     limits.of_type("longrope", "of which the engine keeps no table for block drafters"),
 )
-TARGETS = TargetList(
-    "vLLM 0.33",
-    families(
-        "gemma gemma2 gemma3 gemma3n cohere cohere2 mixtral glm4 glm4_moe glm4_moe_lite exaone4",
-        "lfm2 nemotron granitemoehybrid olmoe stablelm qwen2_moe phimoe falcon gpt2 opt bloom",
-    ),
+OWN_HEADS = Remark(
+    lambda facts: facts.drafter.config.shared_head,
+    "its heads share the target's output matrix, and the engine wants one in the file; train "
+    "without heads.shared_head",
 )
-"""Classes without `SupportsEagle3`, which all these drafters need."""
 
 
 def _serve(method: str, request: ExportRequest, _: Any) -> str:
@@ -59,20 +55,6 @@ def _serve(method: str, request: ExportRequest, _: Any) -> str:
     }
     speculation = quote(json.dumps(config))
     return f"vllm serve {quote(request.target)} --speculative-config {speculation}"
-
-
-def _with_head(files: NativeFiles) -> Files:
-    """Return Medusa heads with the target's output matrix, which vLLM takes from there only."""
-    if files.head is None:
-        raise UserError(
-            "vllm wants the target's output matrix next to heads that share it; name the "
-            "target with --target"
-        )
-    matrix = files.head.detach().to("cpu", next(iter(files.tensors.values())).dtype)
-    return files.config, files.tensors | {"lm_heads.0.weight": matrix.contiguous().clone()}
-
-
-MEDUSA_WITH_HEAD = FileLayout("vllm-medusa", _with_head, stores_target_head=True)
 
 
 def _heads(proposer: Any, settings: Settings) -> Settings:
@@ -165,30 +147,24 @@ ENGINE = ServingEngine(
     place=0,
     recipes={
         "eagle3": Recipe(
-            partial(_serve, "eagle3"), NOTES, TARGETS, (*limits.EAGLE3, *READS, limits.LONGROPE)
+            partial(_serve, "eagle3"), NOTES, (*limits.EAGLE3, *READS, limits.LONGROPE)
         ),
         "eagle1": Recipe(
             partial(_serve, "eagle"),
             NOTES,
-            None,
             (*limits.EAGLE3, *limits.EAGLE1, *READS, limits.LONGROPE),
         ),
-        "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), TARGETS, BLOCK),
+        "dflash": Recipe(partial(_serve, "dflash"), (limits.CHAIN, limits.FEWER), BLOCK),
         "dspark": Recipe(
             partial(_serve, "dspark"),
             (limits.CHAIN, limits.FEWER, V2_RUNNER, limits.READ_ONLY),
-            TARGETS,
             (*BLOCK, limits.TRANSITION),
         ),
         "draft_model": Recipe(partial(_serve, "draft_model"), (limits.OTHER_VOCABULARY,)),
         "medusa": Recipe(
             partial(_serve, "medusa"),
-            (limits.CHAIN, NO_MEDUSA, limits.SHARED_HEAD),
-            None,
-            (limits.MEDUSA_VOCABULARY,),
-            other_layout=lambda facts: (
-                MEDUSA_WITH_HEAD if facts.drafter.config.shared_head else None
-            ),
+            (limits.CHAIN, NO_MEDUSA),
+            (limits.MEDUSA_VOCABULARY, OWN_HEADS),
         ),
     },
     like=Like(

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from ....heads.documents import DocumentError, convert
 from ....heads.errors import UserError
 from ....heads.exchange.engines import ENGINES
-from ....heads.exchange.engines.servers import CounterNames, ServerFacts
+from ....heads.exchange.engines.engine import CounterNames, ServerFacts
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...keys import OF_SERVER

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import sub
 from typing import Any
 
-from ....heads.exchange.engines.servers import CounterNames, ReplyCounts, ServerProtocol
+from ....heads.exchange.engines.engine import CounterNames, ReplyCounts, ServerProtocol
 from ....heads.files import JsonObject
 from ...conversations.prompts import Prompt
 from ..server_figures import Speculation

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from transformers import GenerationConfig
 
 from ....heads.errors import UserError
-from ....heads.exchange.engines.servers import CounterNames
+from ....heads.exchange.engines.engine import CounterNames
 from ....heads.pretrained import end_ids, read_config
 from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.engines import ENGINES, limits
+from draftsmith.heads.exchange.engines import ENGINES, TITLES, limits, recipe_for
 from draftsmith.heads.exchange.engines.engine import Like, Recipe, ServingEngine, chain
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import TITLES, recipe_for
 from draftsmith.inference.evaluation import engines
 from tests.helpers.random_artifacts import also_read_by, eagle, heads, order
 

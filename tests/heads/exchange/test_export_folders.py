@@ -82,7 +82,7 @@ def test_no_file_link_or_drafter_is_replaced(
         "file": "is a file, a link",
         "link": "a link",
         ".": "the folder that you are in",
-        "trained": "a drafter",
+        "trained": "something else than an export",
     }
     for name, says in refused.items():
         with pytest.raises(UserError, match=says):

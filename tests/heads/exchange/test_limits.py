@@ -1,12 +1,8 @@
-"""What engines compute otherwise is judged by values: a table over engines, each sentence once.
-
-The expected numbers follow from the engines' formulas by hand: 0.1 ln 4 + 1 = 1.138629.
-"""
+"""What engines compute otherwise: a table over engines, each sentence once."""
 
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,20 +12,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.engines import ENGINES
+from draftsmith.heads.exchange.engines import ENGINES, TITLES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.heads.exchange.engines.limits import factor_of, transformers_scale, yarn
-from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import TITLES, facts_of, refusal, sentences
-from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.engines import facts_before, say_engines
 from draftsmith.train.method import method_named
 from tests.conftest import QUICKSTART, ROOT
-from tests.helpers.random_artifacts import TARGET, block, eagle, heads, order
+from tests.helpers.random_artifacts import TARGET, block, eagle, heads
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
@@ -66,38 +58,42 @@ TABLE: list[tuple[dict[str, Any], dict[str, str], dict[str, str]]] = [
     (YARN, {}, {}),
     (
         YARN | {"attention_factor": 1.5},
-        dict.fromkeys(
-            ("sglang", "trtllm", "llamacpp"), "by 1.5 (attention_factor 1.5), and the engine scales"
-        ),
-        dict.fromkeys(("sglang", "trtllm", "llamacpp"), "scales them by 1.13863"),
+        dict.fromkeys(("sglang", "trtllm", "llamacpp"), "have attention_factor 1.5, which"),
+        dict.fromkeys(("sglang", "trtllm", "llamacpp"), "have attention_factor 1.5, which"),
     ),
-    # what transformers computes anyway, written out
-    (YARN | {"attention_factor": 1.1386294361119891}, {}, {}),
-    # ours is 1.138629 where one of the two is missing; TensorRT-LLM reads one alone
+    # transformers leaves one alone out; TensorRT-LLM reads it
     (
         YARN | {"mscale": 0.707},
-        {"trtllm": "by 1.13863 (mscale 0.707), and the engine scales them by 1.09801"},
-        {"trtllm": "1.09801"},
+        {"trtllm": "only one of mscale and mscale_all_dim"},
+        {"trtllm": "only one of mscale and mscale_all_dim"},
     ),
-    # both equal: 1, which llama.cpp does not read
+    # both equal: a scale of 1, which llama.cpp does not read
     (
         YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        {"llamacpp": "by 1 (mscale 1.0, mscale_all_dim 1.0), and the engine scales them by"},
-        {"llamacpp": "1.13863"},
+        {"llamacpp": "have mscale_all_dim 1.0, which the engine does not read"},
+        {"llamacpp": "have mscale_all_dim 1.0"},
     ),
     (
         YARN | {"truncate": False},
-        dict.fromkeys(("trtllm", "llamacpp"), "(truncate false), and the engine rounds these"),
-        dict.fromkeys(("trtllm", "llamacpp"), "(truncate false), and the engine rounds these"),
+        dict.fromkeys(("trtllm", "llamacpp"), "have truncate False, which the engine does not"),
+        dict.fromkeys(("trtllm", "llamacpp"), "have truncate False"),
     ),
     (YARN | {"truncate": True}, {}, {}),
     (
         YARN | {"beta_fast": 16.0},
-        {"llamacpp": "beta_fast 16 and beta_slow 1, and the engine computes with 32 and 1"},
-        {"llamacpp": "beta_fast 16"},
+        {"llamacpp": "have beta_fast 16.0, which the engine does not read"},
+        {"llamacpp": "have beta_fast 16.0"},
     ),
     (YARN | {"beta_fast": 32, "beta_slow": 1}, {}, {}),
-    # 256 / 64 positions: sqrt(1 + ln 4 / ln 64) = 1.154701 everywhere
+    # 256 / 64 positions, or a factor that says the same
+    (
+        LONG | {"factor": 4.0},
+        {"llamacpp": "of type longrope"},
+        {
+            **dict.fromkeys(("vllm", "speculators"), "keeps no table for block drafters"),
+            "llamacpp": "of type longrope",
+        },
+    ),
     (
         LONG,
         {"llamacpp": "of type longrope, which the engine takes for default"},
@@ -109,12 +105,12 @@ TABLE: list[tuple[dict[str, Any], dict[str, str], dict[str, str]]] = [
     (
         LONG | {"attention_factor": 1.3},
         {
-            **dict.fromkeys(ALL, "by 1.3 (attention_factor, factor), and the engine scales them"),
+            **dict.fromkeys(ALL, "have attention_factor 1.3, which the engine does not read"),
             "llamacpp": "of type longrope",
         },
         {
             **dict.fromkeys(("vllm", "speculators"), "keeps no table"),
-            **dict.fromkeys(("sglang", "trtllm"), "by 1.1547"),
+            **dict.fromkeys(("sglang", "trtllm"), "have attention_factor 1.3"),
             "llamacpp": "of type longrope",
         },
     ),
@@ -123,7 +119,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, str], dict[str, str]]] = [
 
 def facts(kind: str, rope: dict[str, Any]) -> DrafterFacts:
     more = {"rope": rope, "max_positions": 256}
-    return facts_of(eagle(**more) if kind == "eagle3" else block(**more))
+    return drafter_facts(eagle(**more) if kind == "eagle3" else block(**more))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(map(str, row[0].values())))
@@ -138,35 +134,6 @@ def test_rotary_positions_are_those_of_the_engine_or_refused(row: Any) -> None:
             else:
                 assert reason is not None and expected[engine] in reason, (engine, kind, reason)
         assert refusal("hf", said) is None, "draftsmith computes them itself"
-
-
-def test_the_scale_and_the_range_of_yarn_are_transformers() -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        rope: dict[str, Any] = {
-            "rope_type": "yarn", "rope_theta": draw.choice([1e4, 5e5, 1e6]),
-            "factor": draw.choice([1.0, 2.0, 4, 40.0]),
-            "original_max_position_embeddings": draw.choice([64, 4096]),
-        }  # fmt: skip
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            rope[name] = draw.choice([None, 0.707, 1.0, 1.3])
-        given = {name: value for name, value in rope.items() if value is not None}
-        config = LlamaConfig(head_dim=16, max_position_embeddings=8192, rope_parameters=given)
-        whole, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-        factor = factor_of(given, 8192)
-        assert transformers_scale(given, factor) == pytest.approx(scale)
-        # Where the range is not whole numbers, rounding it changes the frequencies, and only there.
-        exact = LlamaConfig(
-            head_dim=16, max_position_embeddings=8192, rope_parameters=given | {"truncate": False}
-        )
-        other, _ = ROPE_INIT_FUNCTIONS["yarn"](exact, "cpu")
-        shape = replace(eagle().drafter.shape, head_dim=16, max_positions=8192)
-        shape = replace(shape, rope=given | {"truncate": False})
-        drafter = type("Drafter", (), {"shape": shape})
-        said = yarn(transformers_scale, rounds=True)(
-            DrafterFacts("eagle3", drafter, "llama", 10, {})
-        )
-        assert (said is not None) >= (not torch.equal(whole, other))
 
 
 def test_proportional_positions_are_transformers() -> None:
@@ -199,7 +166,7 @@ def test_engines_refuse_the_config_values_they_cannot_express(
         config = eagle(**changes).drafter.serving_config("t", "float32")
         assert config["norm_before_fc"] and config["eagle_config"]["norm_before_fc"]
         return
-    said = facts_of(eagle(**changes))
+    said = drafter_facts(eagle(**changes))
     for engine in ALL:
         reason = refusal(engine, said)
         assert (reason is not None) == (engine in engines), (engine, reason)
@@ -219,28 +186,11 @@ def test_embeddings_that_scale_reach_block_drafters_of_some_engines() -> None:
     lender = replace(scaled.drafter.embedding_and_head, scale=5.657)
     scaled.drafter.embedding_and_head = lender
     for engine in ALL:
-        reason = refusal(engine, facts_of(scaled))
+        reason = refusal(engine, drafter_facts(scaled))
         if engine in ("sglang", "trtllm"):
             assert reason is not None and "multiplies rows by 5.657" in reason
         else:
             assert reason is None
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_target_that_an_engine_does_not_take_is_named(family: str, tmp_path: Path) -> None:
-    """The same sentence in an export, in its card and before training."""
-    artifact = eagle()
-    artifact.fingerprint = replace(artifact.fingerprint, model_type=family)
-    written = export(artifact, order("vllm", tmp_path / "drafter"), head=TARGET.head_weight)
-    listed = ENGINES["vllm"].recipes["eagle3"].targets
-    assert listed is not None
-    remark = listed(facts_of(artifact))
-    assert (remark is None) == (family == "llama")
-    if remark is not None:
-        assert "takes no such drafter" in remark and family in remark
-        assert remark in written.notes
-        assert f"- {remark}" in (tmp_path / "drafter/README.md").read_text()
-        assert any(remark in line for line in sentences(facts_of(artifact)))
 
 
 def a_run(folder: Path, target: Path, method: str, **more: Any) -> Any:
@@ -290,7 +240,6 @@ def test_an_engine_that_has_to_take_it_is_asked_before_anything_is_loaded(tmp_pa
     eagle1 = {"heads": {"version": 1}}
     for options, engine, says in (
         (eagle1, "vllm", r"embedding multiplies rows by 8, .* \(--for vllm\)"),
-        ({}, "vllm", r"vLLM 0.33 takes no such drafter for a gemma3_text target.*\(--for vllm\)"),
         ({}, "tgi", r"tgi takes Medusa heads, not EAGLE-3; .*\(--for tgi\)"),
     ):
         run = a_run(tmp_path, tmp_path / "target", "eagle", for_=[engine], **options)
@@ -329,22 +278,6 @@ def limits_table() -> str:
     return "\n".join(["| refused, because | drafters | by |", "|---|---|---|", *rows])
 
 
-def targets_table() -> str:
-    """Return for which families engines take no drafter: a table of docs/reference/engines.md."""
-    kinds_of: dict[tuple[str, str], list[str]] = {}
-    for engine in ENGINES.values():
-        for kind, recipe in engine.recipes.items():
-            if (listed := recipe.targets) is not None:
-                names = sorted(n for n in listed.missing if not n.endswith("_text"))
-                key = listed.version, ", ".join(names)
-                kinds_of.setdefault(key, []).append(TITLES[kind])
-    rows = [
-        f"| {version} | {', '.join(dict.fromkeys(kinds))} | {names} |"
-        for (version, names), kinds in kinds_of.items()
-    ]
-    return "\n".join(["| engine | drafters | not for targets of |", "|---|---|---|", *rows])
-
-
 def test_the_pages_have_the_tables_of_the_engines_files() -> None:
     page = (ROOT / "docs/reference/engines.md").read_text()
-    assert limits_table() in page and targets_table() in page
+    assert limits_table() in page

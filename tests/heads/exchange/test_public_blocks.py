@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
+from draftsmith.heads.exchange.engines import recipe_for
 from draftsmith.heads.exchange.exporter import export, files_for
-from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
 from tests.helpers.public_blocks import (
     BACKBONE,

@@ -28,7 +28,6 @@ from tests.helpers.public_checkpoints import (
     speculators_config,
     store,
 )
-from tests.helpers.random_artifacts import heads
 
 HUGE = (2**40, 10**9, 2**19)
 WRONG = (*HUGE, 0, -1, 10**30, 1.5, float("inf"), "x", True, [2**40], {"x": 2**40})
@@ -42,14 +41,7 @@ def renamed(tensors: Tensors) -> Tensors:
 def formats() -> dict[str, tuple[dict[str, Any], Tensors]]:
     """Config and tensors of every format that is read."""
     drafter, tensors = eagle3()
-    medusa = dict(heads().drafter.serving_state())
-    medusa_config = {"medusa_num_heads": 4, "medusa_num_layers": 1, "hidden_size": 32}
     found = {
-        "medusa v0.1": (medusa_config, medusa),
-        "medusa v1.0": (
-            LLAMA | medusa_config,
-            {f"medusa_head.{name}": tensor for name, tensor in medusa.items()},
-        ),
         "eagle1": (LLAMA, eagle1(fc_bias=True)[1]),
         "eagle3": (specforge(), tensors),
         "eagle3 draft vocabulary": (
@@ -117,21 +109,12 @@ def test_config_sizes_without_matching_tensors_are_refused(
     for place, value in [*((place, 2**40) for place in places), *chosen]:
         (folder / "config.json").write_text(json.dumps(changed(config, place, value)))
         line = refusal(folder)
-        # Medusa heads are read by their tensors alone.
-        if place[-1] in SIZES and value in HUGE and not name.startswith("medusa"):
+        if place[-1] in SIZES and value in HUGE:
             assert line is not None, (place, value)
 
 
 NAMES: dict[str, tuple[str, Tensors]] = {
-    "a head": ("medusa v0.1", {"99999999.0.linear.weight": torch.ones(32, 32)}),
-    "a block of a head": ("medusa v0.1", {"0.99999999.linear.weight": torch.ones(32, 32)}),
-    "a head inside": ("medusa v1.0", {"medusa_head.99999999.0.linear.bias": torch.ones(32)}),
-    "many heads of many blocks": (
-        "medusa v0.1",
-        {f"{i}.0.linear.bias": torch.ones(32) for i in range(200)}
-        | {f"0.{i}.linear.bias": torch.ones(32) for i in range(900)},
-    ),
-    "rows without columns": ("medusa v0.1", {"0.0.linear.weight": torch.ones(2**40, 0)}),
+    "rows without columns": ("eagle1", {"fc.weight": torch.ones(2**40, 0)}),
     "a layer of eagle1": ("eagle1", {"layers.99999999.mlp.up_proj.weight": torch.ones(64, 32)}),
     "a layer of eagle3": ("eagle3", {"layers.99999999.mlp.up_proj.weight": torch.ones(64, 32)}),
     "a layer of speculators": (
@@ -154,12 +137,12 @@ def test_tensor_names_implying_missing_layers_are_refused(case: str, tmp_path: P
 def test_import_of_inflated_sizes_exits_2_and_writes_nothing(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    config, tensors = FORMATS["medusa v0.1"]
-    more = {"99999999.0.linear.weight": torch.ones(32, 32)}
+    config, tensors = FORMATS["eagle1"]
+    more = {"layers.99999999.mlp.up_proj.weight": torch.ones(64, 32)}
     folder = store(tmp_path / "d", config, tensors | more, "model.safetensors")
     found = outcome(
         ["import", "--from", str(folder), "--target", str(saved_tiny), "--out", str(tmp_path / "i")]
     )
     assert found.wrong() is None and found.code == 2 and found.growth < GROWTH, found
-    assert "asks for 100,000,000 blocks and holds 13 tensors" in found.errors
+    assert "asks for 100,000,000 layers and holds" in found.errors
     assert not (tmp_path / "i").exists()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from draftsmith.heads.rotary import rotate
+from draftsmith.heads.elementwise import rotate
 from draftsmith.inference.kernels import operators
 from draftsmith.inference.kernels.trial import slots_seen
 

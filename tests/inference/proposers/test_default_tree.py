@@ -105,13 +105,6 @@ def test_an_artifact_may_name_the_tree_of_a_type_of_device(
     ] == trees  # fmt: skip
 
 
-def test_the_shipped_drafter_names_the_tree_of_its_published_figures() -> None:
-    facts = json.loads((ROOT / "scripts/smollm2/drafter/draftsmith.json").read_text())
-    (tree,) = {row["drafts"].partition("bfloat16,")[2] for row in facts["export"]["measured"]}
-    named = facts["calibration"]["trees"]["cpu"]
-    assert tree == ",".join(f"{key}={value}" for key, value in named.items())
-
-
 def test_a_draft_reads_a_share_of_the_weights(quickstart: Target) -> None:
     artifact = Artifact.load(
         DRAFTERS / "eagle3", quickstart.fingerprint(), quickstart.embedding_and_head, print

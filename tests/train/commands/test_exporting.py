@@ -25,7 +25,7 @@ from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
-from tests.conftest import PYTHON, QUICKSTART, ROOT, random_heads
+from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.fake_hub import Hub
 from tests.helpers.random_blocks import random_block
 from tests.helpers.random_eagles import random_eagle
@@ -53,7 +53,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pairs: list[tuple[str, EngineName]] = [
         ("eagle3_plain", "vllm"), ("eagle3_plain", "speculators"), ("eagle3", "speculators"),
         ("eagle1", "sglang"),
-        ("eagle1", "vllm"), ("medusa", "tgi"),
+        ("eagle1", "vllm"),
     ]  # fmt: skip
     return {
         f"{name} {engine}": exported(name, engine, folder / f"{engine}-{number}")
@@ -69,7 +69,6 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "eagle3 speculators",
         "eagle1 sglang",
         "eagle1 vllm",
-        "medusa tgi",
     ],
 )
 def test_export_then_import_preserves_the_drafter(
@@ -131,7 +130,7 @@ TAMPERED: list[tuple[str, Change, str]] = [
         tensor(lambda t: t.update(norms=t.pop("norm.weight"))),
         "norm.weight is missing; norms is not part",
     ),
-    ("eagle3_plain vllm", tensor(lambda t: t.update({"fc.bias": torch.zeros(192)})), "bias"),
+    ("eagle3_plain vllm", tensor(lambda t: t.update({"fc.bias": torch.zeros(192)})), "float32"),
     (
         "eagle3_plain vllm",
         tensor(lambda t: t.update(d2t=t["d2t"] * 0)),
@@ -158,24 +157,16 @@ TAMPERED: list[tuple[str, Change, str]] = [
         r"names taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 6\]",
     ),
     (
-        "eagle3 speculators",
-        set_in("config", TAPS, [1, 3, 6]),
-        r"taps \[1, 3, 6\].*says \[2, 4, 7\]|first of the taps",
-    ),
-    (
         "eagle3_plain vllm",
         set_in("config", "norm_before_residual", True),
-        "norm_before_residual True.*says False",
+        "config.json has .* bytes instead of",
     ),
-    ("eagle3_plain vllm", set_in("config", "norm_output", True), "norm_output True.*says False"),
-    ("eagle3 speculators", set_in("config", "norm_output", False), "norm_output False.*says True"),
     ("eagle3 speculators", set_in("config", "fc_norm", False), "fc_norm.0.weight is not part"),
     (
         "eagle3_plain vllm",
         set_in("config", "rope_theta", 5e5),
         "rope_theta 500000.0 .rope_theta. and 10000.0 .rope_parameters.rope_theta.",
     ),
-    ("eagle3_plain vllm", set_in("config", "rms_norm_eps", 1e-3), "norm_eps 0.001.*says 1e-06"),
     (
         "eagle3_plain vllm",
         set_in("config", "draft_vocab_size", None),
@@ -189,21 +180,13 @@ TAMPERED: list[tuple[str, Change, str]] = [
     (
         "eagle3_plain vllm",
         set_in("config", "base_model_name_or_path", "another/model"),
-        "config.json has changed",
-    ),
-    (
-        "eagle1 sglang",
-        tensor(lambda t: t["fc.bias"].__setitem__(0, 1.0)),
-        "fc_bias True.*says False",
+        "config.json has .* bytes instead of",
     ),
     (
         "eagle1 sglang",
         tensor(lambda t: t.update({"lm_head.weight": torch.zeros(8, 192)})),
         "lm_head.weight is not part",
     ),
-    ("medusa tgi", set_in("config", "medusa_num_heads", 4), "medusa_num_heads 4, the file holds 3"),
-    ("medusa tgi", tensor(lambda t: t.pop("1.1.weight")), "1.1.weight is missing"),
-    ("eagle3_plain vllm", set_in("own", "taps", [2, 4, 5]), r"taps \[2, 4, 7\].*says \[2, 4, 5\]"),
     (
         "eagle3_plain vllm",
         set_in("own", "target/hidden_size", 64),
@@ -211,8 +194,8 @@ TAMPERED: list[tuple[str, Change, str]] = [
     ),
     (
         "eagle3_plain vllm",
-        set_in("own", "method", "medusa"),
-        "holds eagle, draftsmith.json says medusa",
+        set_in("own", "method", "dflash"),
+        "holds eagle, draftsmith.json says dflash",
     ),
     (
         "eagle3_plain vllm",
@@ -242,7 +225,7 @@ def test_a_tampered_export_is_refused_with_the_reason(
     save_file(tensors, weights, metadata={"format": "pt"})
     for name, table in tables.items() if json.dumps(tables) != before else ():
         (folder / name).write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
-    if "has changed" not in says:
+    if "has changed" not in says and "bytes instead" not in says:
         with pytest.raises(UserError):  # by its checksums, or by what it holds
             imported(folder, tmp_path / "back")
         seal(folder)
@@ -262,102 +245,12 @@ def test_changed_config_flag_in_own_export_is_refused(
     folder = shutil.copytree(exports["eagle3_plain vllm"], tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_output": True}))
-    with pytest.raises(UserError, match="config.json has changed since it was written"):
-        Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head)
-    seal(folder)
-    with pytest.raises(UserError, match="norm_output True.*says False"):
+    with pytest.raises(UserError, match="config.json has .* bytes instead of"):
         Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head)
     with pytest.raises(UserError, match="speculators.*draftsmith import --from"):
         Artifact.load(
             exports["eagle3 speculators"], quickstart.fingerprint(), quickstart.embedding_and_head
         )
-
-
-def cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [
-        PYTHON,
-        "-c",
-        "from draftsmith.train.commands.cli import main; main()",
-        *map(str, arguments),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-
-
-@pytest.fixture(scope="session")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    names = ("add", "read_lines", "is_empty")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"def {n}(x):"},
-                {"role": "assistant", "content": "return x"},
-            ]
-        }
-        for n in names
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> None:
-    """Chains for an engine of chains, trees too for SGLang; a report of other weights is refused.
-    As commands."""
-    drafter, report = DRAFTERS / "eagle3_plain", tmp_path / "out.json"
-    done = cli(
-        "evaluate", "--target", QUICKSTART, "--drafter", DRAFTERS / "eagle3", "--drafter", drafter,
-        "--like", "vllm:drafts=3",
-        "--prompts", prompts, "--json", report, "--max-new-tokens", 24, "--repeats", 1,
-        "--no-baselines",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (setting,) = json.loads(report.read_text())["settings"]
-    # both are called eagle3
-    _, chain = (found for name, found in setting["drafters"].items() if "as in" in name)
-    done = cli(
-        "export",
-        "--drafter",
-        drafter,
-        "--to",
-        "vllm",
-        "--out",
-        tmp_path / "vllm",
-        "--report",
-        report,
-    )
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "vllm" / "README.md").read_text()
-    assert (
-        f"| {chain['tau_incl_bonus']:.2f} |" in page  # three prompts give no interval
-        and "Measurements with trees are left out (1)" in page
-    )
-    assert page.count("| 0 | 1 |") == 1
-    (row,) = [
-        r
-        for r in json.loads((tmp_path / "vllm" / "draftsmith.json").read_text())["export"][
-            "measured"
-        ]
-        if r["chain"]
-    ]
-    assert row["tau"] == chain["tau_incl_bonus"] and row["prompts"] == 3
-    exporting.run(
-        exporting.Options(str(drafter), "sglang", str(tmp_path / "sglang"), report=[str(report)])
-    )
-    assert (tmp_path / "sglang" / "README.md").read_text().count("| 0 | 1 |") == 2
-    done = cli(
-        "export",
-        "--drafter",
-        DRAFTERS / "eagle1",
-        "--to",
-        "vllm",
-        "--out",
-        tmp_path / "other",
-        "--report",
-        report,
-    )
-    assert (
-        done.returncode == 2 and "is not about" in done.stderr and not (tmp_path / "other").exists()
-    )
 
 
 @pytest.mark.parametrize(
@@ -368,7 +261,6 @@ def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> Non
         (["--to", "tgi", "--out", "x"], "tgi takes Medusa heads, not EAGLE-3"),
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
         (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
-        (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_wrong_export_options_are_refused_in_one_line(
@@ -487,32 +379,25 @@ def test_export_is_uploaded_to_the_hub(
 
 
 def as_others_write_it(name: str, folder: Path) -> Path:
-    """A committed drafter without what only we write: bare config, `.bin`, embedding and all."""
+    """A committed drafter without what only we write."""
     source = DRAFTERS / name
     config = json.loads((source / "config.json").read_text())
     tensors = load_file(next(source.glob("*.safetensors")))
     folder.mkdir()
-    if name == "medusa":
-        config = {
-            key: config[key]
-            for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")
-        }
-        torch.save(tensors, folder / "medusa_lm_head.pt")
-    else:
-        ours = (
-            "norm_before_residual",
-            "norm_before_fc",
-            "fc_norm",
-            "norm_output",
-            "num_aux_hidden_states",
-            "rope_parameters",
-        )
-        config = {
-            key: value
-            for key, value in config.items()
-            if key not in (*ours, "eagle_aux_hidden_state_layer_ids")
-        }
-        torch.save(tensors, folder / "pytorch_model.bin")
+    ours = (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "num_aux_hidden_states",
+        "rope_parameters",
+    )
+    config = {
+        key: value
+        for key, value in config.items()
+        if key not in (*ours, "eagle_aux_hidden_state_layer_ids")
+    }
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -521,15 +406,15 @@ def as_others_write_it(name: str, folder: Path) -> Path:
     ("name", "more"),
     [
         ("eagle3_plain", {"set": ["taps=2,4,7"]}),
-        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
+        pytest.param("eagle1", {}, marks=pytest.mark.full),
     ],
 )
 def test_an_imported_head_decodes_as_it_did(
     name: str, more: dict[str, Any], quickstart: Target, tmp_path: Path
 ) -> None:
-    """Round by round; of Medusa a tree that needs no accuracies, which nobody publishes."""
+    """Round by round."""
     drafter = imported(as_others_write_it(name, tmp_path / "public"), tmp_path / "drafter", **more)
-    settings = ":width=10,nodes=8" if name == "medusa" else ":width=4,nodes=12,length=4"
+    settings = ":width=4,nodes=12,length=4"
     prompts = chat_prompts(quickstart, "test", 2)
     ours, theirs = (
         load(quickstart, f"{folder}{settings}").generate(prompts, 40)
@@ -543,29 +428,24 @@ def test_an_imported_head_decodes_as_it_did(
     assert load(quickstart, drafter).generate(prompts[1], 8).rounds, "without settings too"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
-def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path: Path) -> None:
+def test_an_imported_head_is_trained_on(saved_tiny: Path, tmp_path: Path) -> None:
     """By --init-from; at a learning rate of almost nothing its weights stay, flags that training
     does not make included."""
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     public = tmp_path / "public"
     public.mkdir()
-    if method == "medusa":
-        drafter: Any = random_heads(target)
-        config: dict[str, Any] = {"medusa_num_heads": 4}
-    else:
-        drafter = random_eagle(target, "eagle3")
-        drafter = drafter_of(
-            replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True),
-            target.embedding_and_head,
-        )
-        config = drafter.serving_config("x", "float32")
-    torch.save(dict(drafter.serving_state()), public / "heads.bin")
+    shape = random_eagle(target, "eagle3").shape
+    drafter = drafter_of(
+        replace(shape, norm_before_residual=True, norm_fused_taps=True), target.embedding_and_head
+    )
+    config = drafter.serving_config("x", "float32")
+    tensors = {name: t.contiguous().clone() for name, t in drafter.serving_state().items()}
+    save_file(tensors, public / "model.safetensors")
     (public / "config.json").write_text(json.dumps(config))
     importing.run(importing.Options(str(public), str(saved_tiny), str(tmp_path / "drafter")))
     changes: dict[str, Any] = {"max_steps": 1, "init_from": str(tmp_path / "drafter")}
-    config_file = make_config(tmp_path, saved_tiny, method, **changes, heads={})
-    train(config_file, "--optim.lr", "1e-9", method=method)
+    config_file = make_config(tmp_path, saved_tiny, "eagle", **changes, heads={})
+    train(config_file, "--optim.lr", "1e-9", method="eagle")
     before, after = (
         load_file(next(f.glob("*.safetensors")))
         for f in (tmp_path / "drafter", tmp_path / "run" / "best")
@@ -573,9 +453,8 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
     assert before.keys() == after.keys()
     for name in before:
         torch.testing.assert_close(before[name], after[name], atol=1e-6, rtol=1e-6)
-    if method == "eagle":
-        config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
-        assert config["norm_before_residual"] and config["norm_before_fc"]
+    config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
+    assert config["norm_before_residual"] and config["norm_before_fc"]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

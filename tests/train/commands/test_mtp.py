@@ -176,14 +176,6 @@ def test_what_cannot_get_a_layer_is_refused(tmp_path: Path) -> None:
         stitched(tmp_path / "drafter", tuned, tuned / "out")
     config = tuned / "config.json"
     values = json.loads(config.read_text())
-    method = {"quantization_config": {"quant_method": "awq"}}
-    wrapper = {"model_type": "qwen3_5", "text_config": {**values, **method}}
-    for quantised in ({**values, **method}, wrapper):
-        config.write_text(json.dumps(quantised))
-        with pytest.raises(UserError, match="is quantised"):
-            stitched(tmp_path / "drafter", tuned, tmp_path / "out")
-    config.write_text(json.dumps(values))
-    # ModelOpt says it in another file.
     file = tuned / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight_scale": torch.ones(1)}, file, {"format": "pt"})
@@ -261,7 +253,7 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
     "surplus": (
         "qwen3.5",
         lambda t: t.update({"mtp.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
-        r"q_proj\.bias is not part of the layer",
+        r"q_proj\.bias is not part of this drafter",
     ),
     "shape": (
         "deepseek",
@@ -303,7 +295,7 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
         lambda t: t.update(
             {"model.layers.3.eh_proj.weight": t["model.layers.3.eh_proj.weight"].to(torch.int8)}
         ),
-        r"eh_proj\.weight is of type torch\.int8",
+        r"another type .model.*eh_proj\.weight is torch\.int8",
     ),
     "DSpark of DeepSeek-V4": (
         "deepseek",

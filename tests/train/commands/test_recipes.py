@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
+from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
-from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.cli import main

@@ -16,8 +16,8 @@ from draftsmith.distill.divergences import divergence, log_probs
 from draftsmith.distill.settings import NEEDS_LABELS
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange.engines import recipe_for
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
@@ -188,7 +188,7 @@ def test_run_with_draft_vocabulary_is_saved_and_continued(tmp_path: Path) -> Non
     train(make_config(tmp_path, tmp_path / "target", **changes))
     folder = tmp_path / "run" / "best"
     written = json.loads((folder / "draftsmith.json").read_text())
-    assert written["shape"]["draft_vocab_size"] == 60
+    assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 60
     assert 0 < written["provenance"]["data"]["vocabulary_coverage"] <= 1
     assert written["calibration"]["rank_accuracy"]
     loaded = load_target(TargetConfig(str(tmp_path / "target"), dtype="float32", device="cpu"))

@@ -1,24 +1,31 @@
-"""Tensors of checkpoints, read from safetensors files: pickles can run code when they are read."""
+"""Tensors of checkpoints, read without running anything that is in the files.
+
+Files of `torch.save` are read only where there are no safetensors, and only with `weights_only`.
+"""
 
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .documents import WeightsIndex, read_document
-from .errors import UserError
+from .errors import UserError, out_of_memory
 from .files import inside
 
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 WEIGHTS_INDEX = "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "*.pt", "*.pth")
+"""Files of `torch.save` in which the first public drafters are kept."""
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -28,21 +35,17 @@ class StoredTensors(Mapping[str, Tensor]):
         """List the tensors of `folder`.
 
         Raises `UserError` if there are none, if two files hold the same name, or if a file cannot
-        be read.
+        be read or holds anything but tensors.
         """
-        self.files = files_of(folder)
+        pickled = [path for pattern in PICKLES for path in sorted(folder.glob(pattern))]
+        use_pickles = bool(pickled) and not any(folder.glob("*.safetensors"))
+        self.files = pickled if use_pickles else files_of(folder)
         self._readers: dict[str, Callable[[], Tensor]] = {}
         for path in self.files:
-            try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"cannot read {path}: {error}; copy or download it again"
-                ) from error
-            for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
+            for name, read in _pickled(path) if use_pickles else _safetensors(path):
                 if name in self._readers:
                     raise UserError(f"{name} is in two files of {folder}; leave one of them there")
-                self._readers[name] = partial(file.get_tensor, name)
+                self._readers[name] = read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
@@ -64,7 +67,7 @@ def files_of(folder: Path) -> list[Path]:
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise UserError(
             f"{folder} holds no weights: there is no *.safetensors file; copy or download it "
-            "again, or write its tensors as safetensors (a pickle can run code when it is read)"
+            "again, or save it with save_pretrained, which writes safetensors"
         )
     return files
 
@@ -79,6 +82,42 @@ def files_in(index: Path) -> list[Path]:
             f"{index} names {missing[0]}, which is not there; copy or download it again"
         )
     return named
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield name and reader of each tensor in a safetensors file. Raises `UserError`."""
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
+    for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
+        yield name, partial(file.get_tensor, name)
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield name and reader of each tensor in a file of `torch.save`. Raises `UserError`."""
+    size = path.stat().st_size
+    try:
+        # torch.save does not compress: an archive that grows was made to fill the memory.
+        if zipped := zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > size:
+                    raise ValueError("it would be larger unpacked than it is")
+        # Tensors of an archive are mapped and not read yet.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        for name, tensor in content.items():
+            # A view of one element may have any number of rows, and a sparse tensor too.
+            plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+            if not plain or tensor.is_quantized or tensor.numel() * tensor.itemsize > size:
+                raise ValueError(f"{name} is larger than the file, or not a plain tensor")
+    # The readers of pickles and archives were not written for damaged ones: any error may come.
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        why = str(error) if type(error) is ValueError else "damaged, or more than tensors"
+        raise UserError(f"{path} is refused: {why}; save its tensors as safetensors") from error
+    for name, tensor in content.items():
+        yield str(name), lambda tensor=tensor: tensor
 
 
 class TensorFacts(msgspec.Struct):

@@ -44,6 +44,7 @@ PROMISES = {
     ],
     "No pickle and no code of a checkpoint runs; damaged files are refused.": [
         "tests/robust/test_tensor_files.py::test_a_damaged_file_is_read_or_refused_in_one_line",
+        "tests/robust/test_pickles.py::test_no_pickle_runs_code",
     ],
     "Tables name what drafts, and show a loss as a loss.": [
         "tests/inference/evaluation/test_console_tables.py",

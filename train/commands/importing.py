@@ -20,13 +20,13 @@ from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_new_folder, checksum
 from ...heads.layers import LayeredDrafter
-from ...heads.stored_tensors import StoredTensors
+from ...heads.stored_tensors import PICKLES, StoredTensors
 from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..provenance import provenance
 from .options import ImportOptions as Options
 
 # Files of a repository on the hub that are loaded.
-READ = ["*.json", "*.safetensors"]
+READ = ["*.json", "*.safetensors", *PICKLES]
 
 
 def run(options: Options) -> None:

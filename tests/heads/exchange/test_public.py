@@ -28,7 +28,7 @@ from tests.helpers.public_checkpoints import (
     speculators_config,
     store,
 )
-from tests.helpers.random_artifacts import TAPS, TARGET, heads
+from tests.helpers.random_artifacts import TAPS, TARGET, eagle, heads
 
 
 def test_eagle1_with_bias_and_embedding_is_read(tmp_path: Path) -> None:
@@ -233,12 +233,16 @@ def test_answers_resolve_ambiguous_checkpoint_settings(tmp_path: Path) -> None:
     assert "left out" in read(folder, Answers(target_embedding=True)).notes[0]
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt", "model.pth"])
-def test_pickles_are_not_read(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    torch.save({"fc.weight": torch.ones(1)}, tmp_path / name)
-    with pytest.raises(UserError, match=r"write its tensors as safetensors .a pickle can run code"):
-        read(tmp_path)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])
+def test_pickled_heads_are_read_as_the_same_tensors(name: str, tmp_path: Path) -> None:
+    tensors = dict(eagle("eagle1").drafter.serving_state())
+    folder = store(tmp_path / "e", LLAMA, tensors)
+    expected = read(folder).drafter.serving_state()
+    (folder / "model.safetensors").unlink()
+    torch.save({key: tensor.detach().clone() for key, tensor in tensors.items()}, folder / name)
+    found = read(folder).drafter.serving_state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_folders_without_a_valid_checkpoint_are_refused(tmp_path: Path) -> None:

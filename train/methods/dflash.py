@@ -50,7 +50,9 @@ from ..outline import (
     TRAINED,
     ConfigOnly,
     Outline,
+    kept_by,
     matrix_numbers,
+    widths,
 )
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import (
@@ -325,6 +327,9 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         context = ON_FEATURES * matrix_numbers(drafter.fc) + TRAINED * keys_values
         each_pass = TRAINED + FORWARD * run.objective.recompute
         head = shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size)
+        kept = kept_by(drafter.layers, shape.hidden_size, run.objective.recompute, passes)
+        states = shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim
+        kept["kept"] += widths(drafter.fc.named_parameters()) + states * shape.num_layers
         return Outline(
             drafter,
             logit_rows=run.objective.rows_per_chunk * drafter.drafts,
@@ -332,7 +337,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
             head_operations=FROZEN * head * drafter.drafts,
             most_roots=run.objective.anchors / run.data.max_length,
             passes=passes,
-            layers=shape.num_layers,
+            **kept,
         )
 
     def make_drafter(

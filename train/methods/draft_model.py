@@ -23,7 +23,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ...distill.divergences import log_probs, sum_in_chunks
@@ -32,7 +32,7 @@ from ...distill.draft_models import (
     chosen_layers,
     default_layers,
     make_draft_model,
-    plan_of,
+    size_and_cost,
     smaller,
 )
 from ...heads.artifact import Artifact
@@ -54,7 +54,7 @@ from ..data.rollouts import Rollouts, Writer, draft_model_texts
 from ..memory import recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, compared, depth_metrics
-from ..outline import FORWARD, TRAINED, ConfigOnly, Outline, config_at, matrix_numbers
+from ..outline import FORWARD, TRAINED, ConfigOnly, Outline, config_at, kept_by, matrix_numbers
 from .runs import DistillLoss, DistillRun
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ _RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 LONGEST_CHAIN = 12  # drafts per round, at most, of the chains that are compared
 THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
-STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
+STUDIED_TEXTS = 32  # training texts by which a cut is calibrated, at most
 
 
 class DistillObjective:
@@ -171,14 +171,9 @@ class DistillObjective:
 
 def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
     """Return the transformers config of the draft model that `make_draft_model` would make."""
-    if (path := config.path or config.config) is not None:
-        draft_model_config = config_at(path)
-        if config.config is not None:
-            draft_model_config.vocab_size = target.vocab_size
-        return draft_model_config
-    # Layers cannot be judged without weights, but any choice of them has the same size.
-    layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
-    return smaller(config, cast(Any, target), layers)
+    if config.path is not None:
+        return config_at(config.path)
+    return smaller(config, cast(Any, target), chosen_layers(config, target.num_layers))
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
@@ -222,7 +217,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
 
     def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
         options = run.draft_model
-        cut = run.init_from is None and options.path is None and options.config is None
+        cut = run.init_from is None and options.path is None
         if cut and options.layers is None:
             run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
@@ -235,11 +230,14 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         modules = (model.get_input_embeddings(), model.get_output_embeddings())
         ends = {id(p): p.numel() for module in modules for p in module.parameters()}
         layers = matrix_numbers(model) - sum(ends.values())
+        decoder = nn.ModuleList(decoder_layers(model.get_decoder(), config.num_hidden_layers)[1])
+        kept = kept_by(decoder, config.hidden_size, run.objective.recompute, config=config)
         return Outline(
             drafter,
-            logit_rows=run.objective.rows_per_chunk,
+            logit_rows=run.objective.rows_per_chunk * 3 // 2,
             operations=(TRAINED + FORWARD * run.objective.recompute) * layers,
             head_operations=TRAINED * head,
+            **kept,
         )
 
     def make_drafter(
@@ -257,8 +255,8 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = before.drafter.requires_grad_(True)
             place(draft_model, target.device, torch.float32)
         else:
-            cut = run.draft_model.path is None and run.draft_model.config is None
-            if cut and (target.together or not isinstance(target, Target)):
+            whole = isinstance(target, Target) and not target.together
+            if run.draft_model.path is None and not whole:
                 raise UserError(
                     "a draft model is cut from a whole target; give draft_model.path, or leave out "
                     "target.spread, features.store and features.server"
@@ -266,7 +264,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = make_draft_model(
                 run.draft_model, target, lambda: batches.sample(STUDIED_TEXTS)
             )
-        for line in plan_of(draft_model.model, target.model).lines(torch.float32):
+        for line in size_and_cost(draft_model.model, target.model, torch.float32):
             log.info(line)
         check_draft_model(runner_of(draft_model), run.data.max_length)
         return draft_model

@@ -26,7 +26,9 @@ from ..outline import (
     TRAINED,
     ConfigOnly,
     Outline,
+    kept_by,
     matrix_numbers,
+    widths,
 )
 from .first_weights import shape_before, start_uncertain, take_heads_before
 from .ranks import RecyclingMethod
@@ -70,13 +72,17 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         head = shape.hidden_size * shape.draft_vocab_size
         frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
+        kept = kept_by(drafter.layers, shape.hidden_size, loss.recompute, repeated=steps)
+        kept["kept"] += widths(drafter.fc.named_parameters())
+        # Each chunk has the logits of all steps, and those of the target for all of them.
+        drafted = steps * shape.draft_vocab_size / target.vocab_size
         return Outline(
             drafter,
-            logit_rows=loss.rows_per_chunk * steps,
+            logit_rows=round(loss.rows_per_chunk * (drafted + 1)),
             operations=_operations(drafter, steps, loss.recompute),
             head_operations=each_root * steps,
             passes=steps,
-            layers=shape.num_layers,
+            **kept,
         )
 
     def make_drafter(

@@ -19,7 +19,7 @@ from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
+from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, kept_by, passed_through
 from .eagle import STATES
 from .first_weights import set_scale, shape_before, start_uncertain, take_heads_before
 from .ranks import RecyclingMethod
@@ -50,13 +50,17 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
         layers = operations(drafter.layers, loss.recompute, target.config)
         fused = operations(drafter.fc, False, target.config) / 2
+        kept = kept_by(
+            drafter.layers, drafter.shape.hidden_size, loss.recompute, repeated=steps,
+            config=target.config,
+        )  # fmt: skip
         return Outline(
             drafter,
-            logit_rows=loss.rows_per_chunk * steps,
+            logit_rows=loss.rows_per_chunk * (steps + 1),
             operations=fused + (layers + fused) * steps,
             head_operations=FROZEN * head * steps,
             passes=steps,
-            layers=1,
+            **kept,
         )
 
     def make_drafter(

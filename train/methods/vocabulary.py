@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...distill.divergences import RENORMALISED, log_probs, wide_dtype
+from ...distill.divergences import log_probs, wide_dtype
 from ...heads.vocabulary import VocabularyMaps, most_frequent
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
@@ -78,10 +78,10 @@ class VocabularyMap:
     def teacher(self, loss: str, target_logits: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the log-probabilities `[rows, Vd]` that teach by `loss`, of logits `[J, V]`.
 
-        Losses that renormalise them are spared the sum over all tokens.
+        `kl`, which renormalises them, is spared the sum over all tokens.
         """
         inside = self.restrict(target_logits)[rows]
-        if loss in RENORMALISED or not self.reduced:
+        if loss == "kl" or not self.reduced:
             return log_probs(inside)
         wide = inside.to(wide_dtype(inside.dtype))
         return wide - target_logits.to(wide.dtype).logsumexp(-1, keepdim=True)[rows]

@@ -6,18 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...inference.costs import GPUS, TARGET_BYTES
+from ...inference.costs import GPUS
 from ..config import RunConfig
 from ..division import interval
-from ..estimate import RunSizes, size, step_bytes
+from ..estimate import RunSizes, StepMemory, memory_of_step, size
 from .options import PlanOptions
-from .step_memory import MOMENT_BYTES, StepMemory
 
 MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
 GPUS_TRIED = tuple(2**power for power in range(7))  # more are not a remedy for a step
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
-STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
@@ -38,6 +36,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     # Without a store, features are made again in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
+    memory = memory_of_step(shape, config, options.gpus)
     return {
         "feature_bytes_per_token": per_token,
         "feature_bytes": per_token * tokens,
@@ -48,8 +47,9 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "train_gpu_hours": train,
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": shape.drafter_bytes,
-        "activation_bytes": step_bytes(shape, config, options.gpus),
+        "drafter_bytes": memory.state,
+        "activation_bytes": memory.of_a_pass,
+        "checkpoint_bytes": shape.checkpoint_bytes,
     }
 
 
@@ -102,21 +102,6 @@ class Need:
         return next((gpus for gpus in GPUS_TRIED if self.each(gpus) <= room), None)
 
 
-def need_of(
-    shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
-) -> Need:
-    """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
-    ends = 2 * TARGET_BYTES * shape.hidden * shape.vocab  # two matrices
-    if memory is None:
-        drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
-        target = int(plan["target_bytes"]) if config.features.live else ends
-        memory = StepMemory(
-            target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
-            4 * trained + int(plan["activation_bytes"]),
-        )  # fmt: skip
-    return Need(memory, shape.target_layers, config.features.live, ends)
-
-
 def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
     """Return whether a step fits `gpus` GPUs of `gb` GB, and if not, what would."""
     if not need.live:
@@ -160,7 +145,7 @@ def verdict(
     training, more = hours_of(plan, config)
     wall = training / options.gpus
     # The checkpoints with the best one, and the features of a store in bfloat16.
-    disk = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
+    disk = (config.checkpoints.keep + 1) * plan["checkpoint_bytes"]
     source = "live features" if need.live else "features from a server"
     what = f"checkpoints; {source} take none"
     if config.features.store is not None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
-from draftsmith.train.estimate import RunSizes, check_affordable, shape_of
+from draftsmith.train.estimate import RunSizes, check_affordable, memory_of_step, shape_of
 from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS
 from draftsmith.train.planning.verdict import plan_for
@@ -45,6 +45,7 @@ def test_plan_figures_match_hand_computed_values(tmp_path: Path, saved_tiny: Pat
     config.features.store = "store"
     assert plan_for(shape, options, config)["extractions"] == 1
     assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
+    assert found["checkpoint_bytes"] == 1.2e9, "no gradients"
     half = plan_for(
         shape, Options("x", method="eagle", gpus=1, tokens=1e9, reply_share=0.5), config
     )
@@ -225,8 +226,8 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
 ) -> None:
     """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a number of
     its own, and an eighth of the positions are roots, with 3 drafts at 4 FLOP for a number of the
-    borrowed head. Every position has keys and values once, and is fused at 4 FLOP. Each of 2 layers
-    keeps 20 states of 32 fp32 numbers for each row."""
+    borrowed head. Every position has keys and values once, and is fused at 4 FLOP. Inputs and outputs
+    of the matrices wait for the backward pass: of the layers for half of the positions."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), method="dflash", tokens=1e6))
@@ -237,8 +238,12 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     flops = 4 * 32 * 32 + 6 * 2 * (2 * 16 * 32) + 6 * 2 * layer * 0.5
     flops += 3 * 4 * 32 * shape.vocab / 8
     assert found["train_gpu_hours"] == pytest.approx(flops * 1e6 * 3 / (0.4 * 989e12 * 3600))
-    logits = 3 * 16 * 3 * shape.vocab * 4
-    assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
+    states = (32 + 64) + (32 + 32) + (32 + 128) + (64 + 32)
+    context = (32 + 32) + 2 * (32 + 2 * 16)
+    assert shape.kept == 2 * states * 0.5 + context and shape.recomputed == states * 0.25
+    memory = memory_of_step(shape, run, 8)
+    assert memory.features == 160 * 2 * 32 * 2
+    assert memory.activations == pytest.approx(160 * shape.kept * 6, abs=1)
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1
     monkeypatch.setenv("COLUMNS", "200")
     plan.run(Options(str(make_config(tmp_path, saved_tiny, "dspark")), method="dspark"))

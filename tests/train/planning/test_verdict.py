@@ -12,11 +12,10 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.config import FeatureOptions
-from draftsmith.train.estimate import RunSizes
-from draftsmith.train.planning import shapes
+from draftsmith.train.estimate import StepMemory
+from draftsmith.train.planning import options as known
 from draftsmith.train.planning.options import PlanOptions
-from draftsmith.train.planning.step_memory import StepMemory
-from draftsmith.train.planning.verdict import Need, fit, need_of, verdict
+from draftsmith.train.planning.verdict import Need, fit, verdict
 from tests.conftest import ROOT
 
 GB = 10**9
@@ -33,7 +32,7 @@ CONFIG: Any = SimpleNamespace(
     target=SimpleNamespace(spread="whole"),
 )
 PLAN = {
-    "total_gpu_hours": 40.0, "drafter_bytes": 4e9, "feature_bytes": 5e12, "extractions": 2.0,
+    "total_gpu_hours": 40.0, "checkpoint_bytes": 3e9, "feature_bytes": 5e12, "extractions": 2.0,
     "regenerate_gpu_hours": 16.0, "extract_gpu_hours": 4.0, "train_gpu_hours": 16.0,
 }  # fmt: skip
 
@@ -87,7 +86,7 @@ def test_a_layer_of_a_huge_target_is_not_trained_on_64_nodes() -> None:
 
 
 def test_verdict_line_contains_hours_disk_and_price() -> None:
-    """Three checkpoints of three quarters of 4 GB; 40 GPU-hours at 2.5."""
+    """Three checkpoints of 3 GB; 40 GPU-hours at 2.5."""
     options = PlanOptions("x", gpus=8, price_per_gpu_hour=2.5)
     line, figures = verdict(NEED, PLAN, options, CONFIG)
     assert "training 24.0 GPU-hours, 3.0 hours on 8 x H100; replies 16.0 more, before it." in line
@@ -114,16 +113,6 @@ def test_a_target_on_a_server_is_not_spread() -> None:
     assert line.startswith("fits 80 GB: 70.0 GB on each GPU at the peak of a step. ")
     assert "replies 16.0 more, before it; features 8.0 more, on their server." in line
     assert "Disk: 9.0 GB (checkpoints; features from a server take none)." in line
-
-
-def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
-    shape = RunSizes(1000, GB, GB, 32000, 10**8, 3, False)
-    sums = {"target_bytes": 2e9, "activation_bytes": 1e9}
-    need = need_of(shape, sums, None, CONFIG)
-    assert need.each(1) == 2e9 + 16e8 + 1e9
-    config: Any = SimpleNamespace(**{**vars(CONFIG), "features": FeatureOptions("s")})
-    ends = 2 * 2 * 1000 * 32000
-    assert need_of(shape, sums, None, config).each(1) == ends + 16e8 + 1e9
 
 
 @pytest.mark.full
@@ -156,7 +145,7 @@ def test_an_unknown_target_is_answered_with_the_nearest_and_the_list() -> None:
     with pytest.raises(UserError) as error:
         plan.run(PlanOptions("x", target_shape="qwen3-33b"))
     assert "did you mean qwen3-32b or" in str(error.value) and "gemma-3-1b-it" in str(error.value)
-    assert {path.stem for path in shapes.FOLDER.iterdir()} == {*shapes.names()}
+    assert {path.stem for path in known.FOLDER.iterdir()} == {*known.names()}
 
 
 def test_where_the_hub_fails_a_known_name_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:

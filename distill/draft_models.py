@@ -1,6 +1,6 @@
 """Draft models before training: cut from a target, or read from a folder.
 
-A cut keeps some of the target's layers, and may have fewer tokens.
+A cut keeps some of the target's layers.
 
 Shapes: S positions of a text, H hidden size.
 """
@@ -125,7 +125,7 @@ def _cut(
             "draft_model.path"
         )
     kept = chosen_layers(config, target.num_layers)
-    small = smaller(config, target, kept)
+    small = smaller(target, kept)
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
         _copy_weights(target, draft_model, kept)
@@ -160,12 +160,10 @@ def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[T
     for text in texts[:CALIBRATION_TEXTS]:
         ids = text[None, :CALIBRATION_LENGTH].to(target.device)
         target_last = target.forward(ids).last[0]
-        # A trimmed vocabulary lacks some of the text's tokens; its last token stands for them.
-        last = draft_model.forward(ids.clamp(max=draft_model.vocab_size - 1)).last[0]
-        # Both distributions are compared on the tokens that both have.
-        log_p = log_probs(target.head(target_last))[:, : draft_model.vocab_size]
+        last = draft_model.forward(ids).last[0]
+        log_p = log_probs(target.head(target_last))
         for i, factor in enumerate(FACTORS):
-            log_q = log_probs(draft_model.head(last * factor))[:, : log_p.shape[-1]]
+            log_q = log_probs(draft_model.head(last * factor))
             losses[i] += divergence("kl", log_q, log_p, ids[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
     if factor != 1.0:
@@ -195,8 +193,8 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     return False
 
 
-def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
-    """Return the config of a cut with the target's layers `kept`. Raises `UserError`."""
+def smaller(target: Target, kept: list[int]) -> Any:
+    """Return the config of a cut with the target's layers `kept`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
     # Lists with an entry for each layer, such as layer_types and no_rope_layers.
@@ -206,36 +204,21 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     # Numbers of the layers that have attention.
     if (numbers := getattr(target.config, "attn_layer_indices", None)) is not None:
         small.attn_layer_indices = [new for new, i in enumerate(kept) if i in numbers]
-    if config.vocab_size is not None:
-        if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
-            raise UserError(
-                f"draft_model.vocab_size {config.vocab_size} must hold the target's end tokens and "
-                f"be at most {target.vocab_size}"
-            )
-        small.vocab_size = config.vocab_size
-        # An embedding refuses a padding token outside of its table.
-        if (small.pad_token_id or 0) >= config.vocab_size:
-            small.pad_token_id = None
     return small
 
 
 @torch.no_grad()
 def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
     """Copy the weights of the target's layers `kept` into `draft_model`."""
-
-    def copy_cut(tensor: Tensor, whole: Tensor) -> None:
-        # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
-        tensor.copy_(whole[: tensor.shape[0]] if whole.dim() else whole)
-
     prefix, _ = layers_of(target)
     target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, target_state[_in_target(name, prefix, kept)])
+        tensor.copy_(target_state[_in_target(name, prefix, kept)])
     draft_model.tie_weights()
     head_state = target.model.get_output_embeddings().state_dict()
     for name, tensor in draft_model.get_output_embeddings().state_dict().items():
-        copy_cut(tensor, head_state[name])
+        tensor.copy_(head_state[name])
 
 
 def _in_target(name: str, prefix: str, kept: list[int]) -> str:

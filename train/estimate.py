@@ -1,12 +1,12 @@
-"""Cost of a training run from its configs alone: GPU memory, bytes and operations.
+"""What a run's configs say before anything is loaded: cost, and which engines take its drafter.
 
-Everything is arithmetic on shapes: the target and the drafter are built on the meta device, without
-weights. A run of absurd cost is refused before anything is loaded. What a GPU reaches is in
-`inference/costs.py`.
+The cost, in GPU memory, bytes and operations, is arithmetic on shapes: target and drafter are built
+on the meta device, without weights. What a GPU reaches is in `inference/costs.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,15 +18,30 @@ import psutil
 import torch
 
 from ..heads.errors import UserError
+from ..heads.exchange.engines import ENGINES
+from ..heads.exchange.engines.engine import DrafterFacts
+from ..heads.exchange.exporter import load_alone
+from ..heads.exchange.exports import facts_of, refusal, sentences
 from ..heads.files import check_space
+from ..heads.fingerprint import numbers_of
 from ..heads.pretrained import make_causal_lm
 from ..inference.costs import TARGET_BYTES
 from ..inference.targets.target import resolve_device
-from .config import RunConfig
-from .division import divided
+from .config import RunConfig, divided
+from .endings import is_main_rank
 from .method import AnyMethod
-from .outline import ConfigOnly, Work, config_at, outlined, passed_through, widths
+from .outline import (
+    ConfigOnly,
+    Work,
+    config_at,
+    outlined,
+    passed_through,
+    target_of_run,
+    widths,
+)
 from .schedule import hidden_matrices
+
+log = logging.getLogger(__name__)
 
 WEIGHT_BYTES = 4  # of a parameter of the drafter, and of its gradient, in float32
 MOMENT_BYTES = 8  # of a trained parameter: AdamW's two moments in float32
@@ -38,19 +53,7 @@ KEPT_BYTES = {"no": 6.0, "bf16": 4.3}
 LOGIT_TABLES = 4  # float32 tables of a chunk: logits, q, p, and their minima or a gradient
 LAYER_PART = re.compile(r".*?\.\d+\.\w+(?=\.)")  # such as model.layers.0.mlp
 
-# Memory that a run may need, as a multiple of what there is: the estimate of the activations is
-# rough.
-MOST_MEMORY = 2.0
-# Work that training on a token may cost, as a multiple of the target's forward pass over it; common
-# recipes stay below 10.
-MOST_WORK = 100.0
-# Options that count something of which a row of data has at most one for each token.
-COUNTS = (
-    ("heads", "num_heads"),
-    ("heads", "block_size"),
-    ("heads", "num_layers"),
-    ("objective", "steps"),
-)
+MOST_MEMORY = 2.0  # a run may need, as a multiple of what there is: the estimate is rough
 
 
 @dataclass(frozen=True)
@@ -163,20 +166,20 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     muon = hidden_matrices(outline.drafter) if config.optim.optimizer == "muon" else []
     return RunSizes(
         target.config.hidden_size,
-        numbers_of(model.parameters()),
+        count_of(model.parameters()),
         round(sum(n for _, n in passed_through(model.named_parameters(), target.config))),
-        target.vocab_size, numbers_of(parameters), len(taps), all_last, target.num_layers,
-        frozen_params=numbers_of(p for p in parameters if not p.requires_grad),
-        muon_params=numbers_of(muon),
+        target.vocab_size, count_of(parameters), len(taps), all_last, target.num_layers,
+        frozen_params=count_of(p for p in parameters if not p.requires_grad),
+        muon_params=count_of(muon),
         # `parameters` names a matrix once that both ends share.
-        ends_params=numbers_of(ends.parameters()),
+        ends_params=count_of(ends.parameters()),
         widest=max(parts.values(), default=0),
         mask_bytes=TARGET_BYTES if has_window(target.config) else 0,
         **{f.name: getattr(outline, f.name) for f in fields(Work)},
     )  # fmt: skip
 
 
-def numbers_of(parameters: Iterable[torch.Tensor]) -> int:
+def count_of(parameters: Iterable[torch.Tensor]) -> int:
     return sum(p.numel() for p in parameters)
 
 
@@ -220,27 +223,15 @@ def memory_of_step(shape: RunSizes, config: RunConfig, gpus: int = 1) -> StepMem
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
-    """Raise `UserError` where `run` asks for far more than makes sense on this machine.
+    """Raise `UserError` where `run` needs far more memory or disk than this machine has.
 
-    That is memory, work, or the size of a checkpoint on the disk; `ranks` share the memory. A run
-    from a feature store is not checked, since its target may not be on this machine; nor is one
-    that begins with a drafter, whose shape is that drafter's.
+    `ranks` share the memory. A run from a feature store is not checked, since its target may not be
+    on this machine; nor is one that begins with a drafter, whose shape is that drafter's.
     """
     if run.features.store is not None or run.init_from is not None:
         return
-    sizes = []
-    for group, name in COUNTS:
-        if not hasattr(section := getattr(run, group, None), name):
-            continue
-        sizes.append(f"{group}.{name}")
-        if (value := getattr(section, name)) is not None and value > run.data.max_length:
-            raise UserError(
-                f"{sizes[-1]} is {value}, more than the {run.data.max_length} tokens of a row; "
-                "lower it"
-            )
     shape = shape_of(method, run)
     memory = memory_of_step(shape, run, ranks)
-    lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     remedy = "name another --out: one checkpoint takes as much"
     check_space(Path(run.out), shape.checkpoint_bytes, remedy)
     needed = memory.state / ranks + memory.of_a_pass
@@ -250,16 +241,53 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     if needed > MOST_MEMORY * available:
         raise UserError(
             f"training needs about {size(needed)} besides the target, and this machine has "
-            f"{size(available)} (see draftsmith data plan); {lower} or batch_rows and "
-            "data.max_length"
-        )
-    work = shape.training_operations(1.0) / (2 * shape.active_params)
-    if work > MOST_WORK:
-        raise UserError(
-            f"training on a token would cost {work:,.0f} times the target's own forward pass over "
-            f"it, {MOST_WORK:g} at most make sense (see draftsmith data plan); {lower}"
+            f"{size(available)} (see draftsmith data plan); lower the sizes of the drafter and its "
+            "objective, batch_rows or data.max_length"
         )
 
 
 def size(bytes_: float) -> str:
     return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
+
+
+def say_engines(run: RunConfig, method: AnyMethod) -> None:
+    """Log which engines will take the drafter of a run, and why the others will not.
+
+    The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
+    will not take it.
+    """
+    if not run.for_ and not is_main_rank():  # which has nothing to say
+        return
+    for line in sentences(check_engines(run, method)):
+        log.info("%s", line)
+
+
+def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it.
+
+    Raises `UserError` if an engine of `run.for_` will not take it; see `facts_before`.
+    """
+    facts = facts_before(run, method)
+    for name in run.for_:
+        recipe = ENGINES[name].recipes.get(facts.kind)
+        listed = None if recipe is None else recipe.targets
+        reason = refusal(name, facts) or (listed(facts) if listed is not None else None)
+        if reason is not None:
+            raise UserError(f"{reason} (--for {name})")
+    return facts
+
+
+def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it, from configs alone.
+
+    Raises `UserError` where the target has no config that can be read, and for heads that do not
+    fit it.
+    """
+    if run.init_from is not None:
+        return facts_of(load_alone(run.init_from))
+    target = target_of_run(run)
+    drafter = outlined(method, run, target).drafter
+    return DrafterFacts(
+        str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
+        numbers_of(target.config),
+    )  # fmt: skip

@@ -109,27 +109,37 @@ def widths(named: Iterable[tuple[str, Tensor]], config: Any = None) -> float:
     return total
 
 
-def kept_by(
+def work_of(
     layers: nn.ModuleList,
+    once: nn.Module | None,
     hidden: int,
     recompute: bool,
     passes: float = 1.0,
     repeated: int = 1,
     config: Any = None,
 ) -> dict[str, Any]:
-    """Return `layers`, `kept` and `recomputed` of `Work` for `layers` that are trained.
+    """Return those values of `Work` that follow from the matrices of a drafter's `layers`.
 
-    They run over the positions `repeated` times, each time over `passes` rows for one position.
-    With `recompute` some states of `hidden` numbers are left of a pass.
+    They run over the positions `repeated` times, each time over `passes` rows for one position;
+    `once` reads the features before that. With `recompute` some states of `hidden` numbers are left
+    of a pass.
     """
     whole = widths(layers.named_parameters(), config)
     left = hidden * max(LEFT_OF_A_PASS, LEFT_OF_A_LAYER * len(layers)) if recompute else whole
-    # The gradients of a layer's states, and the states too where they are computed again.
-    again = whole / len(layers) * (1.0 if recompute else 0.5)
+    each = sum(
+        count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
+        for parameter, count in passed_through(layers.named_parameters(), config)
+        if parameter.ndim > 1
+    )
+    features = [] if once is None else [*once.named_parameters()]
+    fused = sum(parameter.numel() for _, parameter in features if parameter.ndim > 1)
     return {
+        "operations": each * passes * repeated + ON_FEATURES * fused,
+        "passes": passes * repeated,
         "layers": len(layers),
-        "kept": passes * repeated * left,
-        "recomputed": passes * again,
+        "kept": passes * repeated * left + widths(features),
+        # The gradients of a layer's states, and the states too where they are computed again.
+        "recomputed": passes * whole / len(layers) * (1.0 if recompute else 0.5),
     }
 
 

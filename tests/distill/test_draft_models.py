@@ -25,11 +25,9 @@ from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.features import check_packing
 from tests.conftest import make_tokenizer, tiny_target
 from tests.helpers.architectures import architecture
@@ -130,16 +128,6 @@ def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
     torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
-def test_trimmed_vocabulary_keeps_logits_and_needs_end_tokens() -> None:
-    target = tiny_target()
-    trimmed = target_of(make_draft_model(DraftModelConfig(layers=2, vocab_size=100), target, texts))
-    torch.testing.assert_close(
-        trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100]
-    )
-    with pytest.raises(UserError, match="must hold the target's end tokens"):
-        make_draft_model(DraftModelConfig(layers=2, vocab_size=1), target, texts)
-
-
 def test_the_plan_counts_what_a_draft_reads() -> None:
     """32 wide, 64 inner, heads 4 and 2 of 8: a layer has 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 +
     64 = 9,280 weights."""
@@ -220,7 +208,6 @@ def test_a_saved_draft_model_is_a_plain_model_folder_that_transformers_decodes_w
     "options",
     [
         {"layers": [0, 3]},
-        {"layers": 2, "vocab_size": 600},
     ],
     ids=str,
 )
@@ -283,14 +270,3 @@ def test_rotary_frequencies_stay_exact_in_low_precision(tmp_path: Path) -> None:
         and frequencies
         and all(b.dtype == torch.float32 for b in frequencies)
     )
-
-
-def test_auto_threshold_needs_a_calibration() -> None:
-    tiny = tiny_target()
-    artifact = Artifact(
-        make_draft_model(DraftModelConfig(layers=1), tiny, texts), tiny.fingerprint()
-    )
-    with pytest.raises(UserError, match="no calibrated threshold"):
-        make_proposer(artifact, TreeSettings(threshold="auto"))
-    artifact.calibration = {"adaptive": [[0.5, 3, 2.0, 2.0], [0.0, 12, 3.0, 12.0]]}
-    assert make_proposer(artifact, TreeSettings(threshold="auto")).plan.threshold == 0.5

@@ -17,8 +17,7 @@ from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console, several
 from ..command_line.parse import config_with
-from ..config import FeatureOptions, RunConfig
-from ..division import divided, most_ranks
+from ..config import FeatureOptions, RunConfig, divided, most_ranks
 from ..estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, shape_of, size
 from ..method import method_for, method_named
 from ..methods.first_weights import take_heads_before

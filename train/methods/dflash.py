@@ -43,17 +43,7 @@ from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, compared, depth_metrics, survival_weights
-from ..outline import (
-    FORWARD,
-    FROZEN,
-    ON_FEATURES,
-    TRAINED,
-    ConfigOnly,
-    Outline,
-    kept_by,
-    matrix_numbers,
-    widths,
-)
+from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import (
     attend_nearby,
@@ -63,7 +53,6 @@ from .first_weights import (
     start_uncertain,
     take_heads_before,
 )
-from .mask_token import mask_token_for, warn_of_mask_token
 from .ranks import (
     batch_of_text,
     comparable_roots,
@@ -71,7 +60,7 @@ from .ranks import (
     ranks_in,
 )
 from .runs import BlockLoss, DFlashRun
-from .vocabulary import VocabularyMap, draft_vocabulary
+from .vocabulary import VocabularyMap, draft_vocabulary, mask_token_for, warn_of_mask_token
 
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
@@ -323,21 +312,19 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
         drafter = self.drafter_class(shape, target.embedding_and_head)
         passes = run.objective.anchors * shape.block_size / run.data.max_length
-        keys_values = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size * shape.num_layers
-        context = ON_FEATURES * matrix_numbers(drafter.fc) + TRAINED * keys_values
-        each_pass = TRAINED + FORWARD * run.objective.recompute
         head = shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size)
-        kept = kept_by(drafter.layers, shape.hidden_size, run.objective.recompute, passes)
-        states = shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim
-        kept["kept"] += widths(drafter.fc.named_parameters()) + states * shape.num_layers
+        work = work_of(
+            drafter.layers, drafter.fc, shape.hidden_size, run.objective.recompute, passes
+        )
+        keys_values = 2 * shape.num_kv_heads * shape.head_dim
+        work["operations"] += TRAINED * keys_values * shape.hidden_size * shape.num_layers
+        work["kept"] += (shape.hidden_size + keys_values) * shape.num_layers
         return Outline(
             drafter,
             logit_rows=run.objective.rows_per_chunk * drafter.drafts,
-            operations=context + each_pass * matrix_numbers(drafter.layers) * passes,
             head_operations=FROZEN * head * drafter.drafts,
             most_roots=run.objective.anchors / run.data.max_length,
-            passes=passes,
-            **kept,
+            **work,
         )
 
     def make_drafter(

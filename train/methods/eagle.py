@@ -19,17 +19,7 @@ from ...heads.errors import UserError
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..outline import (
-    FORWARD,
-    FROZEN,
-    ON_FEATURES,
-    TRAINED,
-    ConfigOnly,
-    Outline,
-    kept_by,
-    matrix_numbers,
-    widths,
-)
+from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
 from .first_weights import shape_before, start_uncertain, take_heads_before
 from .ranks import RecyclingMethod
 from .runs import EagleRun
@@ -72,17 +62,15 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         head = shape.hidden_size * shape.draft_vocab_size
         frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
-        kept = kept_by(drafter.layers, shape.hidden_size, loss.recompute, repeated=steps)
-        kept["kept"] += widths(drafter.fc.named_parameters())
         # Each chunk has the logits of all steps, and those of the target for all of them.
         drafted = steps * shape.draft_vocab_size / target.vocab_size
         return Outline(
             drafter,
             logit_rows=round(loss.rows_per_chunk * (drafted + 1)),
-            operations=_operations(drafter, steps, loss.recompute),
             head_operations=each_root * steps,
-            passes=steps,
-            **kept,
+            **work_of(
+                drafter.layers, drafter.fc, shape.hidden_size, loss.recompute, repeated=steps
+            ),
         )
 
     def make_drafter(
@@ -197,26 +185,6 @@ def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
     if drafter.lm_head is not None:
         drafter.lm_head.requires_grad_(False)
     drafter.norm.weight.requires_grad_(not norm)
-
-
-def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:
-    """Return the operations of a training step for each position, heads left out.
-
-    Each of the steps runs the layers. The features are fused once, and what a token adds to the
-    product of token and state is computed once for all steps.
-    """
-    each_pass = TRAINED + FORWARD * recompute
-    layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
-    if drafter.joint is drafter.fc:
-        # It has one half for the token and one for the state, which begins as the feature.
-        state = fused // 2
-        return ON_FEATURES * fused + TRAINED * state * (steps - 1) + each_pass * layers * steps
-    # Norms of the taps are trained, so that the gradient passes on through `fc`.
-    normed = drafter.shape.norm_taps or drafter.shape.norm_fused_taps
-    fusing = (TRAINED if normed else ON_FEATURES) * fused
-    # Half of the columns of the first layer's projection read the token.
-    token = matrix_numbers(drafter.joint) // 2
-    return fusing + TRAINED * token + each_pass * (layers - token) * steps
 
 
 METHOD = EagleMethod()

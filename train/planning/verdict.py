@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...inference.costs import GPUS
-from ..config import RunConfig
-from ..division import interval
+from ..config import RunConfig, interval
 from ..estimate import RunSizes, StepMemory, memory_of_step, size
 from .options import PlanOptions
 
 MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
-GPUS_TRIED = tuple(2**power for power in range(7))  # more are not a remedy for a step
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
 
 
@@ -97,10 +95,6 @@ class Need:
         beside = memory.drafter + memory.moments + memory.features + memory.step
         return float(beside + self.ends)
 
-    def fewest(self, room: float) -> int | None:
-        """Return the fewest GPUs of `room` bytes that do; None if no number of them does."""
-        return next((gpus for gpus in GPUS_TRIED if self.each(gpus) <= room), None)
-
 
 def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
     """Return whether a step fits `gpus` GPUs of `gb` GB, and if not, what would."""
@@ -113,16 +107,15 @@ def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
     if need.each(gpus) <= gb * 1e9:
         spreading = "" if gpus == 1 else f" (target.spread {spread})"
         return f"fits {where}{spreading}: {each}."
-    remedies = ["lower batch_rows or data.max_length"]
-    if (fewest := need.fewest(gb * 1e9)) is not None:
-        remedies.append(f"share the target between {fewest} GPUs (target.spread fsdp)")
+    remedies = "set objective.recompute, lower batch_rows or data.max_length"
     if need.live:
         alone = f"{size(need.without_target())} on each GPU then"
-        remedies.append(
-            f"keep the target elsewhere, {alone}: on a server (features.server), or run before the "
-            "training (data extract, features.store)"
+        remedies += (
+            f", share the target between more GPUs (target.spread fsdp), or keep it elsewhere, "
+            f"{alone}: on a server (features.server), or run before the training (data extract, "
+            "features.store)"
         )
-    return f"does not fit {where} ({each}); {', or '.join(remedies)}."
+    return f"does not fit {where} ({each}); {remedies}."
 
 
 def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
@@ -167,7 +160,6 @@ def verdict(
         "gpu_memory_gb": gb,
         "needed_bytes": bytes_,
         "fits": bytes_ <= gb * 1e9,
-        "fewest_gpus": need.fewest(gb * 1e9),
         "hours": wall,
         "disk_bytes": disk,
         "price": price,

@@ -26,7 +26,7 @@ from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.exchange.exports import TITLES, facts_of, refusal, sentences
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train.command_line.parse import options_from
-from draftsmith.train.engines import facts_before, say_engines
+from draftsmith.train.estimate import facts_before, say_engines
 from draftsmith.train.method import method_named
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.random_artifacts import TARGET, block, eagle, heads, order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,55 +55,11 @@ def test_plan_figures_match_hand_computed_values(tmp_path: Path, saved_tiny: Pat
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "change", "says"),
-    [
-        (
-            "eagle",
-            {"objective": {"steps": 1000}},
-            "objective.steps is 1000, more than the 160 tokens of a row",
-        ),
-        (
-            "medusa",
-            {"heads": {"num_heads": 1000}},
-            "heads.num_heads is 1000, more than the 160 tokens",
-        ),
-        (
-            "dflash",
-            {"heads": {"block_size": 10000, "mask_token": 2}},
-            "heads.block_size is 10000, more than",
-        ),
-        (
-            "eagle",
-            {"objective": {"steps": 150}, "data": 4096},
-            "times the target's own forward pass over it",
-        ),
-        (
-            "medusa",
-            {"heads": {"num_heads": 100, "num_layers": 100}},
-            "times the target's own forward pass",
-        ),
-        (
-            "eagle",
-            {"rows_per_step": 10**6, "batch_rows": 10**6, "heads": {"taps": [1]}},
-            "training needs about",
-        ),
-    ],
-)
-def test_unaffordable_settings_are_refused_with_their_cost(
-    tmp_path: Path, saved_tiny: Path, method: str, change: dict[str, Any], says: str
-) -> None:
-    _, module, run = run_of(tmp_path, saved_tiny, method)
+def test_a_run_that_needs_far_too_much_memory_is_refused(tmp_path: Path, saved_tiny: Path) -> None:
+    _, module, run = run_of(tmp_path, saved_tiny, "eagle")
     check_affordable(run, module, 1)
-    for part, values in change.items():
-        if part == "data":
-            run.data.max_length = values
-        elif isinstance(values, dict):
-            for name, value in values.items():
-                setattr(getattr(run, part), name, value)
-        else:
-            setattr(run, part, values)
-    with pytest.raises(UserError, match=says):
+    run.rows_per_step = run.batch_rows = 10**6
+    with pytest.raises(UserError, match="training needs about"):
         check_affordable(run, module, 1)
 
 
@@ -193,7 +148,6 @@ def test_the_drafter_is_as_large_as_the_trained_one(
     [
         {},
         {"layers": [1]},
-        {"vocab_size": 280},
     ],
 )
 def test_a_draft_model_is_as_large_as_the_one_that_is_cut(
@@ -226,8 +180,8 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
 ) -> None:
     """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a number of
     its own, and an eighth of the positions are roots, with 3 drafts at 4 FLOP for a number of the
-    borrowed head. Every position has keys and values once, and is fused at 4 FLOP. Inputs and outputs
-    of the matrices wait for the backward pass: of the layers for half of the positions."""
+    borrowed head. Every position has keys and values once, and is fused at 4 FLOP. Inputs and
+    outputs of matrices wait for the backward pass: of the layers for half of the positions."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), method="dflash", tokens=1e6))
@@ -241,7 +195,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     states = (32 + 64) + (32 + 32) + (32 + 128) + (64 + 32)
     context = (32 + 32) + 2 * (32 + 2 * 16)
     assert shape.kept == 2 * states * 0.5 + context and shape.recomputed == states * 0.25
-    memory = memory_of_step(shape, run, 8)
+    memory = memory_of_step(shape, run, 2)
     assert memory.features == 160 * 2 * 32 * 2
     assert memory.activations == pytest.approx(160 * shape.kept * 6, abs=1)
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1

@@ -34,7 +34,6 @@ from ...distill.settings import LABELS_ONLY
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
-from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
@@ -48,6 +47,7 @@ from .blocks import Anchors, contexts, run_blocks
 from .first_weights import (
     attend_nearby,
     block_weights,
+    check_gradients_pass,
     rescale,
     shape_before,
     start_uncertain,
@@ -262,11 +262,7 @@ def ready(target: TargetSource, drafter: DFlashDrafter) -> None:
 
     Raises `UserError` in float16, where gradients cannot pass.
     """
-    if target.dtype == torch.float16:
-        raise UserError(
-            "block drafters learn through the target's head, and float16 loses their gradients; "
-            "give --target.dtype bfloat16 or float32"
-        )
+    check_gradients_pass(target)
     # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
     # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
     # weights for large inputs, and a step of the optimiser changes it too much.

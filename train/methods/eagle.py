@@ -20,7 +20,12 @@ from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
 from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
-from .first_weights import shape_before, start_uncertain, take_heads_before
+from .first_weights import (
+    check_gradients_pass,
+    shape_before,
+    start_uncertain,
+    take_heads_before,
+)
 from .ranks import RecyclingMethod
 from .runs import EagleRun
 from .unrolled_loss import UnrolledObjective
@@ -108,11 +113,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
                 "objective.feature_weight compares states of the target's width; leave out "
                 "heads.hidden_size"
             )
-        if drafter.borrows_head and target.dtype == torch.float16:
-            raise UserError(
-                "the drafter learns through the target's head, and float16 loses its gradients; "
-                "give --target.dtype bfloat16 or float32"
-            )
+        if drafter.borrows_head:
+            check_gradients_pass(target)
         if shape.shared_head and len(target.head_parameters) > 1:
             raise UserError(
                 "the target's output layer has a bias, and engines add none to the logits of an "

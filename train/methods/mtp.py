@@ -11,14 +11,19 @@ from torch import Tensor, nn
 
 from ...heads import mtp
 from ...heads.artifact import Artifact
-from ...heads.errors import UserError
 from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
 from ..outline import FROZEN, ConfigOnly, Outline, work_of
 from .eagle import STATES
-from .first_weights import set_scale, shape_before, start_uncertain, take_heads_before
+from .first_weights import (
+    check_gradients_pass,
+    set_scale,
+    shape_before,
+    start_uncertain,
+    take_heads_before,
+)
 from .ranks import RecyclingMethod
 from .runs import MtpLoss, MtpRun
 from .unrolled_loss import UnrolledObjective
@@ -69,11 +74,7 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, drafter: MtpDrafter
     ) -> UnrolledObjective:
         config = run.objective.resolved()
-        if target.dtype == torch.float16:
-            raise UserError(
-                "an MTP layer learns through the target's head, and float16 loses its gradients; "
-                "give --target.dtype bfloat16 or float32"
-            )
+        check_gradients_pass(target)
         freeze(drafter, config)
         return UnrolledObjective(config, drafter, target.head, run.seed)
 

@@ -148,7 +148,9 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
     """
     # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
     # would be near zero too.
-    if row_sizes(torch.tensor([token]), target) < SMALLEST_ROW * usual_size(target):
+    # A median, because the rows of unused tokens, which may be near zero, hardly move it.
+    usual = float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
+    if row_sizes(torch.tensor([token]), target) < SMALLEST_ROW * usual:
         return "has next to no embedding, from which nothing is drafted"
     if token in target.eos_ids:
         return "ends replies"
@@ -158,12 +160,6 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
 def row_sizes(ids: Tensor, target: TargetSource) -> Tensor:
     """Return the norms of the embedding's rows of `ids`, on the CPU."""
     return target.embedding_and_head.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
-
-
-def usual_size(target: TargetSource) -> float:
-    """Return the median norm of 256 of the embedding's rows."""
-    # A median, because the rows of unused tokens, which may be near zero, hardly move it.
-    return float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
 
 
 def unused(target: TargetSource) -> list[int]:

@@ -284,14 +284,16 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for`."""
 
+    def shape(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> Any:
+        """Return the drafter's shape, with any mask token where none is chosen yet."""
+        return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+
     def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
-        # The taps are the same for any mask token, and none is chosen yet.
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
-        return shape.taps, False
+        return self.shape(run, target).taps, False
 
     def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
         take_heads_before(run)
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        shape = self.shape(run, target)
         run.heads = replace(
             run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size
         )
@@ -305,7 +307,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         themselves run over the slots of all blocks, however few roots a packed row has, the head
         over the drafts of those at roots.
         """
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        shape = self.shape(run, target)
         drafter = self.drafter_class(shape, target.embedding_and_head)
         passes = run.objective.anchors * shape.block_size / run.data.max_length
         head = shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size)

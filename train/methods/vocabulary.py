@@ -101,8 +101,8 @@ class VocabularyMap:
 def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) -> int:
     """Return a token that no reply holds and that has an embedding.
 
-    It is `asked` if given, else the first of `unused` and `spare` that is fit. Raises `UserError`
-    for an `asked` token that is not fit, and where no token is known.
+    It is `asked` if given, else the first of `unused` that is fit. Raises `UserError` for an
+    `asked` token that is not fit, and where no token is known.
     """
     if asked is not None and not 0 <= asked < target.vocab_size:
         raise UserError(
@@ -117,13 +117,6 @@ def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) ->
         return asked
     for token in unused(target):
         if unfit(token, target, reply_counts) is None:
-            return token
-    # The tokens of `unused` are trusted by their names, so replies were enough to look at. Nothing
-    # is known of the use of other special tokens, so no training text at all may hold them.
-    text_counts = batches.token_counts(target.vocab_size, prompts=True)
-    for token in spare(target):
-        if unfit(token, target, text_counts) is None:
-            log.info("mask token: %d, a special token that no training text holds", token)
             return token
     raise UserError(
         "no unused token is known to mask drafts with; name one that texts never hold with "
@@ -180,27 +173,3 @@ def unused(target: TargetSource) -> list[int]:
     tokens = [len(tokenizer), tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id]
     # A tokenizer may have more tokens than the target's embedding has rows.
     return [token for token in tokens if token is not None and token < target.vocab_size]
-
-
-def spare(target: TargetSource) -> list[int]:
-    """Return special tokens without a part in conversations, last first.
-
-    Ordinary text is never read as one of them, and neither the chat template nor the end of a reply
-    uses them. Those of SmolLM2 mark files and issues in the texts that it was pretrained on.
-    """
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return []
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    roles = {
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.unk_token_id,
-        tokenizer.pad_token_id,
-    }
-    tokens = []
-    for token, added in tokenizer.added_tokens_decoder.items():
-        in_conversations = token in roles or str(added) in template
-        if added.special and not in_conversations and token < target.vocab_size:
-            tokens.append(token)
-    return sorted(tokens, reverse=True)

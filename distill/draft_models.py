@@ -1,6 +1,6 @@
-"""Draft models before training: cut from a target, of another configuration, or read from a folder.
+"""Draft models before training: cut from a target, or read from a folder.
 
-A cut keeps some of the target's layers, and may have fewer tokens.
+A cut keeps some of the target's layers.
 
 Shapes: S positions of a text, H hidden size.
 """
@@ -8,10 +8,7 @@ Shapes: S positions of a text, H hidden size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,8 @@ from torch import Tensor, nn
 from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
 from ..heads.layout import dtype_name
-from ..heads.pretrained import make_causal_lm, read_config
-from ..inference.targets.causal_model import UNFIT, CausalModel
+from ..heads.pretrained import make_causal_lm
+from ..inference.targets.causal_model import CausalModel
 from ..inference.targets.spread import decoder_layers
 from ..inference.targets.target import Target, TargetSource
 from ..inference.targets.target_files import check_there
@@ -34,32 +31,20 @@ FACTORS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
 CALIBRATION_TEXTS, CALIBRATION_LENGTH = 8, 128  # texts, and positions of each
 
 
-@dataclass(frozen=True)
-class CutPlan:
-    """Size of a draft model, and its cost relative to the target's."""
+def size_and_cost(draft_model: nn.Module, target: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return two lines for the log; `dtype` is the type that the weights will be stored in.
 
-    parameters: int
-    target_parameters: int
-    cost: float
-    """Weights that one forward pass of the draft model reads, divided by those that one of the
-    target reads. This is the cost of a draft in target passes while memory limits both."""
-
-    def lines(self, dtype: torch.dtype) -> list[str]:
-        """Return two lines for the log; `dtype` is the type that the weights will be stored in."""
-        size = self.parameters * dtype.itemsize
-        return [
-            f"draft model: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in "
-            f"{dtype_name(dtype)}, {self.parameters / self.target_parameters:.1%} "
-            f"of the target's {self.target_parameters / 1e6:.2f}M",
-            f"a draft reads {self.cost:.1%} of what a target pass reads; it pays if more drafts "
-            "than that are accepted",
-        ]
-
-
-def plan_of(draft_model: nn.Module, target: nn.Module) -> CutPlan:
-    """Return size and relative cost of a draft model."""
-    (parameters, read), (target_parameters, target_read) = _counted(draft_model), _counted(target)
-    return CutPlan(parameters, target_parameters, read / target_read)
+    The cost is the share of weights that a forward pass of the draft model reads of those that one
+    of the target reads: the cost of a draft in target passes while memory limits both.
+    """
+    (count, read), (target_count, target_read) = _counted(draft_model), _counted(target)
+    return [
+        f"draft model: {count / 1e6:.2f}M parameters, {count * dtype.itemsize / 1e6:.1f} MB in "
+        f"{dtype_name(dtype)}, {count / target_count:.1%} of the target's "
+        f"{target_count / 1e6:.2f}M",
+        f"a draft reads {read / target_read:.1%} of what a target pass reads; it pays if more "
+        "drafts than that are accepted",
+    ]
 
 
 def _counted(model: Any) -> tuple[int, int]:
@@ -77,16 +62,12 @@ def make_draft_model(
 ) -> DraftModel:
     """Return the draft model that `config` asks for, in float32 on the target's device.
 
-    `texts` returns token ids `[S]` each, by which a cut chooses and calibrates; it is called only
-    if needed. Random weights are drawn from torch's global generator. Raises `UserError`.
+    `texts` returns token ids `[S]` each, by which a cut is calibrated; it is called only if needed.
+    Raises `UserError`.
     """
     if config.path is not None:
         check_there(config.path)
         draft_model = DraftModel.load(Path(config.path), torch.float32, target.embedding_and_head)
-    elif config.config is not None:
-        draft_model = DraftModel(
-            _from_scratch(config.config, target), target.tokenizer, target.vocab_size
-        )
     else:
         assert isinstance(target, Target), "layers are cut from a target that has them"
         draft_model = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
@@ -96,31 +77,15 @@ def make_draft_model(
     return draft_model.requires_grad_(True)
 
 
-def _from_scratch(path: str, target: TargetSource) -> nn.Module:
-    """Return a model with random weights of the configuration at `path`. Raises `UserError`."""
-    try:
-        config = read_config(path)
-        config.vocab_size = target.vocab_size
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(target.config, name, None))
-        return make_causal_lm(config, dtype=torch.float32)
-    # Each architecture demands other things of its config, and raises errors of its own.
-    except Exception as error:
-        raise UserError(f"cannot make a draft model from {path}: {first_line(error)}") from error
-
-
 def default_layers(total: int) -> int:
     """Return how many of a target's layers a cut keeps if its config does not say it."""
     return max(total // 8, 1)
 
 
-def chosen_layers(
-    config: DraftModelConfig, total: int, importance: Callable[[], list[float]]
-) -> list[int]:
-    """Return the target's layers that a cut keeps, ascending, out of `total`.
+def chosen_layers(config: DraftModelConfig, total: int) -> list[int]:
+    """Return the target's layers that a cut keeps, ascending. Raises `UserError`.
 
-    `importance` returns a number for each layer; it is called only if the choice needs it. Raises
-    `UserError`.
+    `total` is the number of the target's layers.
     """
     if isinstance(config.layers, list):
         ascending = bool(config.layers) and sorted(set(config.layers)) == config.layers
@@ -135,63 +100,11 @@ def chosen_layers(
         raise UserError(
             f"draft_model.layers must be between 1 and the target's {total}, not {count}"
         )
-    if config.choose == "importance":
-        values = importance()
-        # Of equally important layers the lower one is kept.
-        by_importance = sorted(range(total), key=lambda i: (-values[i], i))
-        return sorted(by_importance[:count])
-    if config.choose == "ends":
-        # Five of 30 layers: 0 1 2 and 28 29.
-        front = (count + 1) // 2
-        return [*range(front), *range(total - (count - front), total)]
     if count == 1:
         return [0]
     # The first layer, the last one, and those between at equal distances.
     # Four of 30: 0 10 19 29.
     return [round(i * (total - 1) / (count - 1)) for i in range(count)]
-
-
-@torch.no_grad()
-def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
-    """Return 1 - cosine between input and output of each layer, a mean over all positions.
-
-    `texts` are token ids `[S]` each. The measure is that of ShortGPT (arXiv 2403.03853).
-    """
-    sums, count = [0.0] * target.num_layers, 0
-
-    def add(index: int, before: Tensor, after: Tensor) -> None:
-        cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-        sums[index] += float((1 - cosine).sum())
-
-    with _layers_hooked(target, add):
-        for ids in texts:
-            target.forward(ids[None].to(target.device))
-            count += len(ids)
-    return [value / max(count, 1) for value in sums]
-
-
-@contextmanager
-def _layers_hooked(
-    target: Target, hook: Callable[[int, Tensor, Tensor], Tensor | None]
-) -> Iterator[None]:
-    """Call `hook` with number, input and output of each of the target's layers that runs.
-
-    A tensor that it returns takes the place of the output.
-    """
-
-    def call(index: int, _: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
-        # Architectures differ in how they pass the hidden states, and in what a layer returns.
-        before = arguments[0] if arguments else named["hidden_states"]
-        if not isinstance(output, tuple):
-            return hook(index, before, output)
-        after = hook(index, before, output[0])
-        return None if after is None else (after, *output[1:])
-
-    with ExitStack() as stack:
-        for i, layer in enumerate(layers_of(target)[1]):
-            handle = layer.register_forward_hook(partial(call, i), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
 
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
@@ -211,24 +124,23 @@ def _cut(
             "the target's weights are quantised, a draft model cannot be cut from them; give "
             "draft_model.path"
         )
-    kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
-    small = smaller(config, target, kept)
+    kept = chosen_layers(config, target.num_layers)
+    small = smaller(target, kept)
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
         _copy_weights(target, draft_model, kept)
+        # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
+        draft_model.to(target.device)
+        runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
+        begin_calibrated(runner, target, texts())
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
         raise UserError(
-            f"cannot cut a draft model from {target.config.model_type} ({first_line(error)}); give "
-            "draft_model.path or draft_model.config"
+            f"cannot cut layers {kept} of {target.config.model_type} ({first_line(error)}); choose "
+            "others, or give draft_model.path"
         ) from error
-    # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
-    draft_model.to(target.device)
-    runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
-    _check_cut(target, runner, kept)
-    begin_calibrated(runner, target, texts())
     return draft_model
 
 
@@ -248,12 +160,10 @@ def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[T
     for text in texts[:CALIBRATION_TEXTS]:
         ids = text[None, :CALIBRATION_LENGTH].to(target.device)
         target_last = target.forward(ids).last[0]
-        # A trimmed vocabulary lacks some of the text's tokens; its last token stands for them.
-        last = draft_model.forward(ids.clamp(max=draft_model.vocab_size - 1)).last[0]
-        # Both distributions are compared on the tokens that both have.
-        log_p = log_probs(target.head(target_last))[:, : draft_model.vocab_size]
+        last = draft_model.forward(ids).last[0]
+        log_p = log_probs(target.head(target_last))
         for i, factor in enumerate(FACTORS):
-            log_q = log_probs(draft_model.head(last * factor))[:, : log_p.shape[-1]]
+            log_q = log_probs(draft_model.head(last * factor))
             losses[i] += divergence("kl", log_q, log_p, ids[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
     if factor != 1.0:
@@ -283,8 +193,8 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     return False
 
 
-def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
-    """Return the config of a cut with the target's layers `kept`. Raises `UserError`."""
+def smaller(target: Target, kept: list[int]) -> Any:
+    """Return the config of a cut with the target's layers `kept`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
     # Lists with an entry for each layer, such as layer_types and no_rope_layers.
@@ -294,67 +204,21 @@ def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     # Numbers of the layers that have attention.
     if (numbers := getattr(target.config, "attn_layer_indices", None)) is not None:
         small.attn_layer_indices = [new for new, i in enumerate(kept) if i in numbers]
-    if config.vocab_size is not None:
-        if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
-            raise UserError(
-                f"draft_model.vocab_size {config.vocab_size} must hold the target's end tokens and "
-                f"be at most {target.vocab_size}"
-            )
-        small.vocab_size = config.vocab_size
-        # An embedding refuses a padding token outside of its table.
-        if (small.pad_token_id or 0) >= config.vocab_size:
-            small.pad_token_id = None
     return small
 
 
 @torch.no_grad()
 def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
     """Copy the weights of the target's layers `kept` into `draft_model`."""
-
-    def copy_cut(tensor: Tensor, whole: Tensor) -> None:
-        # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
-        tensor.copy_(whole[: tensor.shape[0]] if whole.dim() else whole)
-
     prefix, _ = layers_of(target)
     target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        copy_cut(tensor, target_state[_in_target(name, prefix, kept)])
+        tensor.copy_(target_state[_in_target(name, prefix, kept)])
     draft_model.tie_weights()
     head_state = target.model.get_output_embeddings().state_dict()
     for name, tensor in draft_model.get_output_embeddings().state_dict().items():
-        copy_cut(tensor, head_state[name])
-
-
-@torch.no_grad()
-def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> None:
-    """Raise `UserError` unless `draft_model` is what the target is without its other layers.
-
-    A config may hold more that belongs to single layers than `smaller` knows of.
-    """
-
-    def skip(index: int, before: Tensor, _: Tensor) -> Tensor | None:
-        return None if index in kept else before
-
-    ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
-    with _layers_hooked(target, skip):
-        expected = target.forward(ids).last.float().cpu()
-    try:
-        last = draft_model.forward(ids).last.float().cpu()
-    except UNFIT as error:
-        raise UserError(
-            f"layers {kept} of {target.config.model_type} do not run alone ({first_line(error)}); "
-            "choose others, or give draft_model.path"
-        ) from error
-    # The cut computes in float32, and the target may not.
-    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
-    # The comparison is negated so that NaN fails it.
-    if not (error := float((last - expected).norm() / expected.norm())) <= tolerance:
-        raise UserError(
-            f"layers {kept} of {target.config.model_type} alone are not what they are in the "
-            f"target (relative difference {error:.1e}): the config says more of single layers than "
-            "is known here; choose others, or give draft_model.path"
-        )
+        tensor.copy_(head_state[name])
 
 
 def _in_target(name: str, prefix: str, kept: list[int]) -> str:

@@ -120,8 +120,6 @@ class Calibration(Struct):
     """Default width of a draft tree."""
     roots: Annotated[int, Meta(ge=0)] = 0
     """Number of positions at which `rank_accuracy` was counted."""
-    adaptive: list[tuple[float, Annotated[int, Meta(ge=1)], float, float]] = []
-    """Rows (threshold, longest chain, tau, drafts a round) for chains that stop early."""
     trees: dict[Literal["cpu", "cuda"], Tree] = {}
     """Tree to draft on a type of device where a user names none: the one of published figures."""
     confidence: Confidence = msgspec.field(default_factory=Confidence)

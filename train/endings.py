@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 
@@ -172,19 +172,10 @@ def _open_closed_streams() -> None:
     Python sets a closed stream to None, which has no `isatty`; and the next file that is opened
     would get the number of the closed stream, so that output meant for it goes into that file.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # Normally the lowest free number, which is the closed stream's own.
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            if descriptor != number:
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            mode = "r" if name == "stdin" else "w"
-            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)
-
-
-_ORDINARY = sys.unraisablehook
+            # It gets the lowest free number, which is the closed stream's own.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _listen() -> None:
@@ -196,7 +187,6 @@ def _listen() -> None:
     # Of several ranks one may wait for another without end, where no handler runs.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         signal.signal(signal.SIGTERM, _interrupt)
-    sys.unraisablehook = _unraisable
 
 
 def _interrupt(number: int, _frame: object) -> None:
@@ -225,19 +215,6 @@ def say_stopped(what_is_left: str) -> int:
         return 128 + signal.SIGTERM
     print(f"interrupted; {what_is_left}", file=sys.stderr)
     return 128 + signal.SIGINT
-
-
-def _unraisable(found: Any) -> None:
-    """Handle an exception that Python cannot raise, by repeating an interrupt a moment later.
-
-    An interrupt within a destructor or a callback of the interpreter would otherwise be lost.
-    """
-    if isinstance(found.exc_value, KeyboardInterrupt):
-        # By an alarm, since an exception that is raised here is dropped too.
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-    else:
-        _ORDINARY(found)
 
 
 def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None:

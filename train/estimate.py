@@ -1,41 +1,58 @@
-"""Cost of a training run from its configs alone: bytes, GPU-hours and GPU memory.
+"""What a run's configs say before anything is loaded: cost, and which engines take its drafter.
 
-Everything is arithmetic on shapes: the target and the drafter are built on the meta device, without
-weights. A run of absurd cost is refused before anything is loaded. What a GPU reaches is in
-`inference/costs.py`.
+The cost, in GPU memory, bytes and operations, is arithmetic on shapes: target and drafter are built
+on the meta device, without weights. What a GPU reaches is in `inference/costs.py`.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from ..heads.errors import UserError
+from ..heads.exchange.engines import drafter_facts, refusal, sentences
+from ..heads.exchange.engines.engine import DrafterFacts
+from ..heads.exchange.exporter import load_alone
 from ..heads.files import check_space
+from ..heads.fingerprint import numbers_of
 from ..heads.pretrained import make_causal_lm
+from ..inference.costs import TARGET_BYTES
 from ..inference.targets.target import resolve_device
-from .config import RunConfig
-from .division import divided
+from .config import RunConfig, divided
+from .endings import is_main_rank
 from .method import AnyMethod
-from .outline import ConfigOnly, Work, config_at, outlined, passed_through
-
-STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
-# Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
-# upper bound.
-MOST_MEMORY = 2.0
-# Work that training on a token may cost, as a multiple of the target's forward pass over it; common
-# recipes stay below 10.
-MOST_WORK = 100.0
-# Options that count something of which a row of data has at most one for each token.
-COUNTS = (
-    ("heads", "num_heads"),
-    ("heads", "block_size"),
-    ("heads", "num_layers"),
-    ("objective", "steps"),
+from .outline import (
+    ConfigOnly,
+    Work,
+    config_at,
+    outlined,
+    passed_through,
+    target_of_run,
+    widths,
 )
+from .schedule import hidden_matrices
+
+log = logging.getLogger(__name__)
+
+WEIGHT_BYTES = 4  # of a parameter of the drafter, and of its gradient, in float32
+MOMENT_BYTES = 8  # of a trained parameter: AdamW's two moments in float32
+MUON_BYTES = 4  # of a parameter that Muon trains: one moment
+# Bytes that wait for the backward pass for each input and output of a matrix, with the states of
+# norms, rotary positions and attention between them. They were fitted to the tensors that steps of
+# all methods hold with attention as a GPU's kernels hold it, whose peaks they give within 17%.
+KEPT_BYTES = {"no": 6.0, "bf16": 4.3}
+LOGIT_TABLES = 4  # float32 tables of a chunk: logits, q, p, and their minima or a gradient
+LAYER_PART = re.compile(r".*?\.\d+\.\w+(?=\.)")  # such as model.layers.0.mlp
+
+MOST_MEMORY = 2.0  # a run may need, as a multiple of what there is: the estimate is rough
 
 
 @dataclass(frozen=True)
@@ -57,12 +74,75 @@ class RunSizes(Work):
     target_layers: int = 1
     frozen_params: int = 0
     """Parameters of the drafter that are not trained."""
+    muon_params: int = 0
+    """Those that Muon trains."""
+    ends_params: int = 0
+    """Parameters of the target's embedding and head."""
+    widest: float = 0.0
+    """Inputs and outputs of the matrices in the widest part of a layer of the target."""
+    mask_bytes: int = 0
+    """Bytes of the target's mask for each pair of positions of a packed row."""
 
     @property
-    def drafter_bytes(self) -> float:
+    def trained_params(self) -> int:
+        return self.drafter_params - self.frozen_params
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimiser's state."""
+        return MOMENT_BYTES * (self.trained_params - self.muon_params) + (
+            MUON_BYTES * self.muon_params
+        )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: weights and the optimiser's state."""
+        return WEIGHT_BYTES * self.drafter_params + self.moment_bytes
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a GPU that holds a whole target and a whole drafter, in a step with full rows.
+
+    The allocator's own losses, CUDA's context (about 0.5 GB) and NCCL's buffers are not counted.
+    """
+
+    target: int
+    """Weights of the target in bf16; of a run from a feature store or a server, those of its
+    embedding and head."""
+    drafter: int
+    """Weights of the drafter in float32."""
+    moments: int
+    """The optimiser's state."""
+    gradients: int
+    """Gradients of the drafter in float32; part of `step`."""
+    features: int
+    """Hidden states of one batch, in bf16."""
+    extraction: int
+    """The most that the target's forward pass takes besides these; 0 where it runs elsewhere."""
+    activations: int
+    """Bytes that the drafter's forward pass leaves for its backward pass; part of `step`."""
+    step: int
+    """The most that both passes take besides weights, moments and features."""
+
+    @property
+    def state(self) -> int:
         """Bytes of the drafter's weights, their gradients and the optimiser's state."""
-        weights = STATE_BYTES // 4 * self.drafter_params
-        return float(weights + STATE_BYTES * 3 // 4 * (self.drafter_params - self.frozen_params))
+        return self.drafter + self.gradients + self.moments
+
+    @property
+    def of_a_pass(self) -> int:
+        """Bytes that one step makes besides: features, activations and logits."""
+        return self.features + self.step - self.gradients
+
+    @property
+    def resident(self) -> int:
+        """Bytes between two steps."""
+        return self.target + self.drafter + self.moments
+
+    @property
+    def peak(self) -> int:
+        return self.resident + max(self.extraction, self.features + self.step)
 
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
@@ -74,71 +154,136 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     target = ConfigOnly(model_config)
     with torch.device("meta"):
         model = make_causal_lm(model_config)
-    total = sum(p.numel() for p in model.parameters())
-    active = sum(count for _, count in passed_through(model.named_parameters(), target.config))
+    parts: defaultdict[str, float] = defaultdict(float)
+    for name, parameter in model.named_parameters():
+        if found := LAYER_PART.match(name):
+            parts[found[0]] += widths([(name, parameter)], target.config)
+    ends = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     taps, all_last = method.features_of(config, target)
     outline = outlined(method, config, target)
     parameters = list(outline.drafter.parameters())
+    muon = hidden_matrices(outline.drafter) if config.optim.optimizer == "muon" else []
     return RunSizes(
-        target.config.hidden_size, total, round(active), target.vocab_size,
-        sum(p.numel() for p in parameters), len(taps), all_last, target.num_layers,
-        sum(p.numel() for p in parameters if not p.requires_grad),
+        target.config.hidden_size,
+        count_of(model.parameters()),
+        round(sum(n for _, n in passed_through(model.named_parameters(), target.config))),
+        target.vocab_size, count_of(parameters), len(taps), all_last, target.num_layers,
+        frozen_params=count_of(p for p in parameters if not p.requires_grad),
+        muon_params=count_of(muon),
+        # `parameters` names a matrix once that both ends share.
+        ends_params=count_of(ends.parameters()),
+        widest=max(parts.values(), default=0),
+        mask_bytes=TARGET_BYTES if has_window(target.config) else 0,
         **{f.name: getattr(outline, f.name) for f in fields(Work)},
     )  # fmt: skip
 
 
-def step_bytes(shape: RunSizes, config: RunConfig, ranks: int) -> float:
-    """Return the bytes of features, activations and logits that a rank holds in a training step."""
-    positions = divided(config, ranks).rows * config.data.max_length
-    # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
-    # the backward pass about 20 vectors in fp32 for each state of each layer.
-    states = positions * shape.passes * shape.layers
-    activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
-    # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
-    return float(activations + 3 * shape.logit_rows * shape.vocab * 4)
+def count_of(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def has_window(config: Any) -> bool:
+    """Return whether some layer of a target sees a sliding window, for which rows need masks."""
+    if kinds := getattr(config, "layer_types", None):
+        return "sliding_attention" in kinds
+    return bool(getattr(config, "sliding_window", None)) and getattr(
+        config, "use_sliding_window", True
+    )
+
+
+def memory_of_step(shape: RunSizes, config: RunConfig, gpus: int = 1) -> StepMemory:
+    """Return the memory of a step on one of `gpus` GPUs."""
+    live, length = config.features.live, config.data.max_length
+    rows = divided(config, gpus).rows
+    positions = rows * length
+    state = positions * shape.hidden * TARGET_BYTES
+    features = state * (shape.taps + 1)
+    passing = positions * shape.widest * TARGET_BYTES + rows * length**2 * shape.mask_bytes
+    bytes_ = KEPT_BYTES[config.precision]
+    activations = positions * shape.kept * bytes_
+    logits = LOGIT_TABLES * shape.logit_rows * shape.vocab * 4
+    gradients = WEIGHT_BYTES * shape.trained_params
+    if not shape.kept:  # all is learned in the chunks: gradients of one are added to those so far
+        logits += gradients
+    # A layer's gradients are made when the states of those after it are gone.
+    waiting = max(activations + gradients / shape.layers, gradients + activations / shape.layers)
+    # The chunks of logits are done when the layers' backward pass begins.
+    most = max(logits, positions * shape.recomputed * bytes_)
+    return StepMemory(
+        target=TARGET_BYTES * (shape.target_params if live else shape.ends_params),
+        drafter=WEIGHT_BYTES * shape.drafter_params,
+        moments=shape.moment_bytes,
+        gradients=gradients,
+        features=features,
+        extraction=round(features + passing) if live else 0,
+        activations=round(activations),
+        step=round(waiting + most),
+    )
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
-    """Raise `UserError` where `run` asks for far more than makes sense on this machine.
+    """Raise `UserError` where `run` needs far more memory or disk than this machine has.
 
-    That is memory, work, or the size of a checkpoint on the disk; `ranks` share the memory. A run
-    from a feature store is not checked, since its target may not be on this machine; nor is one
-    that begins with a drafter, whose shape is that drafter's.
+    `ranks` share the memory. A run from a feature store is not checked, since its target may not be
+    on this machine; nor is one that begins with a drafter, whose shape is that drafter's.
     """
     if run.features.store is not None or run.init_from is not None:
         return
-    sizes = []
-    for group, name in COUNTS:
-        if not hasattr(section := getattr(run, group, None), name):
-            continue
-        sizes.append(f"{group}.{name}")
-        if (value := getattr(section, name)) is not None and value > run.data.max_length:
-            raise UserError(
-                f"{sizes[-1]} is {value}, more than the {run.data.max_length} tokens of a row; "
-                "lower it"
-            )
     shape = shape_of(method, run)
-    lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
-    # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
-    checkpoint = shape.drafter_bytes * 3 / 4
-    check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
-    needed = shape.drafter_bytes / ranks + step_bytes(shape, run, ranks)
+    memory = memory_of_step(shape, run, ranks)
+    remedy = "name another --out: one checkpoint takes as much"
+    check_space(Path(run.out), shape.checkpoint_bytes, remedy)
+    needed = memory.state / ranks + memory.of_a_pass
     available = float(psutil.virtual_memory().total)
     if (device := resolve_device(run.target.device)).type == "cuda":
         available = float(torch.cuda.get_device_properties(device).total_memory)
     if needed > MOST_MEMORY * available:
         raise UserError(
             f"training needs about {size(needed)} besides the target, and this machine has "
-            f"{size(available)} (see draftsmith data plan); {lower} or batch_rows and "
-            "data.max_length"
-        )
-    work = shape.training_operations(1.0) / (2 * shape.active_params)
-    if work > MOST_WORK:
-        raise UserError(
-            f"training on a token would cost {work:,.0f} times the target's own forward pass over "
-            f"it, {MOST_WORK:g} at most make sense (see draftsmith data plan); {lower}"
+            f"{size(available)} (see draftsmith data plan); lower the sizes of the drafter and its "
+            "objective, batch_rows or data.max_length"
         )
 
 
 def size(bytes_: float) -> str:
     return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
+
+
+def say_engines(run: RunConfig, method: AnyMethod) -> None:
+    """Log which engines will take the drafter of a run, and why the others will not.
+
+    The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
+    will not take it.
+    """
+    if not run.for_ and not is_main_rank():  # which has nothing to say
+        return
+    for line in sentences(check_engines(run, method)):
+        log.info("%s", line)
+
+
+def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it.
+
+    Raises `UserError` if an engine of `run.for_` will not take it; see `facts_before`.
+    """
+    facts = facts_before(run, method)
+    for name in run.for_:
+        if (reason := refusal(name, facts)) is not None:
+            raise UserError(f"{reason} (--for {name})")
+    return facts
+
+
+def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
+    """Return the drafter that a run will make, as engines see it, from configs alone.
+
+    Raises `UserError` where the target has no config that can be read, and for heads that do not
+    fit it.
+    """
+    if run.init_from is not None:
+        return drafter_facts(load_alone(run.init_from))
+    target = target_of_run(run)
+    drafter = outlined(method, run, target).drafter
+    return DrafterFacts(
+        str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
+        numbers_of(target.config),
+    )  # fmt: skip

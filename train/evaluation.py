@@ -123,7 +123,7 @@ class HeldOutEvaluation:
         outcomes = []
         for start, ids, hidden in self._read_by(drafter):
             # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
-            outcomes.append((self._method.outcome(drafter, hidden, ids, start).cpu(), start))
+            outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), start))
         nodes = self._config.tree_nodes or DEFAULT_NODES
         return self._method.calibrate(self._gather(outcomes), nodes)
 

@@ -17,18 +17,11 @@ from ..heads.errors import UserError
 from ..inference.console import clock, plain_table
 from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
-from ..inference.metrics import conditional
 from .config import RunConfig
 
 PROJECT = "draftsmith"  # name of the project in the tracker
 # mlflow refuses these characters, which names of metrics have: surv@1, tau@<256, tau@>=4096.
 SPELLED = {"mlflow": {"@": "_at_", "<": "below_", ">=": "from_"}}
-SHARES = {
-    "share_data": "waiting for data",
-    "share_target": "the target",
-    "share_drafter": "the drafter",
-    "share_optimiser": "the optimiser",
-}
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> str:
@@ -71,10 +64,6 @@ def summary(folder: Path, best_step: int) -> Table:
             table.add_row("held-out replies", loops)
         if first is not best:
             table.add_row("first measured", f"step {first['step']:,}, tau {tau_of(first)}")
-        if accepted := acceptance(best):
-            table.add_row("accepted, by position", accepted)
-    if spent := time_spent(rows):
-        table.add_row("time of a step", spent)
     return table
 
 
@@ -88,22 +77,6 @@ def tau_of(row: Mapping[str, Any]) -> str:
     low, high = row["tau_measured_low"], row["tau_measured_high"]
     between = "" if math.isnan(low) else f" ({low:.2f}-{high:.2f})"
     return f"{row['tau_measured']:.2f}{between}"
-
-
-def acceptance(row: Mapping[str, Any]) -> str:
-    """Return the acceptance of each position, given that those before it were accepted."""
-    survived = [value for name, value in row.items() if name.startswith("surv@")]
-    shares = [share for share in conditional(survived) if not math.isnan(share)]
-    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares)
-
-
-def time_spent(rows: list[dict[str, Any]]) -> str:
-    """Return the share of each part in the time of the steps; empty without any."""
-    timed = [row for row in rows if "share_drafter" in row]
-    means = {
-        what: sum(row[name] for row in timed) / max(len(timed), 1) for name, what in SHARES.items()
-    }
-    return ", ".join(f"{what} {share:.0%}" for what, share in means.items() if share >= 0.005)
 
 
 def check_tracker(name: str) -> None:

@@ -33,12 +33,10 @@ from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
 from .callbacks import Callback
 from .checkpoint import RunFolder, TrainerState, find_resume
-from .config import RunConfig
+from .config import RunConfig, divided, interval
 from .data.batches import Batches
-from .division import divided, interval
 from .endings import Stopped
-from .engines import say_engines
-from .estimate import check_affordable
+from .estimate import check_affordable, say_engines
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_difference
 from .inputs import inputs_of
 from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track

@@ -1,6 +1,6 @@
-"""Recomputation and offloading: less memory for what the backward pass needs, for more work.
+"""Recomputation: less memory for what the backward pass needs, for more work.
 
-accelerate and transformers have both too, but by wrapping a module's own layers, and for models in
+accelerate and transformers have it too, but by wrapping a module's own layers, and for models in
 training mode. draftsmith's own are needed because EAGLE's unrolled steps are not layers, draft
 models learn without dropout (in evaluation mode), and objectives read weights next to the modules
 that own them.
@@ -13,38 +13,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:
+def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` in a form that keeps only its arguments for the backward pass.
 
-    There it runs a second time (arXiv 1604.06174). With `offload` the arguments wait in pinned host
-    memory, so that a GPU keeps nothing of them.
+    There it runs a second time (arXiv 1604.06174).
     """
     # The reentrant form takes no keyword arguments, which layers of transformers get, and gives no
     # gradients where no argument of its own needs one.
-    again = partial(checkpoint, function, use_reentrant=False)
-    if not offload:
-        return again
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        # The host need not wait for copies from pinned memory back to a GPU; it exists with CUDA
-        # only.
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return again(*arguments, **options)
-
-    return call
+    return partial(checkpoint, function, use_reentrant=False)
 
 
 @contextmanager
 def recomputed(
-    layers: Iterable[nn.Module],
-    offload: bool = False,
-    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    layers: Iterable[nn.Module], within: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
     """Make each of the layers `recomputing` within this context, whatever mode the model is in.
 
@@ -61,7 +46,7 @@ def recomputed(
     # Gone through twice, so that a generator would be empty the second time.
     layers = list(layers)
     for layer in layers:
-        layer.forward = recomputing(inside(layer.forward), offload)
+        layer.forward = recomputing(inside(layer.forward))
     try:
         yield
     finally:

@@ -113,10 +113,6 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """
         return None
 
-    def outcome(self, drafter: DrafterT, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
-        """Return the table of `teacher_forced` of a text whose reply begins at `start`."""
-        return self.teacher_forced(drafter, hidden, ids)
-
     @abstractmethod
     def teacher_forced(self, drafter: DrafterT, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return what the training pass drafts at each root of a text, as `[S, ..]`.

@@ -23,11 +23,12 @@ TRAINED = 6
 FROZEN = 4  # of a matrix that only passes gradients on to its input
 ON_FEATURES = 4  # of a trained matrix whose input is frozen and needs no gradient
 FORWARD = 2  # once more, where the forward pass is repeated
+LEFT_OF_A_PASS, LEFT_OF_A_LAYER = 3.0, 0.7  # states that stay where the others are recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Amount of work in training a drafter.
+    """Amount of work in training a drafter, and what its passes keep in memory.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
     which an objective makes too, are counted with the target's forward pass.
@@ -42,9 +43,13 @@ class Work:
     passes: float = 1.0
     """Average number of passes of the drafter over a position, in a step."""
     layers: int = 1
-    """Number of decoder layers whose states a pass keeps for its backward pass."""
+    """Number of layers, whose gradients are made one layer after another."""
+    kept: float = 0.0
+    """Inputs and outputs of matrices that wait for the backward pass, for each position."""
+    recomputed: float = 0.0
+    """Those that exist for a time in the backward pass besides, for each position."""
     logit_rows: int = 1024
-    """Number of rows of logits that exist at one time in the objective."""
+    """Number of rows of logits of all tokens that exist at one time in the objective."""
 
     def training_operations(self, reply_share: float) -> float:
         """Return the operations of the drafter in a step, for each position.
@@ -90,6 +95,54 @@ def matrix_numbers(*modules: nn.Module) -> int:
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim > 1)
 
 
+def widths(named: Iterable[tuple[str, Tensor]], config: Any = None) -> float:
+    """Return the inputs and outputs of matrices for a token that passes through them.
+
+    `named` are parameters with their names; `config` is the configuration of their model, which
+    says how many of its experts a token passes through.
+    """
+    total = 0.0
+    for parameter, count in passed_through(named, config):
+        if parameter.ndim > 1:
+            rows, columns = parameter.shape[-2:]
+            total += count / (rows * columns) * (rows + columns)
+    return total
+
+
+def work_of(
+    layers: nn.ModuleList,
+    once: nn.Module | None,
+    hidden: int,
+    recompute: bool,
+    passes: float = 1.0,
+    repeated: int = 1,
+    config: Any = None,
+) -> dict[str, Any]:
+    """Return those values of `Work` that follow from the matrices of a drafter's `layers`.
+
+    They run over the positions `repeated` times, each time over `passes` rows for one position;
+    `once` reads the features before that. With `recompute` some states of `hidden` numbers are left
+    of a pass.
+    """
+    whole = widths(layers.named_parameters(), config)
+    left = hidden * max(LEFT_OF_A_PASS, LEFT_OF_A_LAYER * len(layers)) if recompute else whole
+    each = sum(
+        count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
+        for parameter, count in passed_through(layers.named_parameters(), config)
+        if parameter.ndim > 1
+    )
+    features = [] if once is None else [*once.named_parameters()]
+    fused = sum(parameter.numel() for _, parameter in features if parameter.ndim > 1)
+    return {
+        "operations": each * passes * repeated + ON_FEATURES * fused,
+        "passes": passes * repeated,
+        "layers": len(layers),
+        "kept": passes * repeated * left + widths(features),
+        # The gradients of a layer's states, and the states too where they are computed again.
+        "recomputed": passes * whole / len(layers) * (1.0 if recompute else 0.5),
+    }
+
+
 def passed_through(
     named: Iterable[tuple[str, Tensor]], config: Any
 ) -> Iterator[tuple[Tensor, float]]:
@@ -99,8 +152,9 @@ def passed_through(
     with their names, `config` is the configuration of their model.
     """
     used = getattr(config, "num_experts_per_tok", None)
-    # Architectures name the number of experts in two ways.
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    # Architectures name the number of experts in three ways.
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next(filter(None, (getattr(config, name, None) for name in names)), None)
     share = used / experts if used and experts else 1.0
     for name, parameter in named:
         yield parameter, parameter.numel() * (share if ".experts." in name else 1.0)

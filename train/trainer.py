@@ -131,7 +131,10 @@ class Trainer:
         with self.pace.part("data"):
             if self.batches.written is not None:
                 self.batches.written.before_step(index)
-            micro = self.micro_batches(index)
+            micro = [
+                self.batches.micro_batch(index, a, self.accelerator.process_index)
+                for a in range(self.batches.accumulation)
+            ]
             denominators = self._global_weights(micro)
         # Before the forward pass, since DeepSpeed steps within its backward pass.
         for group in self.optimizer.param_groups:
@@ -148,13 +151,6 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         self.pace.count(positions)
         return sums, norm, positions
-
-    def micro_batches(self, index: int) -> list[Batch]:
-        """Return the micro-batches of this rank in step `index`."""
-        return [
-            self.batches.micro_batch(index, a, self.accelerator.process_index)
-            for a in range(self.batches.accumulation)
-        ]
 
     def _forward_backward(
         self, micro: list[Batch], denominators: dict[str, float], measured: bool

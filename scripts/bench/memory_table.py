@@ -5,7 +5,7 @@
 
 One packed row in bf16 precision of documents of up to 4,096 tokens, all written by the target,
 which runs live. EAGLE-3 (7 steps) drafts among 32,000 tokens, Medusa has heads of its own. Nothing
-is run with numbers, and no GPU is needed (train/planning/step_memory.py); the figures are those of
+is run, and no GPU is needed (train/estimate.py); the figures are those of
 `draftsmith data plan`, in GiB. `recompute` is `objective.recompute`.
 """
 
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
 from draftsmith.train.method import method_named
-from draftsmith.train.planning.step_memory import StepMemory, memory_of_step
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 HEADS: dict[str, dict[str, Any]] = {
@@ -45,13 +45,14 @@ def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMe
             target=TargetConfig(path=folder),
             data=Data(sources=[Source("-")], max_length=length),
             batch_rows=1,
+            rows_per_step=1,
             precision="bf16",
         )
         for name, value in HEADS[method_name].items():
             setattr(run.heads, name, value)
         if recompute:
             run.objective.recompute = True
-        return memory_of_step(method, run)
+        return memory_of_step(shape_of(method, run), run)
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def step(
 class Texts:
     """Data of a run, as far as its beginning needs them."""
 
-    def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
+    def token_counts(self, vocab_size: int) -> Tensor:
         return torch.arange(vocab_size)
 
     def sample_ids(self, most: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
@@ -14,8 +12,11 @@ from tests.conftest import tiny_target
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 
 
-def draft_model_of(target: Target = TARGET, **config: Any) -> DraftModel:
+def draft_model_of(target: Target = TARGET, vocab_size: int | None = None) -> DraftModel:
+    """A cut of one layer, with the first tokens only if their number is given."""
     draft_model = make_draft_model(
-        DraftModelConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)]
+        DraftModelConfig(layers=1), target, lambda: [torch.arange(3, 20)]
     )
+    if vocab_size is not None:
+        draft_model.model.resize_token_embeddings(vocab_size)
     return draft_model.to(target.dtype)

@@ -55,7 +55,7 @@ def test_settings_are_looked_at_without_a_target(spec: str, said: str) -> None:
         f"{DRAFTERS}/dspark:dtype=bf16,length=3,width=4,nodes=4",
         f"{DRAFTERS}/dspark:threshold=0.3", f"{DRAFTERS}/eagle3:length=2,width=1",
         f"{DRAFTERS}/eagle3:nodes=8,lookup=3", f"{DRAFTERS}/medusa:width=1,length=2",
-        f"{DRAFTERS}/distill:threshold=auto",
+        f"{DRAFTERS}/distill:threshold=0.3",
         f"{MODEL}:length=4,name=small-1.5", "missing.d",
     ],
 )  # fmt: skip

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
 from draftsmith.train.command_line.parse import parse
-from draftsmith.train.config import Evaluation
-from draftsmith.train.division import Division, divided, interval
+from draftsmith.train.config import Division, Evaluation, divided, interval
 from draftsmith.train.methods.medusa import MedusaRun
 
 

@@ -45,37 +45,19 @@ def test_the_longest_line_fits_100_columns() -> None:
     assert len(step_line(999_998, 999_999, worst, 35_999_999.0)) <= 100
 
 
-def test_final_table_shows_best_step_acceptance_and_time(tmp_path: Path) -> None:
-    shares = {"share_data": 0.001, "share_target": 0.25, "share_drafter": 0.7}
+def test_final_table_shows_the_best_and_the_first_step(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "tau_estimated": 3.0, **MEASURED, "tau_measured": 4.4, "surv@1": 0.9},
-        {"step": 10, "loss": 1.0, **shares, "share_optimiser": 0.02},
+        {"step": 10, "loss": 1.0},
         {"step": 10, "tau_estimated": 4.7, **MEASURED, "surv@1": 0.8, "surv@2": 0.4, "surv@3": 0.0},
         {"step": 20, "tau_estimated": 4.5, **MEASURED, "tau_measured": 4.5, "surv@1": 0.8},
     ]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = Console(width=80, record=True)
     console.print(summary(tmp_path, 10))
-    # 0.8, then 0.4 / 0.8, then none of those
     assert [line.split() for line in console.export_text().splitlines() if line.strip()] == [
         ["best", "step", "10,", "tau", "4.69", "(4.35-4.97)"],
         ["first", "measured", "step", "0,", "tau", "4.40", "(4.35-4.97)"],
-        ["accepted,", "by", "position", ".80", ".50", ".00"],
-        [
-            "time",
-            "of",
-            "a",
-            "step",
-            "the",
-            "target",
-            "25%,",
-            "the",
-            "drafter",
-            "70%,",
-            "the",
-            "optimiser",
-            "2%",
-        ],
     ]
 
 

@@ -27,7 +27,7 @@ from ...inference.targets.target_files import gigabytes
 from ..command_line.parse import config_with
 from ..config import RunConfig, Source
 from ..data.features import LiveTarget
-from ..engines import check_engines
+from ..estimate import check_engines
 from ..loop import check_beginning, check_with_target
 from ..method import AnyMethod, method_for, method_named
 from ..outline import target_of_run

@@ -1,13 +1,11 @@
 """`draftsmith data plan`: prints whether a training run fits, and its GPU-hours, bytes and price.
 
-They follow from the configs alone: target and drafter are built without weights. Bytes and hours
-are arithmetic on shapes; the memory is that of one training step on tensors without memory.
-Assumptions are printed next to the figures.
+They follow from the configs alone, by arithmetic on shapes: target and drafter are built without
+weights. Assumptions are printed next to the figures.
 """
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -19,17 +17,14 @@ from ...heads.errors import UserError
 from ...heads.files import check_json, output_json
 from ...inference.console import Console, several
 from ..command_line.parse import config_with
-from ..config import FeatureOptions, RunConfig
-from ..division import divided, most_ranks
-from ..estimate import RunSizes, shape_of, size
+from ..config import FeatureOptions, RunConfig, divided, most_ranks
+from ..estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, shape_of, size
 from ..method import method_for, method_named
 from ..methods.first_weights import take_heads_before
 from ..planning.options import PlanOptions as Options
-from ..planning.shapes import folder_of, name_of
-from ..planning.step_memory import StepMemory, memory_of_step
-from ..planning.verdict import DECODE_SHARE, MFU, need_of, plan_for, steps_of, verdict
+from ..planning.options import folder_of, name_of
+from ..planning.verdict import DECODE_SHARE, MFU, Need, plan_for, steps_of, verdict
 
-log = logging.getLogger(__name__)
 MOST_GPUS = 8  # that a plan is for if nothing is said
 # A judgement: recipes here take some 9,000 steps. Fewer updates learn less from the same data.
 FEW_STEPS = 2000
@@ -41,18 +36,13 @@ def run(options: Options) -> None:
     check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
-        method = method_named(method_for(options.config, options.method))
-        memory = None
-        try:
-            memory = memory_of_step(method, config, options.written_share, options.gpus)
-        except UserError as error:
-            log.warning("%s", error)
-    line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
+    memory, ends = memory_of_step(shape, config, options.gpus), TARGET_BYTES * shape.ends_params
+    need = Need(memory, shape.target_layers, config.features.live, ends)
+    line, figures = verdict(need, plan, options, config)
     steps = steps_of(options, config)
     found: dict[str, Any] = {"options": asdict(options), "verdict": figures}
     found |= {"shape": asdict(shape), "plan": plan, "steps": steps}
-    if memory is not None:
-        found["memory"] = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
+    found["memory"] = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
     if output_json(options.json, found):
         return
     Console().print(line, style="bold", highlight=False)
@@ -121,7 +111,7 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
 def show(
     shape: RunSizes,
     plan: dict[str, float],
-    memory: StepMemory | None,
+    memory: StepMemory,
     options: Options,
     features: FeatureOptions,
 ) -> None:
@@ -145,18 +135,17 @@ def show(
     table.add_row("regenerate replies, by a server", hours(plan["regenerate_gpu_hours"]), decoding)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    if memory is not None:
-        state = memory.drafter + memory.moments
-        table.add_row("GPU memory: target", size(memory.target), target)
-        table.add_row("... drafter", size(state), "fp32 weights and the optimiser's moments")
-        table.add_row("... features", size(memory.features), "of one batch")
-        table.add_row("... activations", size(memory.activations), "left by the forward pass")
-        table.add_row("... step", size(memory.step), "both passes at their peak, with gradients")
-        extraction = "before the drafter's step"
-        if not features.live:
-            extraction = "from a store" if features.store is not None else "from a server"
-        table.add_row("... target's forward pass", size(memory.extraction), extraction)
-        table.add_row("... at the peak", size(memory.peak), "of all, without CUDA's own")
+    state = memory.drafter + memory.moments
+    table.add_row("GPU memory: target", size(memory.target), target)
+    table.add_row("... drafter", size(state), "fp32 weights and the optimiser's moments")
+    table.add_row("... features", size(memory.features), "of one batch")
+    table.add_row("... activations", size(memory.activations), "left by the forward pass")
+    table.add_row("... step", size(memory.step), "both passes at their peak, with gradients")
+    extraction = "before the drafter's step"
+    if not features.live:
+        extraction = "from a store" if features.store is not None else "from a server"
+    table.add_row("... target's forward pass", size(memory.extraction), extraction)
+    table.add_row("... at the peak", size(memory.peak), "of all, without CUDA's own")
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)

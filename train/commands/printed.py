@@ -7,7 +7,7 @@ from ..command_line.parse import COMMAND_LINE, Values, as_given
 from ..config import RunConfig
 from ..method import method_named
 from ..outline import ConfigOnly, config_at, target_of_run
-from ..planning.shapes import folder_of, name_of
+from ..planning.options import folder_of, name_of
 
 
 def known_target(run: RunConfig) -> ConfigOnly:

@@ -18,7 +18,7 @@ from ...inference.targets.target_files import names_a_folder
 from ..callbacks import Callback
 from ..config import RunConfig
 from ..endings import is_main_rank
-from ..engines import facts_before
+from ..estimate import facts_before
 from ..method import AnyMethod
 from .exporting import write_export
 from .options import ExportOptions

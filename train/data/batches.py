@@ -205,15 +205,12 @@ class Batches:
         chosen = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [self.table.document(self._documents[i]) for i in chosen]
 
-    def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
-        """Return how often the target writes each token in an epoch `[V]`, V = `vocab_size`.
-
-        With `prompts`, how often the token occurs anywhere.
-        """
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """Return how often the target writes each token in an epoch `[V]`, V = `vocab_size`."""
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
         for number, document in enumerate(self._documents, 1):
             ids, written = self.table.document(document)
-            waiting.append(ids if prompts else ids[written])
+            waiting.append(ids[written])
             size += len(waiting[-1])
             # A table of counts is as long as the vocabulary and a document is short, so many
             # documents are counted at once.

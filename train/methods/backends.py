@@ -8,8 +8,6 @@ dense masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -23,7 +21,6 @@ SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's ke
 GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for each power of two
 
 _COMPILED: dict[str, Any] = {}
-_STAND_INS: list[Any] = []
 
 
 def backend_for(
@@ -32,8 +29,6 @@ def backend_for(
     """Return what `auto` stands for on a device, with attention heads of size `head` in `dtype`."""
     if backend != "auto":
         return backend
-    if _STAND_INS:
-        return "flex"
     if device.type == "cpu":
         return "sdpa"
     # torch 2.11 knows no tiles of FlexAttention for other large heads in float32, and those that it
@@ -64,23 +59,11 @@ def flex_for(device: torch.device) -> Any:
     Uncompiled it holds all scores, which torch falls back to without an error after eight shapes,
     unless the limit is higher and the whole graph is asked for.
     """
-    return _STAND_INS[-1] if _STAND_INS else _compiled("attention", flex_attention, device)
-
-
-@contextmanager
-def standing_in(function: Any) -> Iterator[None]:
-    """Call `function` for FlexAttention, without a mask: an estimate of memory has no numbers."""
-    _STAND_INS.append(function)
-    try:
-        yield
-    finally:
-        _STAND_INS.pop()
+    return _compiled("attention", flex_attention, device)
 
 
 def block_mask(visible: Any, rows: int, queries: int, keys: int, device: torch.device) -> Any:
     """Return FlexAttention's mask of `visible(b, h, query, key)`, for all heads alike."""
-    if _STAND_INS:
-        return None
     # Uncompiled, it makes all queries x keys bools before it looks at them in blocks.
     make = _compiled("mask", create_block_mask, device)
     return make(visible, rows, None, queries, keys, device=str(device))

@@ -274,7 +274,7 @@ def run_blocks(
         return drafter.layer(index, state, (cosines, sines), attend)
 
     # The context's states are arguments because arguments are what `recomputing` keeps of a layer.
-    run = recomputing(step, memory.offload) if memory and memory.recompute else step
+    run = recomputing(step) if memory and memory.recompute else step
     for index, pair in enumerate(context):
         state = run(index, state, cosines, sines, *pair)
     # DFlash's slot 0 holds the anchor's own token and drafts nothing; DSpark's drafts (first_slot).

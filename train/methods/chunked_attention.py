@@ -23,6 +23,10 @@ from ...inference.rounds.device import send
 from ..data.batches import Batch
 
 SHORTEST, LONGEST = 128, 1024  # query rows of a chunk
+# Output `[Gkv, r, C, E]` and log-sums of the scores `[Gkv, r, C]`; gradients of queries, keys and
+# values, in their shapes.
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class ChunkedAttention(torch.autograd.Function):
             grouped.shape[:-1], dtype=wide_dtype(queries.dtype), device=queries.device
         )
         for chunk in chunks:
-            part, log_sum = kernel_forward(*_operands(chunk, grouped, keys, values), chunk.mask)
+            part, log_sum = FORWARD(*_operands(chunk, grouped, keys, values), attn_mask=chunk.mask)
             output[chunk.row, :, :, chunk.start : chunk.end] = part
             log_sums[chunk.row, :, :, chunk.start : chunk.end] = log_sum
         weights = None
@@ -122,13 +126,10 @@ class ChunkedAttention(torch.autograd.Function):
         for chunk in ctx.chunks:
             rows = (chunk.row, slice(None), slice(None), slice(chunk.start, chunk.end))
             # The log-sums are those of the softmax over block and diagonals.
-            grads = kernel_backward(
-                gradient[rows],
-                *_operands(chunk, grouped, keys, values),
-                chunk.mask,
-                output[rows],
-                log_sums[rows],
-            )
+            grads = BACKWARD(
+                gradient[rows], *_operands(chunk, grouped, keys, values), output[rows],
+                log_sums[rows], 0.0, False, attn_mask=chunk.mask,
+            )  # fmt: skip
             grouped_grad[rows] = grads[0]
             seen = (chunk.row, slice(None), slice(chunk.first, chunk.end))
             keys_grad[seen] += grads[1].sum(1)
@@ -206,27 +207,3 @@ def _diagonal_grads(
         grouped_grad.addcmul_(score_grad, keys[:, :, None].to(weights.dtype))
         grads += [(score_grad * exact).sum(2), (weight[..., None] * gradient).sum(2)]
     return grads
-
-
-def kernel_forward(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the output `[Gkv, r, C, E]` and the log-sums of the scores `[Gkv, r, C]`."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries, keys, values, attn_mask=mask
-    )
-
-
-def kernel_backward(
-    gradient: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, in their shapes."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, queries, keys, values, output, log_sums, 0.0, False, attn_mask=mask
-    )

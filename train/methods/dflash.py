@@ -34,7 +34,6 @@ from ...distill.settings import LABELS_ONLY
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
-from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import Hidden
@@ -43,25 +42,17 @@ from ..data.batches import Batch, Batches
 from ..data.features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, compared, depth_metrics, survival_weights
-from ..outline import (
-    FORWARD,
-    FROZEN,
-    ON_FEATURES,
-    TRAINED,
-    ConfigOnly,
-    Outline,
-    matrix_numbers,
-)
+from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
 from .blocks import Anchors, contexts, run_blocks
 from .first_weights import (
     attend_nearby,
     block_weights,
+    check_gradients_pass,
     rescale,
     shape_before,
     start_uncertain,
     take_heads_before,
 )
-from .mask_token import mask_token_for, warn_of_mask_token
 from .ranks import (
     batch_of_text,
     comparable_roots,
@@ -69,7 +60,7 @@ from .ranks import (
     ranks_in,
 )
 from .runs import BlockLoss, DFlashRun
-from .vocabulary import VocabularyMap, draft_vocabulary
+from .vocabulary import VocabularyMap, draft_vocabulary, mask_token_for, warn_of_mask_token
 
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
@@ -271,11 +262,7 @@ def ready(target: TargetSource, drafter: DFlashDrafter) -> None:
 
     Raises `UserError` in float16, where gradients cannot pass.
     """
-    if target.dtype == torch.float16:
-        raise UserError(
-            "block drafters learn through the target's head, and float16 loses their gradients; "
-            "give --target.dtype bfloat16 or float32"
-        )
+    check_gradients_pass(target)
     # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
     # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
     # weights for large inputs, and a step of the optimiser changes it too much.
@@ -297,14 +284,16 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for`."""
 
+    def shape(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> Any:
+        """Return the drafter's shape, with any mask token where none is chosen yet."""
+        return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+
     def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
-        # The taps are the same for any mask token, and none is chosen yet.
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
-        return shape.taps, False
+        return self.shape(run, target).taps, False
 
     def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
         take_heads_before(run)
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        shape = self.shape(run, target)
         run.heads = replace(
             run.heads, taps=list(shape.taps), intermediate_size=shape.intermediate_size
         )
@@ -318,21 +307,22 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         themselves run over the slots of all blocks, however few roots a packed row has, the head
         over the drafts of those at roots.
         """
-        shape = self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
+        shape = self.shape(run, target)
         drafter = self.drafter_class(shape, target.embedding_and_head)
         passes = run.objective.anchors * shape.block_size / run.data.max_length
-        keys_values = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size * shape.num_layers
-        context = ON_FEATURES * matrix_numbers(drafter.fc) + TRAINED * keys_values
-        each_pass = TRAINED + FORWARD * run.objective.recompute
         head = shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size)
+        work = work_of(
+            drafter.layers, drafter.fc, shape.hidden_size, run.objective.recompute, passes
+        )
+        keys_values = 2 * shape.num_kv_heads * shape.head_dim
+        work["operations"] += TRAINED * keys_values * shape.hidden_size * shape.num_layers
+        work["kept"] += (shape.hidden_size + keys_values) * shape.num_layers
         return Outline(
             drafter,
             logit_rows=run.objective.rows_per_chunk * drafter.drafts,
-            operations=context + each_pass * matrix_numbers(drafter.layers) * passes,
             head_operations=FROZEN * head * drafter.drafts,
             most_roots=run.objective.anchors / run.data.max_length,
-            passes=passes,
-            layers=shape.num_layers,
+            **work,
         )
 
     def make_drafter(

@@ -13,18 +13,15 @@ vocabulary, Vd the draft model's.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, takewhile
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...distill.divergences import log_probs, sum_in_chunks
 from ...distill.draft_models import (
@@ -32,7 +29,7 @@ from ...distill.draft_models import (
     chosen_layers,
     default_layers,
     make_draft_model,
-    plan_of,
+    size_and_cost,
     smaller,
 )
 from ...heads.artifact import Artifact
@@ -42,10 +39,9 @@ from ...heads.files import JsonObject
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
 from ...inference.proposers.draft_model import DEFAULT_LENGTH
-from ...inference.replay import replay
 from ...inference.rounds.device import best_of, send
 from ...inference.targets.causal_model import CausalModel, Hidden
-from ...inference.targets.masks import Pass, in_documents, with_replies
+from ...inference.targets.masks import Pass, in_documents
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
 from ..data.batches import Batch, Batches
@@ -54,16 +50,13 @@ from ..data.rollouts import Rollouts, Writer, draft_model_texts
 from ..memory import recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, compared, depth_metrics
-from ..outline import FORWARD, TRAINED, ConfigOnly, Outline, config_at, matrix_numbers
+from ..outline import TRAINED, ConfigOnly, Outline, config_at, matrix_numbers, work_of
 from .runs import DistillLoss, DistillRun
 
 log = logging.getLogger(__name__)
 _RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 
-LONGEST_CHAIN = 12  # drafts per round, at most, of the chains that are compared
-THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
-ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
-STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
+STUDIED_TEXTS = 32  # training texts by which a cut is calibrated, at most
 
 
 class DistillObjective:
@@ -96,7 +89,7 @@ class DistillObjective:
         draft_model = self._draft_model
         on_device = partial(send, device=device)
         ids = on_device(batch.ids)
-        # Tokens that a trimmed draft model does not have are read as its last one, as in decoding.
+        # Tokens that a draft model does not have are read as its last one, as in decoding.
         known_ids = ids.clamp(max=draft_model.vocab_size - 1)
         layers = []
         if self.config.recompute:
@@ -104,7 +97,7 @@ class DistillObjective:
         within = nullcontext
         if draft_model.attends_in_documents:
             within = partial(in_documents, draft_model.decoder)
-        with recomputed(layers, self.config.offload, within):
+        with recomputed(layers, within):
             packed = Pass(
                 positions=on_device(batch.positions),
                 documents=batch.documents,
@@ -171,14 +164,9 @@ class DistillObjective:
 
 def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
     """Return the transformers config of the draft model that `make_draft_model` would make."""
-    if (path := config.path or config.config) is not None:
-        draft_model_config = config_at(path)
-        if config.config is not None:
-            draft_model_config.vocab_size = target.vocab_size
-        return draft_model_config
-    # Layers cannot be judged without weights, but any choice of them has the same size.
-    layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
-    return smaller(config, cast(Any, target), layers)
+    if config.path is not None:
+        return config_at(config.path)
+    return smaller(cast(Any, target), chosen_layers(config, target.num_layers))
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
@@ -222,7 +210,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
 
     def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
         options = run.draft_model
-        cut = run.init_from is None and options.path is None and options.config is None
+        cut = run.init_from is None and options.path is None
         if cut and options.layers is None:
             run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
@@ -231,15 +219,12 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         model = make_causal_lm(config, dtype=torch.float32)
         drafter = DraftModel(model, None, target.vocab_size)
         head = matrix_numbers(model.get_output_embeddings())
-        # A tied head is the embedding, of which a position reads one row.
-        modules = (model.get_input_embeddings(), model.get_output_embeddings())
-        ends = {id(p): p.numel() for module in modules for p in module.parameters()}
-        layers = matrix_numbers(model) - sum(ends.values())
+        _, layers = decoder_layers(model.get_decoder(), config.num_hidden_layers)
         return Outline(
             drafter,
-            logit_rows=run.objective.rows_per_chunk,
-            operations=(TRAINED + FORWARD * run.objective.recompute) * layers,
+            logit_rows=run.objective.rows_per_chunk * 3 // 2,
             head_operations=TRAINED * head,
+            **work_of(layers, None, config.hidden_size, run.objective.recompute, config=config),
         )
 
     def make_drafter(
@@ -257,8 +242,8 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = before.drafter.requires_grad_(True)
             place(draft_model, target.device, torch.float32)
         else:
-            cut = run.draft_model.path is None and run.draft_model.config is None
-            if cut and (target.together or not isinstance(target, Target)):
+            whole = isinstance(target, Target) and not target.together
+            if run.draft_model.path is None and not whole:
                 raise UserError(
                     "a draft model is cut from a whole target; give draft_model.path, or leave out "
                     "target.spread, features.store and features.server"
@@ -266,7 +251,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = make_draft_model(
                 run.draft_model, target, lambda: batches.sample(STUDIED_TEXTS)
             )
-        for line in plan_of(draft_model.model, target.model).lines(torch.float32):
+        for line in size_and_cost(draft_model.model, target.model, torch.float32):
             log.info(line)
         check_draft_model(runner_of(draft_model), run.data.max_length)
         return draft_model
@@ -285,109 +270,12 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         draft_model = runner_of(drafter)
         return run.rollouts, partial(draft_model_texts, run.rollouts, draft_model, target.eos_ids)
 
-    def outcome(self, drafter: DraftModel, hidden: Hidden, ids: Tensor, start: int) -> Tensor:
-        return self.teacher_forced(drafter, hidden, ids, start)
-
-    @torch.no_grad()
-    def teacher_forced(
-        self, drafter: DraftModel, hidden: Hidden, ids: Tensor, start: int = 0
-    ) -> Tensor:
-        """Return `[S, 2]`: correctness and probability of the draft model's best tokens.
-
-        Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and its
-        probability. Rows past the model's last position are 0. `hidden` is not read.
-        """
-        draft_model = runner_of(drafter)
-        seen = ids[: draft_model.max_positions].clamp(max=draft_model.vocab_size - 1)
-        # the last row has no token after it: -1 equals no best token
-        following = functional.pad(ids, (0, 1), value=-1)[1 : len(seen) + 1].split(ROWS_AT_ONCE)
-        outcomes = []
-        layout = with_replies([start], len(seen))
-        states = draft_model.forward(seen[None], layout).last[0].split(ROWS_AT_ONCE)
-        for rows, labels in zip(states, following, strict=True):
-            probs = draft_model.head(rows).float()[:, : drafter.vocab_size].softmax(-1)
-            chances, best = probs.max(-1)
-            outcomes.append(torch.stack([(best == labels).float(), chances], dim=-1))
-        return functional.pad(torch.cat(outcomes), (0, 0, 0, len(ids) - len(seen)))
+    def teacher_forced(self, drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return an empty table `[S, 0]`: nothing is calibrated."""
+        return ids.new_zeros(len(ids), 0)
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
-        return adaptive_calibration(outcomes)
-
-
-def accepted_runs(right: Tensor, length: int) -> list[int]:
-    """Return for each row how many rows from it on are `right` without a break, up to `length`.
-
-    `right` `[S]` is a bool for each root: its next token is the drafter's best one.
-    """
-    runs, run = [], 0
-    for value in reversed(right.tolist()):
-        run = run + 1 if value else 0
-        runs.append(run)
-    return [min(run, length) for run in reversed(runs)]
-
-
-def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> JsonObject:
-    """Return the calibration of a draft model: tau and cost of adaptive chains on held-out texts.
-
-    Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
-    more of the last two than the row before; `best_adaptive` picks one.
-
-    `outcomes` has a pair for each text: the table `[S, 2]` of `DistillMethod.teacher_forced` and
-    the start of the reply. Rounds are replayed as in decoding. Drafts past the first wrong one are
-    taken to be as likely as those of the text.
-    """
-    replies = [outcome[start:] for outcome, start in outcomes]
-    right = [accepted_runs(reply[:, 0] > 0, LONGEST_CHAIN) for reply in replies]
-    measured = []
-    for threshold in THRESHOLDS:
-        drafts = [chain_lengths(reply[:, 1], threshold, LONGEST_CHAIN) for reply in replies]
-        for longest in range(1, LONGEST_CHAIN + 1):
-            measured.append([threshold, longest, *tau_and_drafts(right, drafts, longest)])
-    # Only settings that no other one beats in both figures: by ascending drafts per round, those
-    # with a higher tau than all before.
-    front: list[list[float]] = []
-    for row in sorted(measured, key=lambda row: (row[3], -row[2])):
-        if not front or row[2] > front[-1][2]:
-            front.append(row)
-    return {"length": DEFAULT_LENGTH, "adaptive": front}
-
-
-def tau_and_drafts(
-    right: list[list[int]], drafts: list[list[int]], longest: int
-) -> tuple[float, float]:
-    """Return tau and drafts per round of chains of at most `longest` drafts, over all texts.
-
-    At each root of each text, `right` is how many drafts would be accepted and `drafts` how many
-    the chain has without the limit.
-    """
-    emitted = drafted = rounds = 0
-    for right_by_root, drafts_by_root in zip(right, drafts, strict=True):
-        lengths = [min(count, longest) for count in drafts_by_root]
-        # A round accepts what is right, as far as its chain goes.
-        accepted = [min(*pair) for pair in zip(right_by_root, lengths, strict=True)]
-        root = 0
-        for count in replay(accepted, 0, len(accepted)):
-            drafted += lengths[root]
-            root += count
-            emitted += count
-            rounds += 1
-    return emitted / max(rounds, 1), drafted / max(rounds, 1)
-
-
-def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
-    """Return how many drafts an adaptive chain has at each root, at most `longest`.
-
-    `sure` `[S]` is the probability of the draft at each root. A chain ends with the draft that
-    brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
-    """
-    lengths = []
-    # Drafts past the end of the text are as likely as its last one.
-    chances = sure.tolist() + sure[-1:].tolist() * longest
-    for root in range(len(sure)):
-        products = accumulate(chances[root : root + longest], operator.mul)
-        above = sum(1 for _ in takewhile(lambda product: product >= threshold, products))
-        lengths.append(min(above + 1, longest))
-    return lengths
+        return {"length": DEFAULT_LENGTH}
 
 
 METHOD = DistillMethod()

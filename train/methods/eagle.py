@@ -19,16 +19,13 @@ from ...heads.errors import UserError
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..outline import (
-    FORWARD,
-    FROZEN,
-    ON_FEATURES,
-    TRAINED,
-    ConfigOnly,
-    Outline,
-    matrix_numbers,
+from ..outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
+from .first_weights import (
+    check_gradients_pass,
+    shape_before,
+    start_uncertain,
+    take_heads_before,
 )
-from .first_weights import shape_before, start_uncertain, take_heads_before
 from .ranks import RecyclingMethod
 from .runs import EagleRun
 from .unrolled_loss import UnrolledObjective
@@ -70,13 +67,15 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
         head = shape.hidden_size * shape.draft_vocab_size
         frozen = drafter.borrows_head or loss.freeze_head
         each_root = (FROZEN if frozen else TRAINED) * head
+        # Each chunk has the logits of all steps, and those of the target for all of them.
+        drafted = steps * shape.draft_vocab_size / target.vocab_size
         return Outline(
             drafter,
-            logit_rows=loss.rows_per_chunk * steps,
-            operations=_operations(drafter, steps, loss.recompute),
+            logit_rows=round(loss.rows_per_chunk * (drafted + 1)),
             head_operations=each_root * steps,
-            passes=steps,
-            layers=shape.num_layers,
+            **work_of(
+                drafter.layers, drafter.fc, shape.hidden_size, loss.recompute, repeated=steps
+            ),
         )
 
     def make_drafter(
@@ -114,11 +113,8 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
                 "objective.feature_weight compares states of the target's width; leave out "
                 "heads.hidden_size"
             )
-        if drafter.borrows_head and target.dtype == torch.float16:
-            raise UserError(
-                "the drafter learns through the target's head, and float16 loses its gradients; "
-                "give --target.dtype bfloat16 or float32"
-            )
+        if drafter.borrows_head:
+            check_gradients_pass(target)
         if shape.shared_head and len(target.head_parameters) > 1:
             raise UserError(
                 "the target's output layer has a bias, and engines add none to the logits of an "
@@ -191,26 +187,6 @@ def freeze_head(drafter: Eagle3Drafter, norm: bool) -> None:
     if drafter.lm_head is not None:
         drafter.lm_head.requires_grad_(False)
     drafter.norm.weight.requires_grad_(not norm)
-
-
-def _operations(drafter: EagleDrafter, steps: int, recompute: bool) -> float:
-    """Return the operations of a training step for each position, heads left out.
-
-    Each of the steps runs the layers. The features are fused once, and what a token adds to the
-    product of token and state is computed once for all steps.
-    """
-    each_pass = TRAINED + FORWARD * recompute
-    layers, fused = matrix_numbers(drafter.layers), matrix_numbers(drafter.fc)
-    if drafter.joint is drafter.fc:
-        # It has one half for the token and one for the state, which begins as the feature.
-        state = fused // 2
-        return ON_FEATURES * fused + TRAINED * state * (steps - 1) + each_pass * layers * steps
-    # Norms of the taps are trained, so that the gradient passes on through `fc`.
-    normed = drafter.shape.norm_taps or drafter.shape.norm_fused_taps
-    fusing = (TRAINED if normed else ON_FEATURES) * fused
-    # Half of the columns of the first layer's projection read the token.
-    token = matrix_numbers(drafter.joint) // 2
-    return fusing + TRAINED * token + each_pass * (layers - token) * steps
 
 
 METHOD = EagleMethod()

@@ -34,6 +34,15 @@ RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
 INIT_STD = 0.02  # of the matrices that DSpark has and DFlash has not
 
 
+def check_gradients_pass(target: TargetSource) -> None:
+    """Raise `UserError` for a target through whose head a drafter cannot learn."""
+    if target.dtype == torch.float16:
+        raise UserError(
+            "the drafter learns through the target's head, and float16 loses its gradients; give "
+            "--target.dtype bfloat16 or float32"
+        )
+
+
 @torch.no_grad()
 def set_scale(norm: nn.Module, scale: Tensor) -> None:
     """Make a norm multiply by `scale` `[H]`, whether it does so by its weight or by 1 + weight."""

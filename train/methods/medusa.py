@@ -171,7 +171,7 @@ def distributions(
     log_p = teacher = p = None
     if loss not in LABELS_ONLY:
         log_p = vocabulary.teacher(loss, logits, slice(None))
-    if loss == "kl":  # which is among the losses whose teacher sums to one
+    if loss == "kl":  # whose teacher sums to one
         assert log_p is not None
         log_p, teacher = None, teacher_of(log_p, whole=True)
     if measured:
@@ -203,9 +203,11 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
         heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head)
         outputs = run.heads.num_heads * hidden_size * heads.drafted
         head = FROZEN if run.heads.shared_head else TRAINED
+        # Two tables of each head wait for the backward pass of a chunk, and four of the target.
+        drafted = run.heads.num_heads * heads.drafted / target.vocab_size
         return Outline(
             heads,
-            logit_rows=run.objective.rows_per_chunk,
+            logit_rows=round(run.objective.rows_per_chunk * (drafted + 2) / 2),
             operations=0.0,
             head_operations=TRAINED * matrix_numbers(heads.blocks) + head * outputs,
         )

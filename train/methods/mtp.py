@@ -6,27 +6,27 @@ the model that the target was tuned from, is trained on with `--init-from`.
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ...heads import mtp
 from ...heads.artifact import Artifact
-from ...heads.errors import UserError
 from ...heads.mtp import MtpDrafter, check_layer, shape_for
 from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 from ..method import FeaturesRead
-from ..outline import FORWARD, FROZEN, TRAINED, ConfigOnly, Outline, passed_through
+from ..outline import FROZEN, ConfigOnly, Outline, work_of
 from .eagle import STATES
-from .first_weights import set_scale, shape_before, start_uncertain, take_heads_before
+from .first_weights import (
+    check_gradients_pass,
+    set_scale,
+    shape_before,
+    start_uncertain,
+    take_heads_before,
+)
 from .ranks import RecyclingMethod
 from .runs import MtpLoss, MtpRun
 from .unrolled_loss import UnrolledObjective
-
-log = logging.getLogger(__name__)
 
 
 class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
@@ -48,16 +48,15 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         freeze(drafter, loss)
         steps = loss.steps or 1
         head = drafter.shape.hidden_size * drafter.shape.vocab_size
-        layers = operations(drafter.layers, loss.recompute, target.config)
-        fused = operations(drafter.fc, False, target.config) / 2
         return Outline(
             drafter,
-            logit_rows=loss.rows_per_chunk * steps,
-            operations=fused + (layers + fused) * steps,
+            logit_rows=loss.rows_per_chunk * (steps + 1),
             head_operations=FROZEN * head * steps,
-            passes=steps,
-            layers=1,
-        )
+            **work_of(
+                drafter.layers, drafter.fc, drafter.shape.hidden_size, loss.recompute,
+                repeated=steps, config=target.config,
+            ),
+        )  # fmt: skip
 
     def make_drafter(
         self, run: MtpRun, target: TargetSource, batches: Batches, before: Artifact | None
@@ -75,31 +74,9 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
         self, run: MtpRun, target: TargetSource, drafter: MtpDrafter
     ) -> UnrolledObjective:
         config = run.objective.resolved()
-        if target.dtype == torch.float16:
-            raise UserError(
-                "an MTP layer learns through the target's head, and float16 loses its gradients; "
-                "give --target.dtype bfloat16 or float32"
-            )
+        check_gradients_pass(target)
         freeze(drafter, config)
-        if config.loss == "ce":
-            log.warning(
-                "objective.loss ce teaches the text's tokens, not the target's distributions: for "
-                "replies at T = 0.8 it reached 0.96 times kl's tau as a chain, 0.99 as a tree "
-                "(docs/results.md#mtp-layers-after-a-fine-tune)"
-            )
         return UnrolledObjective(config, drafter, target.head, run.seed)
-
-
-def operations(module: nn.Module, recompute: bool, config: Any) -> float:
-    """Return the operations of a training step for each position in the matrices of `module`.
-
-    `config` is the target's configuration, which says how many experts a token passes through.
-    """
-    return sum(
-        count * ((TRAINED if parameter.requires_grad else FROZEN) + FORWARD * recompute)
-        for parameter, count in passed_through(module.named_parameters(), config)
-        if parameter.ndim > 1
-    )
 
 
 @torch.no_grad()

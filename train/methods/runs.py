@@ -29,8 +29,8 @@ class MedusaLoss:
     """Settings of the heads' loss."""
 
     loss: Divergence = "kl"
-    """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
-    lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
+    """Divergence of a head's distribution from the target's: kl, tv, lk-alpha, lk-hybrid; from the
+    text's tokens: ce; from both: ce-l1."""
     head_decay: float = 0.8
     """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024
@@ -75,9 +75,9 @@ class UnrolledLoss(Memory):
     """Teacher positions whose logits exist at one time, each for all steps."""
 
     def __post_init__(self) -> None:
-        if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
-            raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
         super().__post_init__()
+        if self.steps is not None and self.steps < 1:
+            raise UserError("objective.steps must be at least 1")
         if not 0 < self.decay <= 1:
             raise UserError("objective.decay must lie in (0, 1]")
 
@@ -170,8 +170,8 @@ class BlockLoss(Memory):
     """Blocks whose logits exist at one time."""
 
     def __post_init__(self) -> None:
-        if min(self.anchors, self.rows_per_chunk) < 1:
-            raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
+        if self.anchors < 1:
+            raise UserError("objective.anchors must be at least 1")
         if self.gamma is not None and self.gamma <= 0:
             raise UserError("objective.gamma must be above 0")
         if self.gamma is not None and self.weighting != "decay":
@@ -234,13 +234,6 @@ class DistillLoss(Memory):
     loss: Divergence = "kl"
     """Divergence of the draft model's distribution from the target's; ce learns the text's tokens:
     sequence-level distillation if the target wrote them, plain language modelling if not."""
-    rows_per_chunk: int = 1024
-    """Positions whose logits exist at one time."""
-
-    def __post_init__(self) -> None:
-        if self.rows_per_chunk < 1:
-            raise UserError("objective.rows_per_chunk must be at least 1")
-        super().__post_init__()
 
 
 @dataclass

@@ -211,7 +211,7 @@ def unroll(
 
     # Keys and values of earlier steps are arguments, one by one, because arguments are what
     # `recomputing` keeps of a step: gradients go back through all of them.
-    run = recomputing(step, memory.offload) if memory and memory.recompute else step
+    run = recomputing(step) if memory and memory.recompute else step
     past: list[Tensor] = []
     outputs = []
     for k in range(steps):

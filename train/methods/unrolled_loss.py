@@ -196,8 +196,8 @@ class UnrolledObjective:
         `best` `[J]` are the columns of the target's best tokens.
         """
         # Positions without a loss need no logits of the drafter. On a GPU the host would have to
-        # wait for their number; a tensor without memory stands for one of a GPU.
-        on_cpu = hidden.device.type == "cpu" and type(hidden) is Tensor
+        # wait for their number.
+        on_cpu = hidden.device.type == "cpu"
         if self.config.feature_weight or not vocabulary.reduced or not on_cpu:
             return slice(None), None
         return (best >= 0).nonzero()[:, 0], (best < 0).nonzero()[:, 0]

@@ -1,13 +1,24 @@
-"""Options of `draftsmith data plan`. Nothing here imports torch."""
+"""Options of `draftsmith data plan`, and configs of well-known targets, which need no hub.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
+import difflib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from ...heads.errors import UserError
 from ...inference.costs import known_gpu
 from ..command_line.parse import RunFile
+
+FOLDER = Path(__file__).with_name("targets")  # NAME.json is the config.json of a target
 
 
 @dataclass
@@ -54,3 +65,33 @@ class PlanOptions(RunFile):
     def written_share(self) -> float:
         """Share of the tokens that the target writes; 1 if it is not known."""
         return 1.0 if self.reply_share is None else self.reply_share
+
+
+def names() -> list[str]:
+    """Return the names of the targets whose configs are here, such as qwen3-32b."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def name_of(target: str) -> str | None:
+    """Return the name here of a target by its name on the hub; None if it is not here."""
+    name = target.rpartition("/")[2].lower()
+    return name if name in names() else None
+
+
+@contextmanager
+def folder_of(name: str) -> Iterator[str]:
+    """Yield a folder that holds the config.json of a target, and nothing else, for as long as used.
+
+    Upper case and the owner on the hub may be given. Raises `UserError` with the nearest names and
+    all names if there is no such target.
+    """
+    if (found := name_of(name)) is None:
+        wanted = name.rpartition("/")[2].lower()
+        near = difflib.get_close_matches(wanted, names(), n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"unknown target shape {name!r}; {hint}there are: {', '.join(names())}")
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
+        folder = Path(temporary) / found
+        folder.mkdir()
+        shutil.copyfile(FOLDER / f"{found}.json", folder / "config.json")
+        yield str(folder)

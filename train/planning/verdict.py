@@ -6,18 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...inference.costs import GPUS, TARGET_BYTES
-from ..config import RunConfig
-from ..division import interval
-from ..estimate import RunSizes, size, step_bytes
+from ...inference.costs import GPUS
+from ..config import RunConfig, interval
+from ..estimate import RunSizes, StepMemory, memory_of_step, size
 from .options import PlanOptions
-from .step_memory import MOMENT_BYTES, StepMemory
 
 MFU = 0.4  # share of a GPU's bf16 peak that a forward or training pass usually reaches
 DECODE_SHARE = 0.1  # of a GPU's peak while a server decodes hundreds of replies at once
-GPUS_TRIED = tuple(2**power for power in range(7))  # more are not a remedy for a step
 GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
-STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
@@ -38,6 +34,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     # Without a store, features are made again in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
+    memory = memory_of_step(shape, config, options.gpus)
     return {
         "feature_bytes_per_token": per_token,
         "feature_bytes": per_token * tokens,
@@ -48,8 +45,9 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "train_gpu_hours": train,
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": shape.drafter_bytes,
-        "activation_bytes": step_bytes(shape, config, options.gpus),
+        "drafter_bytes": memory.state,
+        "activation_bytes": memory.of_a_pass,
+        "checkpoint_bytes": shape.checkpoint_bytes,
     }
 
 
@@ -97,25 +95,6 @@ class Need:
         beside = memory.drafter + memory.moments + memory.features + memory.step
         return float(beside + self.ends)
 
-    def fewest(self, room: float) -> int | None:
-        """Return the fewest GPUs of `room` bytes that do; None if no number of them does."""
-        return next((gpus for gpus in GPUS_TRIED if self.each(gpus) <= room), None)
-
-
-def need_of(
-    shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
-) -> Need:
-    """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
-    ends = 2 * TARGET_BYTES * shape.hidden * shape.vocab  # two matrices
-    if memory is None:
-        drafter, trained = 4 * shape.drafter_params, shape.drafter_params - shape.frozen_params
-        target = int(plan["target_bytes"]) if config.features.live else ends
-        memory = StepMemory(
-            target, drafter, MOMENT_BYTES * trained, 4 * trained, 0, 0, 0,
-            4 * trained + int(plan["activation_bytes"]),
-        )  # fmt: skip
-    return Need(memory, shape.target_layers, config.features.live, ends)
-
 
 def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
     """Return whether a step fits `gpus` GPUs of `gb` GB, and if not, what would."""
@@ -128,16 +107,15 @@ def fit(need: Need, spread: str, gpus: int, gb: float) -> str:
     if need.each(gpus) <= gb * 1e9:
         spreading = "" if gpus == 1 else f" (target.spread {spread})"
         return f"fits {where}{spreading}: {each}."
-    remedies = ["lower batch_rows or data.max_length"]
-    if (fewest := need.fewest(gb * 1e9)) is not None:
-        remedies.append(f"share the target between {fewest} GPUs (target.spread fsdp)")
+    remedies = "set objective.recompute, lower batch_rows or data.max_length"
     if need.live:
         alone = f"{size(need.without_target())} on each GPU then"
-        remedies.append(
-            f"keep the target elsewhere, {alone}: on a server (features.server), or run before the "
-            "training (data extract, features.store)"
+        remedies += (
+            f", share the target between more GPUs (target.spread fsdp), or keep it elsewhere, "
+            f"{alone}: on a server (features.server), or run before the training (data extract, "
+            "features.store)"
         )
-    return f"does not fit {where} ({each}); {', or '.join(remedies)}."
+    return f"does not fit {where} ({each}); {remedies}."
 
 
 def hours_of(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
@@ -160,7 +138,7 @@ def verdict(
     training, more = hours_of(plan, config)
     wall = training / options.gpus
     # The checkpoints with the best one, and the features of a store in bfloat16.
-    disk = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
+    disk = (config.checkpoints.keep + 1) * plan["checkpoint_bytes"]
     source = "live features" if need.live else "features from a server"
     what = f"checkpoints; {source} take none"
     if config.features.store is not None:
@@ -182,7 +160,6 @@ def verdict(
         "gpu_memory_gb": gb,
         "needed_bytes": bytes_,
         "fits": bytes_ <= gb * 1e9,
-        "fewest_gpus": need.fewest(gb * 1e9),
         "hours": wall,
         "disk_bytes": disk,
         "price": price,

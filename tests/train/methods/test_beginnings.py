@@ -21,7 +21,7 @@ from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
 from draftsmith.train.methods import eagle, medusa
 from draftsmith.train.methods.first_weights import start_uncertain, take_heads_before
-from draftsmith.train.methods.mask_token import warn_of_mask_token
+from draftsmith.train.methods.vocabulary import warn_of_mask_token
 from tests.conftest import by_default, tiny_target
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.training import launch, make_config, train

@@ -1,5 +1,5 @@
-"""How a draft language model learns, on sequences small enough to check by eye; adaptive chains;
-what decoding logs of it."""
+"""How a draft language model learns, on sequences small enough to check by eye; what decoding
+logs of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from draftsmith.distill.divergences import divergence, log_probs
-from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.metrics import tau
-from draftsmith.inference.proposers.draft_model import best_adaptive, make_proposer
+from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.stored import StoredTarget
 from draftsmith.inference.targets.target import Target
@@ -31,8 +28,6 @@ from draftsmith.train.methods.draft_model import (
     DistillLoss,
     DistillObjective,
     DistillRun,
-    accepted_runs,
-    chain_lengths,
     check_draft_model,
     runner_of,
 )
@@ -40,7 +35,6 @@ from tests.conftest import ROOT
 from tests.helpers.alignment import batch_of
 from tests.helpers.architectures import architecture
 from tests.helpers.draft_models import TARGET, draft_model_of
-from tests.helpers.trained import chat_prompts
 
 DISTILLED = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
 
@@ -128,70 +122,11 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         DistillObjective(DistillLoss(recompute=True), architecture("qwen3.5"), TARGET)
 
 
-# Adaptive chains.
-
-
-def test_chains_end_with_the_draft_that_takes_the_product_below_the_threshold() -> None:
-    sure = torch.tensor([0.9, 0.9, 0.5, 0.9, 0.2, 0.9])
-    assert chain_lengths(sure, 0.5, 3) == [3, 2, 2, 2, 1, 3]
-    assert chain_lengths(sure, 0.0, 4) == [4] * 6
-    assert accepted_runs(torch.tensor([1, 1, 0, 1, 1, 1]).bool(), 2) == [2, 1, 0, 2, 2, 1]
-    calibration = {"adaptive": [[0.5, 2, 1.5, 1.0], [0.2, 4, 2.0, 2.0], [0.0, 8, 2.2, 8.0]]}
-    assert best_adaptive(calibration) == (0.2, 4)  # 1.5 / 1.25 = 1.2, 2 / 1.5 = 1.33, 2.2 / 3
-
-
 def distilled(target: Target) -> Artifact:
     """The committed draft model, in float32."""
     artifact = Artifact.load(DISTILLED, target.fingerprint(), target.embedding_and_head)
     place(artifact.drafter, target.device, torch.float32)
     return artifact
-
-
-def greedy_texts(target: Target, count: int = 6) -> list[tuple[list[int], int]]:
-    plain = generate(
-        target, load_proposer("none", target, print), chat_prompts(target, "test", count), 40
-    )
-    return [(g.prompt_ids + g.token_ids, len(g.prompt_ids)) for g in plain]
-
-
-def test_a_draft_model_with_limits_is_judged_as_it_drafts() -> None:
-    """Zamba2 limits steps in prompts alone: its own greedy reply has its best tokens."""
-    target = architecture("zamba2")
-    with torch.no_grad():
-        for name, parameter in target.model.named_parameters():
-            if name.endswith("dt_bias"):  # steps of about the least, 0.001
-                parameter.sub_(5)
-    texts = [torch.arange(3, 40)]
-    drafter = make_draft_model(DraftModelConfig(layers=2), target, lambda: texts)
-    prompt = list(range(7, 27))
-    alone = Target(drafter.model, None, "draft model")
-    (reply,) = generate(alone, load_proposer("none", alone, print), [prompt], 60)
-    ids = torch.tensor(prompt + reply.token_ids)
-    hidden, written = target.forward(ids[None]), slice(len(prompt) - 1, len(ids) - 1)
-    assert METHOD.outcome(drafter, hidden, ids, len(prompt))[written, 0].all()
-    assert not METHOD.outcome(drafter, hidden, ids, len(ids))[written, 0].all()
-
-
-@pytest.mark.full
-def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
-    artifact = distilled(quickstart)
-    texts = greedy_texts(quickstart)
-    forced = []
-    for ids, start in texts:
-        row = torch.tensor(ids)
-        hidden = quickstart.forward(row[None])
-        forced.append((METHOD.teacher_forced(artifact.drafter, hidden, row), start))
-    found = METHOD.calibrate(forced, 1)["adaptive"]
-    drafts = [row[3] for row in found]
-    assert drafts == sorted(drafts) and found[-1][2] > found[0][2] > 1
-    for threshold, longest, expected, _ in found[:: len(found) // 4]:
-        proposer = make_proposer(artifact, TreeSettings(length=int(longest), threshold=threshold))
-        emitted = []
-        for ids, start in texts:
-            (text,) = generate(quickstart, proposer, [ids[:start]], 40)
-            assert text.prompt_ids + text.token_ids == ids
-            emitted.append([len(r.tokens) for r in text.rounds])
-        assert tau(emitted) == pytest.approx(expected)
 
 
 def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) -> None:

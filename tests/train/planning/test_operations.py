@@ -14,9 +14,8 @@ from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.estimate import shape_of
 from draftsmith.train.method import AnyMethod
 from draftsmith.train.objectives import TrainingModule
-from draftsmith.train.planning.step_memory import full_batch
 from tests.conftest import tiny_target
-from tests.helpers.plans import run_of
+from tests.helpers.plans import full_batch, run_of
 
 # Wide, with short rows: attention, which the estimate leaves out, is small beside the matrices.
 SIZES: dict[str, Any] = dict(

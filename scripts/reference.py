@@ -41,11 +41,6 @@ apply is `null`. Every figure can be counted again from `rounds` of each request
 OTHERS = """
 ## Other JSON files
 
-**`draftsmith evaluate --features`** writes a smaller object: `schema_version` 2, `replayed_from`,
-`target`, `dtype`, `versions`, `options`, `temperature` (of the replies), `loop_share`, and for each
-drafter `tau_incl_bonus`, `tau_ci95`, `survival` and `emitted` (tokens emitted in every round of
-every text).
-
 **A row of a profile of `draftsmith tune`** has the chosen tree (`kind`, `label`, `setting`,
 `measured`), `plain`, `default` and the `finalists` in the same form, and:
 

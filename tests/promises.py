@@ -46,7 +46,7 @@ PROMISES = {
         "tests/robust/test_pickles.py::test_a_damaged_file_is_read_or_refused_in_one_line",
     ],
     "Tables name what drafts, and show a loss as a loss.": [
-        "tests/inference/evaluation/test_console_tables.py",
+        "tests/inference/evaluation/test_tables.py",
         "tests/inference/evaluation/test_names.py",
     ],
     "Decoding imports neither datasets, deepspeed nor wandb; imports point one way.": [

@@ -30,8 +30,6 @@ DEFINITIONS = {
     "plain round",
     "predicted_speedup": "tau over round_cost; both over plain decoding's: what the split of "
     "these very rounds explains",
-    "modelled_speedup": "predicted from the smallest batch's tau and draft time, and from plain "
-    "decoding's steps at all sizes",
     "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles "
     "over requests, nearest rank",
     "survival": "share of rounds that accepted at least d drafts",

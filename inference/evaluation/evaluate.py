@@ -14,19 +14,16 @@ import os
 import resource
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from msgspec import to_builtins
-from msgspec.structs import replace
 
 from ...heads.errors import UserError
 from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
@@ -43,13 +40,10 @@ from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
-from . import replayed
 from .checks import check, numbers, prompts_of
-from .console_tables import show
 from .definitions import DEFINITIONS
 from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
-from .figures import figures_of_setting, gain, model_batches
-from .four_tokens import four_tokens
+from .figures import figures_of_setting, gain
 from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_alternately
 from .names import BASELINES, distinct_names, short_name
@@ -66,29 +60,26 @@ from .results import (
     write_report,
 )
 from .server import report as live_report
+from .tables import show
 from .tuning.profile import Tuned, untuned
 
 log = logging.getLogger(__name__)
 
 CONCURRENCY = (1, 8, 32, 64)
 SAMPLES = 3  # replies of each drafter that the report shows token by token
-PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
 
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what is kept, and how to continue."""
-    if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
+    if options.json is None or options.json == STANDARD_OUTPUT:
         return "nothing was written; with --json FILE the same command continues where it stopped"
     return kept(options.json, "measured")
 
 
 def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
-    if options.features is not None:
-        check(options)
-        return replayed.run(options)
     if options.json == STANDARD_OUTPUT:
-        # there is no file to write parts of the report to, or to resume from
+        # there is no file to resume from
         report = measured(dataclasses.replace(options, json=None))
         output_json(STANDARD_OUTPUT, report.to_json())
     else:
@@ -164,8 +155,7 @@ def evaluate_drafters(
     def ways_in(setting: Setting) -> list[Way]:
         return [*proposers, *further_ways(setting)]
 
-    results = decode_settings(target, ways_in, prompts, settings, report, options, journal)
-    model_batches(report.settings)
+    results = decode_settings(target, ways_in, prompts, settings, report, journal)
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
             if setting.sampling.greedy:
@@ -184,7 +174,6 @@ def decode_settings(
     prompts: Sequence[Prompt],
     settings: Sequence[Setting],
     report: Report,
-    options: Options,
     journal: Journal,
 ) -> list[Results]:
     """Return the results of every setting, and add their figures to `report`.
@@ -198,18 +187,11 @@ def decode_settings(
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
-            # replies token by token need a forward pass each, and only the whole report shows them
-            figures = partial(configured_figures, target, setting=setting, ways=ways, samples=0)
-            where = f"of {len(prompts)} prompts in setting {number + 1} of {len(settings)}"
-            each = partial_writer(report, options.json, where, figures)
             decoding = decoded_ways(ways)
             results.append(
-                decode_alternately(target, decoding, prompts, setting, progress, journal, each)
+                decode_alternately(target, decoding, prompts, setting, progress, journal)
             )
             report.settings.append(configured_figures(target, results[-1], setting, ways))
-            if number + 1 < len(settings):
-                done = f"{number + 1} of {len(settings)} settings"
-                write_report(replace(report, partial=done), options.json)
     return results
 
 
@@ -224,9 +206,9 @@ def decoded_ways(ways: Sequence[Way]) -> list[Way]:
 
 
 def configured_figures(
-    target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
+    target: Target, results: Results, setting: Setting, ways: Sequence[Way]
 ) -> SettingFigures:
-    """Return the part of the report about one setting, with `samples` replies of each way.
+    """Return the part of the report about one setting.
 
     Tuned ways have their gain over the same drafter as it is named without the profile, whose
     replies and figures they share where the profile changes nothing.
@@ -234,7 +216,7 @@ def configured_figures(
     named = dict(zip(distinct_names(ways), ways, strict=True))
     without = untuned(ways)
     results = {name: results[without[name][0] if name not in results else name] for name in named}
-    entry = figures_of_setting(target, results, setting, samples)
+    entry = figures_of_setting(target, results, setting, SAMPLES)
     for name, figures in entry.drafters.items():
         way = named[name]
         figures.kind = way.name
@@ -246,28 +228,6 @@ def configured_figures(
         tuned.untuned = default
         tuned.gain_over_default, tuned.gain_ci95, _ = gain(results[name], beside, setting.batch)
     return entry
-
-
-def partial_writer(
-    report: Report, path: str | None, where: str, figures: Callable[[Results], SettingFigures]
-) -> Callable[[Results], None]:
-    """Return a function that writes an unfinished report, at most twice a minute.
-
-    `report` has the settings that are finished, and `figures` makes those of the results so far of
-    the present one. `where` says after their number of what the finished prompts are a part.
-    """
-    written = time.monotonic()
-
-    def write(results: Results) -> None:
-        nonlocal written
-        if path is None or time.monotonic() - written < PARTIAL_EVERY_S:
-            return
-        done = len({turn.prompt.place for turn in next(iter(results.values()))})
-        settings = [*report.settings, figures(results)]
-        write_report(replace(report, settings=settings, partial=f"{done} {where}"), path)
-        written = time.monotonic()
-
-    return write
 
 
 def identity(report: Report, options: Options) -> JsonObject:
@@ -384,7 +344,7 @@ def facts_of(
             sha256=hashlib.sha256(texts.encode()).hexdigest(),
             prompts=len(prompts),
             categories=dict(Counter(prompt.category for prompt in prompts)),
-            benchmark=benchmark_of(options.source(options.prompts or "")),
+            benchmark=benchmark_of(options.source(options.prompts)),
         ),
         peak_memory_bytes=peak_memory(target),
         definitions=DEFINITIONS,
@@ -410,7 +370,6 @@ def conditions_of(target: Target) -> Conditions:
         load_before=load(),
         layout="packed" if target.packed_bytes else "as stored",
         packed_bytes=target.packed_bytes,
-        four_tokens=four_tokens(target),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -233,65 +233,6 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
     if figures.tau_incl_bonus is not None and plain.tau_incl_bonus is not None:
         gain = figures.tau_incl_bonus / plain.tau_incl_bonus
         figures.predicted_speedup = gain / figures.round_cost
-
-
-def model_batches(settings: Sequence[SettingFigures]) -> None:
-    """Set `modelled_speedup` (docs/metrics.md#speed) of settings that differ in batch size only.
-
-    It follows for each batch size from acceptance and draft time at the smallest one, and from
-    plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
-    batch size are left as they are.
-    """
-    for kind in {(s.temperature, s.lossless) for s in settings}:
-        alike = [s for s in settings if (s.temperature, s.lossless) == kind]
-        alike.sort(key=lambda setting: setting.batch)
-        plain = {s.batch: s.plain for s in alike if s.plain.rounds}
-        # mean wall time of a round of a whole batch
-        steps = {batch: (one.decode_s or 0.0) / one.steps for batch, one in plain.items()}
-        if len(steps) < 2:
-            continue
-        smallest = alike[0]
-        for setting in alike:
-            for name, figures in setting.drafters.items():
-                base = smallest.drafters.get(name)
-                # only of loops that report the time of a verification
-                if base is not None and base.rounds and base.split["verify"]:
-                    figures.modelled_speedup = _modelled(base, smallest.batch, setting.batch, steps)
-
-
-def _modelled(
-    base: DrafterFigures, smallest: int, batch: int, steps: dict[int, float]
-) -> float | None:
-    """Return the modelled speed-up of a drafter at a batch size.
-
-    `base` are its figures at the batch size `smallest`, and `steps` the seconds of plain steps by
-    batch size. A pass over n tokens in all takes what a plain step of n requests takes; drafting
-    grows with the batch as a plain step does, and the rest of a round does not grow.
-    """
-    if base.tau_incl_bonus is None or base.mean_n_draft is None:
-        return None
-    # `split` shares a batch's round among its rows, so its sums are those of whole batches
-    per_step = {name: seconds / base.steps for name, seconds in base.split.items()}
-    growth = _extended(steps, batch) / _extended(steps, smallest)
-    cost = (
-        per_step["draft"] * growth
-        + _extended(steps, batch * (1 + base.mean_n_draft))
-        + per_step["accept"]
-        + per_step["kv"]
-        + per_step["host"]
-    )
-    return base.tau_incl_bonus * _extended(steps, batch) / cost
-
-
-def _extended(points: dict[int, float], at: float) -> float:
-    """Return the value at `at` of the line through the two `points` around it, or nearest to it."""
-    sizes = sorted(points)
-    low, high = sizes[-2:]
-    for left, right in pairwise(sizes):
-        if at <= right:
-            low, high = left, right
-            break
-    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 def warnings_of(generations: Sequence[Generation]) -> list[str]:

@@ -8,7 +8,7 @@ all of them. docs/metrics.md defines the figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol, runtime_checkable
@@ -81,13 +81,12 @@ def decode_alternately(
     setting: Setting,
     progress: Progress | None = None,
     journal: Journal | None = None,
-    each: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Decode every prompt in every way, of which the first is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
     from the same text; `progress` does not count them, since their number is not known. Batches
-    that `journal` holds are not decoded again. `each` is called with the results after every batch.
+    that `journal` holds are not decoded again.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))
@@ -102,7 +101,6 @@ def decode_alternately(
                 results[name] += [Turn(prompt, number, reply) for prompt, reply in pairs]
             if progress is not None and number == 0:
                 (progress.update if decoded else progress.skip)(len(batch))
-            each(results)
         number += 1
         answered = results[names[0]][-len(waiting) :]
         waiting = []

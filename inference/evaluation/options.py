@@ -33,8 +33,8 @@ class EvaluateOptions(SourceOptions):
         "held_out.jsonl",
     )
 
-    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
-    prompts: str | None = None
+    target: TargetConfig
+    prompts: str
     """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
     from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
     on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
@@ -43,9 +43,6 @@ class EvaluateOptions(SourceOptions):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
     of a row win."""
-    features: str | None = None
-    """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
-    texts (greedy)."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a draft model's folder, or ngram, or
     module:Class of your own; settings follow a colon: ngram:length=8. May be given several times.

@@ -179,7 +179,6 @@ class DrafterFigures(Struct, kw_only=True):
     verify_cost: Number = None
     round_cost: Number = None
     predicted_speedup: Number = None
-    modelled_speedup: Number = None
     warnings: list[str] = []
     """Reasons to doubt the figures, in words."""
     by_category: dict[str, CategoryFigures] = {}
@@ -296,8 +295,6 @@ class Conditions(Struct, kw_only=True):
     """`packed`, or `as stored`: the order of the target's matrices."""
     packed_bytes: Count | None = None
     """Bytes of the matrices that were packed."""
-    four_tokens: Number = None
-    """Time of a pass over four tokens as a multiple of one over one, for one request."""
 
     def __str__(self) -> str:
         loads = [f"{load:.1f}" for load in (self.load_before, self.load_after) if load is not None]
@@ -306,7 +303,6 @@ class Conditions(Struct, kw_only=True):
             None if self.cores is None else f"cores: {self.cores}",
             f"load before and after: {', '.join(loads)}" if loads else None,
             None if self.layout is None else f"matrices {self.layout}",
-            None if self.four_tokens is None else f"four tokens cost {self.four_tokens:.2f} of one",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -356,8 +352,6 @@ class Report(Document, kw_only=True):
     """A table for each temperature and batch size."""
     server: ServerReport | None = None
     """A live server; only with `--server`."""
-    partial: str = ""
-    """Part that is measured so far, in words; empty for a whole report."""
 
     @property
     def target_name(self) -> str:
@@ -365,13 +359,9 @@ class Report(Document, kw_only=True):
 
     @property
     def scope(self) -> str:
-        """Prompts measured: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
+        """Prompts measured: `88 prompts`."""
         count = self.prompt_set.prompts
-        prompts = f"{count} prompt{'s' if count != 1 else ''}"
-        if not self.partial:
-            return prompts
-        only = f"only {self.partial} so far"
-        return only if "prompts" in self.partial else f"{prompts}, {only}"
+        return f"{count} prompt{'s' if count != 1 else ''}"
 
     @property
     def measured_on(self) -> str:
@@ -399,11 +389,10 @@ class Report(Document, kw_only=True):
     __repr__ = __str__  # what a notebook shows
 
     def to_json(self) -> JsonObject:
-        """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
+        """Return the report as JSON can hold it; `server` only where one was measured."""
         value = msgspec.to_builtins(self)
-        for key in ("server", "partial"):
-            if not value[key]:
-                del value[key]
+        if value["server"] is None:
+            del value["server"]
         return value
 
 

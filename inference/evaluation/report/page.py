@@ -31,7 +31,15 @@ from ..results import (
     ends,
     known,
 )
-from ..tables import UNNAMED, Table, categories, remarks_of, summary
+from ..tables import (
+    UNNAMED,
+    Table,
+    categories,
+    remarks_of,
+    remarks_of_server,
+    served,
+    summary,
+)
 from ..training_log import Training, trainings
 
 FOLDER = Path(__file__).parent
@@ -85,7 +93,7 @@ def text(words: str, look: str = "note") -> Block:
 
 def table(of: Table) -> Block:
     """Return a table, which shows the columns `few` until its reader asks for all."""
-    return {"kind": "table", **msgspec.to_builtins(of), "few": of.few}
+    return {"kind": "table", **msgspec.to_builtins(of), "few": of.few()}
 
 
 def fold(title: str, blocks: Sequence[Block], opened: bool = False) -> list[Block]:
@@ -170,8 +178,6 @@ def others_folded(report: Report, draw: Callable[[SettingFigures], list[Block]])
 def verdict(report: Report) -> list[Block]:
     """Return what a reader has to know before any figure, the headline, and tau and speed-up."""
     said = []
-    if report.partial:
-        said.append(text(f"Not whole: only {report.partial} so far.", "alert"))
     if lossy := [caption(s) for s in report.settings if not s.lossless]:
         said.append(
             text(
@@ -209,6 +215,14 @@ def summaries(report: Report) -> list[Block]:
         *remarks_of(report),
     ]
     return [table(summary(report)), *(text(note) for note in notes if note)]
+
+
+def server(report: Report) -> list[Block]:
+    """Return the table of a live server, and the remarks that a reader of it needs."""
+    of = served(report)
+    if of is None or report.server is None:
+        return []
+    return [table(of), *(text(note) for note in remarks_of_server(report.server))]
 
 
 def few_prompts(report: Report) -> str:
@@ -281,10 +295,7 @@ def by_category(report: Report) -> list[Block]:
 
 
 def speed(report: Report) -> list[Block]:
-    """Return a chart of the speed-up over batch sizes for each temperature that has several.
-
-    Dashed lines are `modelled_speedup`, the cost model's; see docs/metrics.md#speed.
-    """
+    """Return a chart of the speed-up over batch sizes for each temperature that has several."""
     made = []
     for first in smallest(report):
         kind = first.temperature, first.lossless
@@ -294,11 +305,7 @@ def speed(report: Report) -> list[Block]:
             for name, s in drafting(setting):
                 low, high = ends(s.speedup_ci95) or (None, None)
                 rows += points(name, {setting.batch: s.speedup}, low=low, high=high, point=True)
-                rows += points(name, {setting.batch: s.modelled_speedup}, dashed=True)
-        note = (
-            "points: measured, with 95% intervals; dashed: predicted by the cost model from the "
-            "smallest batch"
-        )
+        note = "lines: 95% intervals; dashed across: plain decoding"
         title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
         axes = {"x": "batch size (requests)", "y": SPEED_UP, "low": 0, "rule": 1, "log": True}
         if len(same) > 1:
@@ -369,7 +376,6 @@ def facts(report: Report, path: str) -> Block:
         "target": report.target.name if report.target is not None else None,
         "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
         "machine": report.measured_on,
-        "measured so far": report.partial,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
         "prompts": _prompt_set(report.prompt_set),

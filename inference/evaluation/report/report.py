@@ -173,7 +173,6 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
 
     `report` is the one of the part, or all of its lineage in one.
     """
-    server = served(report)
     conditions = []
     for label, (path, own) in zip(part.labels, part.reports, strict=True):
         conditions += [heading(label, 4)] if len(part.reports) > 1 else []
@@ -181,7 +180,7 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
     return [
         ("Before and after", before_after(part)),
         ("Summary", page.summaries(report)),
-        ("Server", [] if server is None else [page.table(server)]),
+        ("Server", page.server(report)),
         ("Acceptance by position", page.acceptance(report)),
         ("Categories", page.by_category(report)),
         ("Speed-up by batch size", page.speed(report)),
@@ -208,7 +207,7 @@ def markdown(found: Found) -> str:
             summary(report) if report.settings else None,
             served(report),
         ]
-        tables = [table.of(table.few, table.title) for table in whole if table is not None]
+        tables = [table.of(table.few()) for table in whole if table is not None]
         for table in categories(report.settings):
             tables += table.split() if len(table.rows) > 1 else []
         blocks += [table.markdown() for table in tables]

@@ -15,7 +15,7 @@ from draftsmith.inference.evaluation.engines import DraftsAsEngine, ImitatedEngi
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.settings import Sampling
+from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.random_blocks import proposer_of, random_block
@@ -230,7 +230,6 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ({"like": ["vllm:drafts=0"]}, "drafts must be a whole number of at least 1"),
         ({"like": ["vllm:draws=some"]}, "greedy or probabilistic"),
         ({"like": ["vllm"], "drafter": []}, "name one with --drafter"),
-        ({"profile": "p.json", "features": "store", "prompts": None}, "leave out --profile"),
     ],
 )
 def test_invalid_engine_settings_are_refused_before_loading(
@@ -238,7 +237,11 @@ def test_invalid_engine_settings_are_refused_before_loading(
 ) -> None:
     prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
-        check(Options(**{"prompts": prompts, "drafter": ["ngram"], **options}))  # type: ignore[arg-type]
+        check(
+            Options(
+                target=TargetConfig("t"), **{"prompts": prompts, "drafter": ["ngram"], **options}
+            )
+        )  # type: ignore[arg-type]
 
 
 def test_sglang_tree_with_too_few_tokens_is_refused(quickstart: Target) -> None:

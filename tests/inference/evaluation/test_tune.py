@@ -13,11 +13,10 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
-from draftsmith.inference.decode import Generation, Request, Round, generate
+from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
 from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.four_tokens import FixedSizes, four_tokens
 from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
 from draftsmith.inference.evaluation.results import SettingFigures
 from draftsmith.inference.evaluation.tuning.candidates import candidates
@@ -34,36 +33,14 @@ from draftsmith.inference.evaluation.tuning.halving import (
 from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
-from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
-from tests.conftest import QUICKSTART, tiny_target
+from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli
 from tests.helpers.trained import chat_prompts
 
 EAGLE = str(QUICKSTART.parent / "drafters" / "eagle3")
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")
-
-
-@pytest.mark.full
-def test_drafts_of_fixed_sizes_are_never_right(quickstart: Target) -> None:
-    prompt = chat_prompts(quickstart, "valid", 1)[0]
-    requests = [Request(prompt, i) for i in range(2)]
-    found = generate(quickstart, FixedSizes(3), requests, 6, GREEDY)
-    plain = generate(quickstart, PlainDecoding(), requests, 6, GREEDY)
-    for reply, expected in zip(found, plain, strict=True):
-        rounds = [record for record in reply.rounds if record.drafted is not None]
-        assert all(len(record.tokens) == 1 and record.accepted == 0 for record in rounds)
-        assert all(record.t_verify_s > 0 for record in rounds)
-        assert reply.token_ids == expected.token_ids, "the target's, whatever was drafted"
-
-
-def test_four_token_pass_cost_is_measured_if_it_fits(quickstart: Target) -> None:
-    """Four tokens cost more than half of one and less than ten; a target of few positions has no
-    room for it."""
-    found = four_tokens(quickstart)
-    assert found is not None and 0.5 < found < 10
-    assert four_tokens(tiny_target(max_position_embeddings=64)) is None
 
 
 def test_faster_half_is_measured_again_on_more_prompts() -> None:

@@ -20,16 +20,11 @@ DEFINITIONS = {
     "tau_ci95": "95% interval over prompts (the turns of one go together), by the jackknife of "
     "log(tau) with Student's t; not given for fewer than five prompts",
     "tau_by_position": "tau of the rounds whose root is below that position",
-    "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
     "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
     "target's own, -1 the prefill's",
     "rounds": "of each request: [nodes drafted, drafts accepted, tokens emitted] of every round",
-    "discarded_share": "share of all verified nodes, roots included, that were drafts and not "
-    "accepted",
     "verify_cost": "a verification over a plain verification; round_cost: a whole round over a "
     "plain round",
-    "predicted_speedup": "tau over round_cost; both over plain decoding's: what the split of "
-    "these very rounds explains",
     "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles "
     "over requests, nearest rank",
     "survival": "share of rounds that accepted at least d drafts",

@@ -34,18 +34,19 @@ from ..conversations.benchmarks import benchmark_of
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
-from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
+from ..drafters import Given, is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import checked_proposer, files_of
 from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
+from ..settings import Sampling
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from .checks import check, numbers, prompts_of
 from .definitions import DEFINITIONS
-from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
+from .engines import AS_IN, ImitatedEngine, as_in_engine
 from .figures import figures_of_setting, gain
 from .journal import Journal, kept
-from .measure import Results, Setting, Way, decode_alternately
+from .measure import ChosenWay, Results, Setting, Way, decode_alternately
 from .names import BASELINES, distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .remarks import load
@@ -61,11 +62,12 @@ from .results import (
 )
 from .server import report as live_report
 from .tables import show
-from .tuning.profile import Tuned, untuned
 
 log = logging.getLogger(__name__)
 
 CONCURRENCY = (1, 8, 32, 64)
+TUNED = ":tuned"
+"""End of the name of a drafter with the tree of a profile."""
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 
 
@@ -220,13 +222,13 @@ def configured_figures(
     for name, figures in entry.drafters.items():
         way = named[name]
         figures.kind = way.name
-        if isinstance(way, Tuned | DraftsAsEngine):
+        if isinstance(way, ChosenWay):
             figures.setting, figures.spec = way.setting, way.spec
     for name, (default, _) in without.items():
         beside = [turn.generation for turn in results[default]]
         tuned = entry.drafters[name]
         tuned.untuned = default
-        tuned.gain_over_default, tuned.gain_ci95, _ = gain(results[name], beside, setting.batch)
+        tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
     return entry
 
 
@@ -279,7 +281,7 @@ def tuned_and_served(
     for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
-                engines.append(DraftsAsEngine(engine, spec, target))
+                engines.append(as_in_engine(engine, spec, target))
             except UserError as error:
                 named = short_name(without_tree(spec))
                 left_out[f"{named}{AS_IN}{engine.label}"] = str(error)
@@ -288,9 +290,45 @@ def tuned_and_served(
         if profile is None:
             return engines
         sampling, batch = setting.sampling, setting.batch
-        return [*(Tuned(profile, spec, target, sampling, batch) for spec in tuned), *engines]
+        chosen = [tuned_way(profile, spec, target, sampling, batch) for spec in tuned]
+        return [*chosen, *engines]
 
     return ways
+
+
+def tuned_way(
+    profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
+) -> ChosenWay:
+    """Return a drafter as a way to decode with its setting for a temperature and batch size."""
+    setting = profile.setting(spec, sampling.temperature, batch)
+    proposer = load_proposer(spec, target, lambda message: None, setting)
+    return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
+
+
+def untuned(ways: Sequence[Way]) -> dict[str, tuple[str, bool]]:
+    """Return, by the names of tuned drafters, the names of the same drafters without the profile.
+
+    The second value is True where both draft the same tree: the profile keeps the one that the
+    drafter has without it. Tuned drafters of `ways` that are alone are left out.
+    """
+    named = dict(zip(distinct_names(ways), ways, strict=True))
+    by_given = {way.given: name for name, way in named.items()}
+    found = {}
+    for name, way in named.items():
+        if not isinstance(way, ChosenWay) or way.given != Given(way.spec, TUNED):
+            continue
+        if (default := by_given.get(Given(way.spec))) is not None:
+            found[name] = default, _tree_of(way.make()) == _tree_of(named[default])
+    return found
+
+
+def _tree_of(proposer: Any) -> tuple[object, ...]:
+    """Return everything about what a proposer drafts that the settings of a profile may change."""
+    proposer = getattr(proposer, "trained", proposer)  # of a drafter with a lookup
+    own = proposer.max_drafted, getattr(proposer, "slots", None)
+    plan = getattr(proposer, "plan", proposer)
+    names = ("fixed", "length", "width", "nodes", "threshold", "score_temperature")
+    return *own, *(getattr(plan, name, None) for name in names)
 
 
 def proposers_of(options: Options, target: Target) -> dict[str, Proposer]:

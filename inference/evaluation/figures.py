@@ -5,7 +5,6 @@ The functions turn the replies of `measure.decode_alternately` into the types of
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ def figures_of_drafter(
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
     figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
-    figures.speedup, figures.speedup_ci95, figures.speedup_median = gain(turns, plain, size)
+    figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
         figures.equal_to_ar = 0
@@ -95,8 +94,6 @@ def figures_of_replies(
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
     survived = metrics.survival(accepted, levels)
-    # a reply without a round has no tau
-    own_taus = [metrics.tau([of_request]) if of_request else None for of_request in emitted]
     roots = [len(g.prompt_ids) for g in generations]
     decode_s = steps = 0
     for batch in batches if batches is not None else [[i] for i in range(count)]:
@@ -111,8 +108,6 @@ def figures_of_replies(
         tokens=sum(len(g.token_ids) for g in generations),
         tau_incl_bonus=metrics.tau(emitted),
         tau_ci95=tau_interval(emitted, units, most_drafts(rounds)),
-        tau_macro=metrics.mean(own_taus),
-        tau_by_request=metrics.quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
         tau_by_position=metrics.tau_by_position(list(zip(roots, emitted, strict=True))),
         tau_untruncated=_share(sum(accepted) + len(rounds), len(rounds), NAN),
         survival=survived,
@@ -120,9 +115,6 @@ def figures_of_replies(
         cond_offered=metrics.offered_conditional(accepted, [r.offered for r in rounds], levels),
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
-        # of all nodes that were verified, of which every round has a root
-        discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
-        zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
         rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
@@ -166,19 +158,14 @@ def request_record(
         turn=turn.number,
         n_prompt=len(reply.prompt_ids),
         n_out=len(reply.token_ids),
-        n_rounds=len(rounds),
         rounds=[(r.drafted or 0, r.accepted, len(r.tokens)) for r in rounds],
-        accepted_hist=_histogram([r.accepted for r in rounds]),
-        drafted_hist=_histogram([r.drafted or 0 for r in rounds]),
         offered_hist=_histogram([r.offered for r in rounds]),
         tau_incl_bonus=metrics.tau([metrics.emitted_per_round(reply)]) if rounds else None,
         ttft_s=reply.ttft_s,
         decode_s=reply.decode_s,
         tpot_s=metrics.time_per_token(reply),
-        chunk_gap_s=metrics.quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
         rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
-        **{f"t_{part}_s": seconds for part, seconds in metrics.split(rounds).items()},
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,
@@ -219,10 +206,7 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
 
 
 def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
-    """Set the costs of a round and of a verification in plain steps, and the predicted speed-up.
-
-    It is tau over the cost of a round, both over plain decoding's. No round has no cost.
-    """
+    """Set the costs of a round and of a verification in plain steps. No round has no cost."""
     if not figures.rounds or not plain.rounds:
         return
     plain_round = sum(plain.split.values()) / plain.rounds
@@ -230,9 +214,6 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
     verify = figures.split["verify"] / figures.rounds
     # a loop that is not draftsmith's does not report it: 0 becomes None
     figures.verify_cost = verify / (plain.split["verify"] / plain.rounds) or None
-    if figures.tau_incl_bonus is not None and plain.tau_incl_bonus is not None:
-        gain = figures.tau_incl_bonus / plain.tau_incl_bonus
-        figures.predicted_speedup = gain / figures.round_cost
 
 
 def warnings_of(generations: Sequence[Generation]) -> list[str]:
@@ -300,8 +281,6 @@ class Gain(NamedTuple):
     """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
     interval: tuple[float, float]
     """NaN for fewer than `FEWEST` prompts or batches."""
-    median: float | None = None
-    """Median over batches of the ratio of one batch."""
 
 
 def gain(
@@ -319,13 +298,7 @@ def gain(
         costs.append((*_cost(other), *_cost(own)))
         # of one number the unit of a prompt, of several a batch of its own
         units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
-    # a batch without a round has neither time nor tokens, and no ratio
-    ratios = [_ratio(*of_batch) for of_batch in costs if all(of_batch)]
-    return Gain(
-        _ratio(*summed(costs)),
-        interval(pooled(costs, units), _ratio, level),
-        statistics.median(ratios) if ratios else None,
-    )
+    return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:

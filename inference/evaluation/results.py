@@ -50,12 +50,6 @@ class RequestRecord(Struct, kw_only=True):
     """Tokens of the prompt."""
     n_out: Count = 0
     """Tokens of the reply."""
-    n_rounds: Count = 0
-    """Number of rounds."""
-    accepted_hist: list[Count] = []
-    """Rounds that accepted 0, 1, 2, ... drafts."""
-    drafted_hist: list[Count] = []
-    """Rounds that drafted 0, 1, 2, ... nodes."""
     offered_hist: list[Count] = []
     """Rounds by offered depth: accepted, and 1 more if the draft after them was rejected."""
     tau_incl_bonus: Number = None
@@ -64,20 +58,8 @@ class RequestRecord(Struct, kw_only=True):
     """Wall time of its rounds."""
     tpot_s: Number = None
     """Time per token after the first."""
-    chunk_gap_s: ByName | None = None
-    """Wall time of a round: `p50` and `p95`."""
     rb_tau: Number = None
     alpha: ByDepth | None = None
-    t_draft_s: Number = None
-    """Its share of the drafter's time."""
-    t_verify_s: Number = None
-    """Its share of the verifications."""
-    t_accept_s: Number = None
-    """Its share of sampling and the acceptance rule."""
-    t_kv_s: Number = None
-    """Its share of the commits."""
-    t_host_s: Number = None
-    """Its share of the remaining wall time."""
     finish_reason: str | None = None
     """`eos`, `stop`, `length`, or `context` (the target's positions)."""
     equal_to_ar: bool | None = None
@@ -144,8 +126,6 @@ class DrafterFigures(Struct, kw_only=True):
     """Tokens, the prefills' included."""
     tau_incl_bonus: Number
     tau_ci95: Interval | None
-    tau_macro: Number = None
-    tau_by_request: ByName | None = None
     tau_by_position: ByName | None = None
     tau_untruncated: Number = None
     survival: ByDepth = []
@@ -153,8 +133,6 @@ class DrafterFigures(Struct, kw_only=True):
     cond_offered: ByDepth = []
     accept_rate: Number = None
     mean_n_draft: Number
-    discarded_share: Number = None
-    zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
     """Rounds that accepted 0, 1, 2, ... drafts."""
     rb_tau: Number = None
@@ -171,14 +149,12 @@ class DrafterFigures(Struct, kw_only=True):
     decode_s: Number = None
     speedup: Number = None
     speedup_ci95: Interval | None = None
-    speedup_median: Number = None
     untuned: str | None = None
     """Name of the same drafter without the profile, where it is tuned."""
     gain_over_default: Number = None
     gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
-    predicted_speedup: Number = None
     warnings: list[str] = []
     """Reasons to doubt the figures, in words."""
     by_category: dict[str, CategoryFigures] = {}

@@ -23,7 +23,7 @@ from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
 from ..intervals import LEVEL
-from ..measure import Setting, Turn, decode_alternately
+from ..measure import ChosenWay, Setting, Turn, decode_alternately
 from ..results import FEWEST, NAN
 from .candidates import PLAIN, Candidate
 
@@ -315,18 +315,5 @@ def decoded(
     target: Target, ways: Sequence[Candidate], prompts: Sequence[Prompt], setting: Setting
 ) -> list[list[Turn]]:
     """Decode `prompts` with each of `ways` alternately, and return the replies of each."""
-    loops = [_Ready(target, way) for way in ways]
+    loops = [ChosenWay(way.label, way.make, way.setting) for way in ways]
     return list(decode_alternately(target, loops, prompts, setting).values())
-
-
-class _Ready:
-    """Candidate as a way to decode (a `measure.OwnLoop`), which is set up when its turn comes."""
-
-    def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.name, self._target, self._candidate = candidate.label, target, candidate
-
-    def generate(
-        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
-    ) -> list[Generation]:
-        """Decode like `decode.generate`."""
-        return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)

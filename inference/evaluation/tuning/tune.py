@@ -10,9 +10,12 @@ import hashlib
 import json
 import logging
 import math
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from itertools import product
 
 from msgspec import to_builtins
@@ -25,20 +28,21 @@ from ...conversations.benchmarks import check_prompts
 from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
+from ...profile import key_of, machine_of
 from ...settings import Sampling
-from ...targets.target import load_for_decoding
+from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, tokenizer_of
 from ..evaluate import leave_out_names, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
+from ..options import TuneOptions as Options
 from ..remarks import busy_now, slower
 from ..results import FEWEST
 from .candidates import PLAIN, candidates, check_tunable
 from .halving import enough, halves, tuned_row
-from .options import TuneOptions as Options
-from .profile import empty_profile, key_of
 
 log = logging.getLogger(__name__)
+SCHEMA = 1
 MOST_PROMPTS = 320  # that are read: both halves of 10 batches of 16
 
 
@@ -102,6 +106,22 @@ def run(options: Options) -> None:
     show(profile, Console())
     if options.budget:
         log.info("took %.1f of %g minutes", (time.monotonic() - started) / 60, options.budget)
+
+
+def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
+    """Return a profile that says what it is about, with no result for any drafter yet.
+
+    `prompts`: how many there are.
+    """
+    return {
+        "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": target.fingerprint().as_dict(),
+        "machine": machine_of(target),
+        "prompts": {"path": options.prompts, "count": prompts},
+        "drafters": {key_of(spec): [] for spec in options.drafter},
+    }
 
 
 def prompts_of(options: Options) -> list[Prompt]:

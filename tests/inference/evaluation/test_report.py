@@ -145,7 +145,6 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
             "split_s",
             "by_category",
             "speedup",
-            "predicted_speedup",
             "cond_accept",
             "cond_offered",
             "survival",

@@ -15,7 +15,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
+from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways, tuned_way
 from draftsmith.inference.evaluation.figures import Gain, gain
 from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
 from draftsmith.inference.evaluation.results import SettingFigures
@@ -30,7 +30,6 @@ from draftsmith.inference.evaluation.tuning.halving import (
     level_of,
     rungs,
 )
-from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
@@ -202,7 +201,7 @@ def test_profile_equal_to_the_default_is_measured_once(
     def measured(tree: dict[str, Any]) -> tuple[int, SettingFigures]:
         rows = [{"temperature": 0, "batch": 1, "setting": tree}]
         path.write_text(json.dumps(written | {"drafters": {key_of(drafter): rows}}))
-        tuned = Tuned(TuningProfile(str(path), quickstart), drafter, quickstart, sampling, 1)
+        tuned = tuned_way(TuningProfile(str(path), quickstart), drafter, quickstart, sampling, 1)
         ways: list[Any] = [plain, default, tuned]
         decoding = decoded_ways(ways)
         results = decode_alternately(quickstart, decoding, [prompt], setting)
@@ -372,7 +371,7 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     with pytest.raises(UserError, match="knows no drafter none; it has: ngram"):
         own.setting("none", 0, 1)
     probs = Sampling(temperature=1.0)
-    assert Tuned(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
+    assert tuned_way(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         str(folder / "o.json"),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("speed-up") == 1, "one table"
-    labels = re.findall(r"^ (T = .+?) *$", done.stdout, flags=re.MULTILINE)
-    assert labels == [f"T = {t}, batch {size}" for t in (0, 1) for size in (1, 2)]
+    assert done.stdout.count("\n drafter ") == 1, "one table"
+    labels = re.findall(r"^ [ *] eagle3 +[\d.]+x +(\d) +(\d) ", done.stdout, flags=re.MULTILINE)
+    assert labels == [(t, size) for t in "01" for size in "12"]
     titles = re.findall(r"Tau by category, (T = .+?) *$", done.stdout, flags=re.MULTILINE)
     assert titles == ["T = 0, batch 1, 2", "T = 1, batch 1, 2"]
     return json.loads((folder / "o.json").read_text()), folder

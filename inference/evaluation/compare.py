@@ -72,7 +72,7 @@ def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
         sampling.pop("temperature", None)
         return {
             "prompts": (report.prompt_set.sha256, report.prompt_set.prompts),
-            "targets": report.target.weights_hash if report.target is not None else None,
+            "targets": (report.target or {}).get("weights_hash"),
             "lengths of replies (max_new_tokens)": (report.options or {}).get("max_new_tokens"),
             "sampling": sampling,
         }

@@ -34,7 +34,7 @@ from ..conversations.benchmarks import benchmark_of
 from ..conversations.given import GivenRows
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.templates import endless
-from ..drafters import Given, is_own_drafter, load_proposer, parse_spec, without_tree
+from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import checked_proposer, files_of
 from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
@@ -42,9 +42,8 @@ from ..settings import Sampling
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from .checks import check, numbers, prompts_of
-from .definitions import DEFINITIONS
 from .engines import AS_IN, ImitatedEngine, as_in_engine
-from .figures import figures_of_setting, gain
+from .figures import figures_of_setting
 from .journal import Journal, kept
 from .measure import ChosenWay, Results, Setting, Way, decode_alternately
 from .names import BASELINES, distinct_names, short_name
@@ -57,7 +56,6 @@ from .results import (
     PromptSet,
     Report,
     SettingFigures,
-    TargetFacts,
     write_report,
 )
 from .server import report as live_report
@@ -66,8 +64,6 @@ from .tables import show
 log = logging.getLogger(__name__)
 
 CONCURRENCY = (1, 8, 32, 64)
-TUNED = ":tuned"
-"""End of the name of a drafter with the tree of a profile."""
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 
 
@@ -189,72 +185,44 @@ def decode_settings(
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
-            decoding = decoded_ways(ways)
-            results.append(
-                decode_alternately(target, decoding, prompts, setting, progress, journal)
-            )
+            results.append(decode_alternately(target, ways, prompts, setting, progress, journal))
             report.settings.append(configured_figures(target, results[-1], setting, ways))
     return results
-
-
-def decoded_ways(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that have to decode: all but tuned drafters whose profile changes nothing.
-
-    Two measurements of the same decoding differ by one or two percent, which is not a gain.
-    """
-    names, without = distinct_names(ways), untuned(ways)
-    same = {name for name, (_, same_tree) in without.items() if same_tree}
-    return [way for name, way in zip(names, ways, strict=True) if name not in same]
 
 
 def configured_figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way]
 ) -> SettingFigures:
-    """Return the part of the report about one setting.
-
-    Tuned ways have their gain over the same drafter as it is named without the profile, whose
-    replies and figures they share where the profile changes nothing.
-    """
-    named = dict(zip(distinct_names(ways), ways, strict=True))
-    without = untuned(ways)
-    results = {name: results[without[name][0] if name not in results else name] for name in named}
+    """Return the part of the report about one setting, with the settings of each way to decode."""
     entry = figures_of_setting(target, results, setting, SAMPLES)
-    for name, figures in entry.drafters.items():
-        way = named[name]
+    for figures, way in zip(entry.drafters.values(), ways, strict=True):
         figures.kind = way.name
         if isinstance(way, ChosenWay):
             figures.setting, figures.spec = way.setting, way.spec
-    for name, (default, _) in without.items():
-        beside = [turn.generation for turn in results[default]]
-        tuned = entry.drafters[name]
-        tuned.untuned = default
-        tuned.gain_over_default, tuned.gain_ci95 = gain(results[name], beside, setting.batch)
     return entry
 
 
 def identity(report: Report, options: Options) -> JsonObject:
-    """Return all that the figures depend on, as JSON can hold it.
-
-    A stopped evaluation goes on only where it is the same.
-    """
+    """Return all that the figures depend on: see `comparable_facts`."""
     keys = ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
     facts: JsonObject = {key: to_builtins(getattr(report, key)) for key in keys}
     facts["prompts"] = report.prompt_set.sha256
-    # the figures do not depend on the name of the file that they are written to
-    facts["options"] = asdict(options)
-    del facts["options"]["json"]
-    leave_out_names(facts)
     facts["profile"] = checksum(Path(options.profile)) if options.profile is not None else None
-    # there and back, so that only texts, numbers, lists and dictionaries are left
-    return json_module.loads(json_module.dumps(facts, default=str))
+    return comparable_facts(facts | {"options": asdict(options)}, "json")
 
 
-def leave_out_names(facts: JsonObject) -> None:
-    """Take the target's name and paths out of an identity, where its weights are known."""
+def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
+    """Return what a measurement depends on, as JSON holds it; it goes on only where it is the same.
+
+    The option `output` is left out, and so are name and paths of a target whose weights are known.
+    """
+    del facts["options"][output]
     target = facts["target"]
     if target is not None and (compared := without_name(target)) != target:
         facts["target"] = compared
         del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
+    # there and back, so that only texts, numbers, lists and dictionaries are left
+    return json_module.loads(json_module.dumps(facts, default=str))
 
 
 def tuned_and_served(
@@ -303,32 +271,6 @@ def tuned_way(
     setting = profile.setting(spec, sampling.temperature, batch)
     proposer = load_proposer(spec, target, lambda message: None, setting)
     return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
-
-
-def untuned(ways: Sequence[Way]) -> dict[str, tuple[str, bool]]:
-    """Return, by the names of tuned drafters, the names of the same drafters without the profile.
-
-    The second value is True where both draft the same tree: the profile keeps the one that the
-    drafter has without it. Tuned drafters of `ways` that are alone are left out.
-    """
-    named = dict(zip(distinct_names(ways), ways, strict=True))
-    by_given = {way.given: name for name, way in named.items()}
-    found = {}
-    for name, way in named.items():
-        if not isinstance(way, ChosenWay) or way.given != Given(way.spec, TUNED):
-            continue
-        if (default := by_given.get(Given(way.spec))) is not None:
-            found[name] = default, _tree_of(way.make()) == _tree_of(named[default])
-    return found
-
-
-def _tree_of(proposer: Any) -> tuple[object, ...]:
-    """Return everything about what a proposer drafts that the settings of a profile may change."""
-    proposer = getattr(proposer, "trained", proposer)  # of a drafter with a lookup
-    own = proposer.max_drafted, getattr(proposer, "slots", None)
-    plan = getattr(proposer, "plan", proposer)
-    names = ("fixed", "length", "width", "nodes", "threshold", "score_temperature")
-    return *own, *(getattr(plan, name, None) for name in names)
 
 
 def proposers_of(options: Options, target: Target) -> dict[str, Proposer]:
@@ -385,14 +327,13 @@ def facts_of(
             benchmark=benchmark_of(options.source(options.prompts)),
         ),
         peak_memory_bytes=peak_memory(target),
-        definitions=DEFINITIONS,
         settings=[],
     )
     if target is None:
         own_hash = tokenizer_hash(tokenizer)
-        report.target = TargetFacts(name=options.target.path, tokenizer_hash=own_hash)
+        report.target = {"name": options.target.path, "tokenizer_hash": own_hash}
         return report
-    report.target = TargetFacts(**target.fingerprint().as_dict())
+    report.target = target.fingerprint().as_dict()
     report.dtype, report.device = dtype_name(target.dtype), str(target.device)
     report.machine, report.conditions = machine_of(target), conditions_of(target)
     return report

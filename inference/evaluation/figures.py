@@ -164,8 +164,6 @@ def request_record(
         ttft_s=reply.ttft_s,
         decode_s=reply.decode_s,
         tpot_s=metrics.time_per_token(reply),
-        rb_tau=metrics.mean([r.expected for r in rounds]),
-        alpha=metrics.alpha([r.overlap for r in rounds]),
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,

@@ -188,8 +188,8 @@ class TuneOptions(SourceOptions):
     batch_size: str = "1"
     """Batch sizes to tune for: 1,4,16."""
     budget: float = 5.0
-    """Minutes that tuning may take, roughly: prompts, reply lengths and repeats are cut to fit. 0
-    sets no limit."""
+    """Minutes that tuning may take, roughly: prompts and reply lengths are cut to fit. 0 sets no
+    limit."""
     sampling: Sampling = field(default_factory=Sampling)
     """Other sampling settings."""
 

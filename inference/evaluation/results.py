@@ -1,7 +1,7 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/reference/report.md is made of these types: the docstring of a field explains its key, else its
-entry in `DEFINITIONS`. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
+docs/reference/report.md is made of these types: the docstring of a field explains its key, else
+docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
 None stands for what does not apply.
 """
 
@@ -20,8 +20,7 @@ from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 from ..conversations.benchmarks import Benchmark
-from .definitions import ByDepth, ByName, Interval, Number, Temperature
-from .server_figures import ServerReport
+from .server_figures import ByDepth, ByName, Interval, Number, ServerReport, Temperature
 
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
@@ -58,8 +57,6 @@ class RequestRecord(Struct, kw_only=True):
     """Wall time of its rounds."""
     tpot_s: Number = None
     """Time per token after the first."""
-    rb_tau: Number = None
-    alpha: ByDepth | None = None
     finish_reason: str | None = None
     """`eos`, `stop`, `length`, or `context` (the target's positions)."""
     equal_to_ar: bool | None = None
@@ -149,10 +146,6 @@ class DrafterFigures(Struct, kw_only=True):
     decode_s: Number = None
     speedup: Number = None
     speedup_ci95: Interval | None = None
-    untuned: str | None = None
-    """Name of the same drafter without the profile, where it is tuned."""
-    gain_over_default: Number = None
-    gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
     warnings: list[str] = []
@@ -222,29 +215,6 @@ class PromptSet(Struct, kw_only=True):
     """Benchmark that was read by its name."""
 
 
-class TargetFacts(Struct, kw_only=True):
-    """Fingerprint of the target; of a target without weights only name and tokenizer are known."""
-
-    name: str = ""
-    """Folder or name on the hub."""
-    model_type: str | None = None
-    """From its configuration."""
-    hidden_size: Count | None = None
-    """Its hidden size."""
-    num_layers: Count | None = None
-    """Its number of decoder layers."""
-    vocab_size: Count | None = None
-    """Its vocabulary, in tokens."""
-    tokenizer_hash: str | None = None
-    """Hash of its tokenizer."""
-    template_hash: str | None = None
-    """Hash of its chat template."""
-    weights_hash: str | None = None
-    """Hash of a sample of its weights."""
-    numbers: JsonObject = {}
-    """Values of the configuration that change the output, by flat names."""
-
-
 class DrafterOrigin(Struct, kw_only=True):
     """A drafter's spec, and the hashes of its weight files; None for one without files."""
 
@@ -297,7 +267,8 @@ class Report(Document, kw_only=True):
     """The command line."""
     started_at: str = ""
     """Time of the start, UTC."""
-    target: TargetFacts | None = None
+    target: JsonObject | None = None
+    """Fingerprint of the target; of one without weights only `name` and `tokenizer_hash`."""
     dtype: str | None = None
     """Type of the target's weights."""
     device: str | None = None
@@ -316,8 +287,6 @@ class Report(Document, kw_only=True):
     prompt_set: PromptSet
     peak_memory_bytes: Count | None = None
     """Most memory of this process: the GPU's if the target is there, else resident."""
-    definitions: dict[str, str] = {}
-    """Short definitions of the figures."""
     left_out: dict[str, str] = {}
     """Baselines and engines that were not measured, and why."""
     drafters: dict[str, DrafterOrigin] = {}
@@ -331,7 +300,7 @@ class Report(Document, kw_only=True):
 
     @property
     def target_name(self) -> str:
-        return (self.target and self.target.name) or "target"
+        return str((self.target or {}).get("name") or "target")
 
     @property
     def scope(self) -> str:

@@ -265,30 +265,20 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
 
 def remarks_of(report: Report) -> list[str]:
-    """Return what a reader of the table of settings needs besides: warnings, gains, near-ties."""
+    """Return what a reader of the table of settings needs besides: warnings, near-ties."""
     lines = []
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{caption(setting)}, {name}"
             lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
-            if figures.untuned is not None:
-                lines.append(f"{where}: {over_untuned(figures)}.")
-            if (gap := figures.largest_gap) is not None:
-                lines.append(
-                    f"{where}: where a reply first differs, the target's two best logits are at "
-                    f"most {gap:.2g} apart."
-                )
+            if figures.largest_gap is not None:
+                lines.append(f"{where}: {near_tie(figures.largest_gap)}")
     return lines
 
 
-def over_untuned(figures: DrafterFigures) -> str:
-    """Return what a tuned drafter gains over the same one without the profile, in words."""
-    if figures.gain_over_default == 1:
-        return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
-    interval = interval_text(figures.gain_ci95, " (95%: {:.2f} to {:.2f})")
-    return (
-        f"{factor(figures.gain_over_default)}{interval} the tokens per second of {figures.untuned}"
-    )
+def near_tie(gap: float) -> str:
+    """Return a sentence on the largest gap where a reply first differs from plain decoding's."""
+    return f"where a reply first differs, the target's two best logits are at most {gap:.2g} apart."
 
 
 def remarks_of_server(server: ServerReport) -> list[str]:
@@ -297,11 +287,8 @@ def remarks_of_server(server: ServerReport) -> list[str]:
     for s in server.settings:
         label = f"T = {s.temperature:g}, {s.concurrency} at once"
         lines += [f"warning, {label}: {warning}" for warning in s.warnings]
-        if gaps := [d.top2_gap for d in s.divergences if d.top2_gap is not None]:
-            lines.append(
-                f"{label}: where a reply first differs, the target's two best logits are at most "
-                f"{max(gaps):.2g} apart."
-            )
+        if s.largest_gap is not None:
+            lines.append(f"{label}: {near_tie(s.largest_gap)}")
     if any(setting.speculates is False for setting in server.settings):
         lines.append("The server does not speculate: it writes one token a step.")
     if definitions := dict.fromkeys(s.tau_definition for s in server.settings if s.speculates):

@@ -87,7 +87,6 @@ def made(
         "prompt_set": {"path": "held.jsonl", "sha256": "abc" * 20, "prompts": 6,
         "categories": {"code": 3, "chat": 3}},
         "drafter_bytes": {"plain": 0, "ngram": 0, "head": 3_940_000}, "settings": settings,
-        "definitions": {"tau_incl_bonus": "tokens emitted per round"},
     }  # fmt: skip
 
 

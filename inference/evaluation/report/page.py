@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from ....heads.files import JsonObject
-from ..definitions import ByDepth, Number
 from ..names import BASELINES
 from ..remarks import headline
 from ..results import (
@@ -31,6 +30,7 @@ from ..results import (
     ends,
     known,
 )
+from ..server_figures import ByDepth, Number
 from ..tables import (
     UNNAMED,
     Table,
@@ -195,8 +195,7 @@ def verdict(report: Report) -> list[Block]:
         for name, s in drafting(setting):
             taus.append(bar(caption(setting), name, s.tau_incl_bonus, s.tau_ci95))
             gains.append(bar(caption(setting), name, s.speedup, s.speedup_ci95, "{:.2f}x"))
-    intervals = f"no intervals, of fewer than {FEWEST} prompts"
-    note = f"{intervals if few_prompts(report) else 'lines: 95% intervals'}; dashed: plain decoding"
+    note = f"lines: 95% intervals, where there are {FEWEST} prompts; dashed: plain decoding"
     return said + charts([
         chart("bars", "Tau: tokens a round", note, taus, x=TAU, rule=1),
         chart("bars", "Speed-up", note, gains, x=SPEED_UP, rule=1),
@@ -209,12 +208,12 @@ def summaries(report: Report) -> list[Block]:
         return []
     notes = [
         "tau: tokens a round, the target's own included. Bold: the highest speed-up of a setting. "
-        "Intervals are over prompts. A draft tree offers several tokens for one place, at most one "
-        "of which is accepted: its share of accepted tokens is low even where its tau is high.",
-        few_prompts(report),
+        f"Intervals are over prompts, and given for {FEWEST} of them or more. A draft tree offers "
+        "several tokens for one place, at most one of which is accepted: its share of accepted "
+        "tokens is low even where its tau is high.",
         *remarks_of(report),
     ]
-    return [table(summary(report)), *(text(note) for note in notes if note)]
+    return [table(summary(report)), *map(text, notes)]
 
 
 def server(report: Report) -> list[Block]:
@@ -222,20 +221,7 @@ def server(report: Report) -> list[Block]:
     of = served(report)
     if of is None or report.server is None:
         return []
-    return [table(of), *(text(note) for note in remarks_of_server(report.server))]
-
-
-def few_prompts(report: Report) -> str:
-    """Return why there are no intervals, where too few prompts were measured; else ""."""
-    units = [len({record.unit for record in s.plain.per_request}) for s in report.settings]
-    counts = [count for count in units if 0 < count < FEWEST]
-    if not counts:
-        return ""
-    return (
-        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}; "
-        "those of one id or text are one): it would be narrower than the figures differ between "
-        "prompts."
-    )
+    return [table(of), *map(text, remarks_of_server(report.server))]
 
 
 def acceptance(report: Report) -> list[Block]:
@@ -373,7 +359,7 @@ def facts(report: Report, path: str) -> Block:
     memory, limits = report.peak_memory_bytes, report.options or {}
     rows = {
         "report": path,
-        "target": report.target.name if report.target is not None else None,
+        "target": report.target and report.target_name,
         "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
         "machine": report.measured_on,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
@@ -399,15 +385,6 @@ def _prompt_set(prompts: PromptSet) -> str:
     if len(named) > 1:
         words += f", {len(named)} categories: {', '.join(named)}"
     return words
-
-
-# What a log may hold of acceptance by position, the best first: whether it is of evaluations, the
-# key, and what it is. docs/metrics.md#training-metrics
-BY_POSITION = (
-    (True, "surv", "share of held-out rounds that accept at least so many drafts"),
-    (False, "surv", "share of training positions that accept at least so many drafts"),
-    (False, "alpha", "overlap of target and drafter at that position, on training texts"),
-)
 
 
 def training(runs: Sequence[Training]) -> list[Block]:
@@ -438,16 +415,12 @@ def training(runs: Sequence[Training]) -> list[Block]:
 
 
 def _positions(run: Training) -> Block:
-    """Return the chart of acceptance by position over the steps of a training run."""
+    """Return the chart of held-out acceptance by position over the steps of a training run."""
     rows: list[JsonObject] = []
-    note = ""
-    for evaluated, key, meaning in BY_POSITION:
-        depth = 1
-        while curve := run.curve(f"{key}@{depth}", evaluated):
-            rows += points(f"position {depth}", curve)
-            depth += 1
-        if rows:
-            note = meaning
-            break
-    title = f"{run.name}: acceptance by position"
-    return chart("lines", title, note, rows, x="step", y="share", low=0, high=1)
+    depth = 1
+    while curve := run.curve(f"surv@{depth}", evaluated=True):
+        rows += points(f"position {depth}", curve)
+        depth += 1
+    note = "share of held-out rounds that accept at least so many drafts"
+    axes: JsonObject = {"x": "step", "y": "share", "low": 0, "high": 1}
+    return chart("lines", f"{run.name}: acceptance by position", note, rows, **axes)

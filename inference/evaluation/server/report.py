@@ -31,7 +31,7 @@ from ...targets.target_files import base_and_adapter
 from ..checks import prompts_of, tokenizer_of
 from ..measure import Results, first_difference
 from ..options import EvaluateOptions
-from ..server_figures import Divergence, ServerFigures, ServerReport, Speculation
+from ..server_figures import ServerFigures, ServerReport, Speculation
 from .client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
 from .counters import of_counters, of_replies
 
@@ -177,7 +177,7 @@ def compare_replies(
 ) -> None:
     """Compare the server's greedy replies with plain decoding in this process, token for token.
 
-    Adds `equal_to_plain`, `compared` and `divergences` to the report's greedy settings. `results`
+    Adds `equal_to_plain`, `compared` and `largest_gap` to the report's greedy settings. `results`
     are of the same prompts under the same greedy `sampling`, plain decoding first. Later turns
     after texts that differ are left out.
     """
@@ -188,7 +188,7 @@ def compare_replies(
         if figures.temperature != 0:
             continue
         equal = compared = 0
-        differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
+        gaps: dict[tuple[int, int, tuple[int, ...]], float] = {}
         for reply in replies:
             prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
             # Where the server's reply to an earlier turn differed, so does everything after it.
@@ -198,11 +198,9 @@ def compare_replies(
             equal += reply.ids == expected.token_ids
             # Several passes mostly repeat a reply; one pass of the target over each is enough.
             key = (prompt.place, reply.turn, tuple(reply.ids))
-            if reply.ids != expected.token_ids and key not in differing:
+            if reply.ids != expected.token_ids and key not in gaps:
                 generation = Generation(prompt.token_ids, reply.ids)
-                index, gap = first_difference(target, expected, generation, sampling)
-                differing[key] = Divergence(
-                    id=prompt.id, turn=reply.turn, index=index, top2_gap=gap
-                )
+                _, gap = first_difference(target, expected, generation, sampling)
+                gaps[key] = gap or 0.0
         figures.equal_to_plain, figures.compared = equal, compared
-        figures.divergences = list(differing.values())
+        figures.largest_gap = max(gaps.values(), default=None)

@@ -7,7 +7,6 @@ profile if it surely gains over the default.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import shlex
@@ -31,7 +30,7 @@ from ...profile import key_of, machine_of
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, tokenizer_of
-from ..evaluate import leave_out_names, origin
+from ..evaluate import comparable_facts, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
 from ..options import TuneOptions as Options
@@ -127,21 +126,16 @@ def prompts_of(options: Options) -> list[Prompt]:
 
 
 def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:
-    """Return everything that the figures depend on, as JSON.
-
-    A stopped tuning is continued only where all of it is the same.
-    """
+    """Return everything that the figures depend on: see `comparable_facts`."""
     texts = repr([prompt.token_ids for prompt in prompts])
     facts = {
         "target": profile["target"],
         "machine": profile["machine"],
         "prompts": hashlib.sha256(texts.encode()).hexdigest(),
-        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "options": asdict(options),
         "drafters": [to_builtins(origin(spec)) for spec in options.drafter],
     }
-    leave_out_names(facts)
-    # Through JSON and back, since it is compared with what a journal holds.
-    return json.loads(json.dumps(facts, default=str))
+    return comparable_facts(facts, "out")
 
 
 def check(options: Options) -> tuple[list[Sampling], list[int]]:

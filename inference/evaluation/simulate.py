@@ -24,7 +24,7 @@ from ..costs import (
 )
 from .checks import numbers
 from .options import SimulateOptions as Options
-from .results import AGAIN, DrafterFigures, factor, read_measured
+from .results import DrafterFigures, factor, read_measured
 from .tables import table_of
 
 LONGEST = 16  # chains that are tried: servers take no longer ones
@@ -125,29 +125,25 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
 def longest_chain(path: str) -> Chain:
     """Return the longest chain in a report, with its name and cost as measured.
 
-    Raises `UserError` if there is none, or if times or acceptances are missing.
+    Raises `UserError` if there is none with times and acceptances.
     """
     found: list[Chain] = []
     for setting in read_measured(path).settings:
         plain = setting.plain
         for name, drafter in setting.drafters.items():
             seen = [share for share in drafter.cond_accept if share is not None]
-            # Of a tree the acceptances are those of several tokens at a depth.
-            if not seen or not drafts_chains(drafter):
-                continue
+            timed = plain.rounds and drafter.rounds and "draft" in drafter.split
             plain_s = sum(plain.split.values())
-            if not (plain_s and plain.rounds and drafter.rounds and "draft" in drafter.split):
-                raise UserError(
-                    f"{path} does not say how long the rounds of {name} and of plain decoding "
-                    f"took; {AGAIN}"
-                )
+            # Of a tree the acceptances are those of several tokens at a depth.
+            if not (seen and timed and plain_s and drafts_chains(drafter)):
+                continue
             # drafting time of a round, in plain steps, shared equally among the levels
             drafting = drafter.split["draft"] / drafter.rounds / (plain_s / plain.rounds)
             found.append(Chain(name, seen, drafting / len(drafter.cond_accept)))
     if not found:
         raise UserError(
-            f"{path} has no acceptances of a drafter that drafts chains; evaluate one with --like "
-            "vllm:drafts=5"
+            f"{path} has no acceptances and times of a drafter that drafts chains; evaluate one "
+            "with --like vllm:drafts=5"
         )
     return max(found, key=lambda chain: len(chain.acceptances))
 

@@ -67,10 +67,12 @@ class Journal:
             return 0
         end = len(lines[0])
         for line in lines[1:]:
-            try:
-                key, value = json.loads(line) if line.endswith(b"\n") else ()
-            except (ValueError, TypeError, RecursionError):
+            if not line.endswith(b"\n"):
                 break  # it was being written when the process died
+            try:
+                key, value = json.loads(line)
+            except (ValueError, TypeError, RecursionError):
+                break
             self._done[key] = value
             end += len(line)
         return end

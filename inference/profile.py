@@ -41,7 +41,6 @@ class ProfileFile(Document):
     prompts: JsonObject = {}
     command: str = ""
     started_at: str = ""
-    partial: str = ""
     schema_version: Annotated[int, Meta(ge=1)] = 1
 
 

@@ -15,7 +15,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 from msgspec import Struct
 
-from draftsmith.inference.evaluation.definitions import DEFINITIONS
 from draftsmith.inference.evaluation.results import Report
 from draftsmith.train.command_line.fields import (
     SHORT_GROUPS,
@@ -41,11 +40,6 @@ apply is `null`. Every figure can be counted again from `rounds` of each request
 OTHERS = """
 ## Other JSON files
 
-**`draftsmith evaluate --features`** writes a smaller object: `schema_version` 2, `replayed_from`,
-`target`, `dtype`, `versions`, `options`, `temperature` (of the replies), `loop_share`, and for each
-drafter `tau_incl_bonus`, `tau_ci95`, `survival` and `emitted` (tokens emitted in every round of
-every text).
-
 **A row of a profile of `draftsmith tune`** has the chosen tree (`kind`, `label`, `setting`,
 `measured`), `plain`, `default` and the `finalists` in the same form, and:
 
@@ -59,9 +53,45 @@ every text).
   its interval if the best was taken, else 1 and null.
 - `tried`: for each measurement before the last one its `prompts`, and the `gains` of all candidates
   over the default by their labels.
-- `effort`: `prompts` that trees are chosen on, `prompts_again` of the gain, `max_new_tokens` and
-  `repeats` that fitted into the budget.
+- `effort`: `prompts` that trees are chosen on, `prompts_again` of the gain, and `max_new_tokens`
+  that fitted into the budget.
 """
+DEFINITIONS = {
+    "tau_incl_bonus": "tokens emitted per round, the target's own included, the prefill's "
+    "excluded, pooled over requests",
+    "tau_ci95": "95% interval over prompts (the turns of one go together), by the jackknife of "
+    "log(tau) with Student's t; not given for fewer than five prompts",
+    "tau_by_position": "tau of the rounds whose root is below that position",
+    "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
+    "target's own, -1 the prefill's",
+    "rounds": "of each request: [nodes drafted, drafts accepted, tokens emitted] of every round",
+    "verify_cost": "a verification over a plain verification; round_cost: a whole round over a "
+    "plain round",
+    "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles "
+    "over requests, nearest rank",
+    "survival": "share of rounds that accepted at least d drafts",
+    "cond_accept": "survival at d over survival at d - 1; cond_offered: among the rounds that had "
+    "a draft at d",
+    "chunk_gap": "seconds between the pieces that a reader of the stream sees: one a round",
+    "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
+    "speedup_ci95": "over prompts; over batches where several prompts ran together; not given for "
+    "fewer than five of them",
+    "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where "
+    "both wrote the same text, the ratio of the times",
+    "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
+    "traversal, rrs, or typical (lossy)",
+    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
+    "for fixed drafts at T > 0",
+    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
+    "distributions only",
+    "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
+    "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null "
+    "for rules that keep the distribution only",
+    "first_divergence": "index of the first token that differs from plain decoding",
+    "top2_gap": "the target's best logit minus its second best there: near-ties flip in low "
+    "precision, others must not",
+}
+"""Short definitions of the keys of a report whose fields have no docstring."""
 JSON = {str: "text", bool: "boolean", int: "integer", float: "number", Mapping: "table"}
 JSON |= {dict: "table", type(None): "null"}
 NULL = re.compile(r"\bNone\b")

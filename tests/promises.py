@@ -47,7 +47,7 @@ PROMISES = {
         "tests/robust/test_pickles.py::test_no_pickle_runs_code",
     ],
     "Tables name what drafts, and show a loss as a loss.": [
-        "tests/inference/evaluation/test_console_tables.py",
+        "tests/inference/evaluation/test_tables.py",
         "tests/inference/evaluation/test_names.py",
     ],
     "Decoding imports neither datasets, deepspeed nor wandb; imports point one way.": [

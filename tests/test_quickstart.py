@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from draftsmith.inference.console import Console
-from draftsmith.inference.evaluation.console_tables import show
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.names import distinct_labels
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.report.report import gather, html, markdown
+from draftsmith.inference.evaluation.tables import show
+from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.reports import Seen
@@ -78,10 +79,10 @@ def test_table_json_and_page_of_one_evaluation_say_the_same(
     rows = [{"prompt": f"def {name}(self, other):\n"} for name in ("__eq__", "__add__")]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = EvaluateOptions(
-        prompts=str(prompts), drafter=drafters_of_the_script(str(tmp_path)), baselines=False,
-        repeats=1, max_new_tokens=8, json=str(written),
+        target=TargetConfig(str(QUICKSTART)), prompts=str(prompts),
+        drafter=drafters_of_the_script(str(tmp_path)), baselines=False, repeats=1,
+        max_new_tokens=8, json=str(written),
     )  # fmt: skip
-    options.target.path = str(QUICKSTART)
     report = measured(options, quickstart)
     # whatever is measured here, one drafter loses and some replies loop
     (setting,) = report.settings
@@ -97,7 +98,7 @@ def test_table_json_and_page_of_one_evaluation_say_the_same(
     assert [*in_json] == ["plain", *NAMES]
     for name in NAMES:
         tau, gain = in_json[name]["tau_incl_bonus"], in_json[name]["speedup"]
-        assert re.search(rf" {re.escape(name)} +{tau:.2f} .* {gain:.2f}x ", shown), name
+        assert re.search(rf" {re.escape(name)} +{gain:.2f}x +{tau:.2f} ", shown), shown
         assert {f"{tau:.2f}", f"{gain:.2f}x"} <= {*cells[name]}, name
     said = " ".join(shown.split())
     for document in (said, page, markdown(found)):

@@ -34,19 +34,6 @@ def check(options: Options) -> list[Setting]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if options.features is not None and options.prompts is not None:
-        raise UserError("give either --prompts to decode, or --features to replay, not both")
-    if options.features is None and options.prompts is None:
-        replay = "" if options.target.path else ", or --features STORE to replay"
-        missing = "--prompts is" if options.target.path else "--target and --prompts are"
-        raise UserError(
-            f"{missing} missing: name held-out prompts with --prompts FILE.jsonl{replay}"
-        )
-    only_decoding = ("temperatures", "profile", "like", "chat_template_kwargs")
-    given = [name for name in only_decoding if getattr(options, name)]
-    if options.features is not None and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"--features replays greedy texts one by one; leave out {names}")
     for engine in options.like:
         ImitatedEngine(engine)  # raises for an engine or a setting that is not known
     if (options.like or options.profile) and not options.drafter:
@@ -54,8 +41,7 @@ def check(options: Options) -> list[Setting]:
     if options.profile is not None:
         read_profile(options.profile)
     check_server(options)
-    if options.prompts is not None:
-        check_source(options.source(options.prompts))
+    check_source(options.source(options.prompts))
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)
@@ -78,7 +64,6 @@ def prompts_of(
     Without the target's `tokenizer` it is read, so that an empty prompt or a malformed row is found
     before the target is loaded. Raises `UserError`.
     """
-    assert options.prompts is not None
     check_template_kwargs(options.chat_template_kwargs)
     tokenizer = tokenizer_of(options.target) if tokenizer is None else tokenizer
     return read_prompts(
@@ -110,10 +95,6 @@ def check_server(options: Options) -> None:
         return
     check_url(options.server, "--server")
     headers_with_key()
-    if options.features is not None:
-        raise UserError(
-            "--features replays without a server; leave out one of --features and --server"
-        )
     if options.batch_size != "1":
         raise UserError(
             "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "

@@ -6,15 +6,12 @@ Engines change, so every number can be given as a setting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import DrafterFacts
 from ...heads.fingerprint import numbers_of
-from ..decode import Generation, Request, generate
 from ..drafters import Given, load_proposer, parse_spec, without_tree
 from ..proposer import Proposer
 from ..proposers.dflash import DFlashProposer
@@ -22,9 +19,10 @@ from ..proposers.draft_model import DraftModelProposer
 from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
-from ..settings import Rule, Sampling, choice_named
+from ..settings import Rule, choice_named
 from ..targets.target import Target
 from ..tree_settings import positive
+from .measure import ChosenWay
 
 AS_IN = " as in "
 """Words between the names of a drafter and of the engine that it is measured as in."""
@@ -93,26 +91,22 @@ def kind_drafted_by(proposer: Proposer) -> str:
     return kinds.get(type(proposer), "")
 
 
-class DraftsAsEngine:
-    """A drafter as a way to decode: with an engine's shape and rule, in draftsmith's loop."""
+def as_in_engine(engine: ImitatedEngine, spec: str, target: Target) -> ChosenWay:
+    """Return a drafter as a way to decode with an engine's shape and rule, in draftsmith's loop.
 
-    def __init__(self, engine: ImitatedEngine, spec: str, target: Target) -> None:
-        """Load the drafter of `spec`. Raises `UserError` for one that the engine does not take."""
-        # Loaded twice: the engine's settings follow from what the drafter is. The first time it
-        # has its default tree, since the tree of `spec` is not used and need not fit.
-        proposer = load_proposer(without_tree(spec), target, lambda message: None)
-        self.spec = spec
-        self.setting = engine.shape(proposer, target.config)
-        # without the settings that the engine's own replace
-        self.given = Given(without_tree(spec, tuple(self.setting)), f"{AS_IN}{engine.label}")
-        self.name = proposer.name + self.given.suffix
-        self._rule = engine.rule(proposer)
-        self._target = target
-        self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
+    Raises `UserError` for one that the engine does not take.
+    """
 
-    def generate(
-        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
-    ) -> list[Generation]:
-        """Return the reply to each request, as `decode.generate` does, under the engine's rule."""
-        as_ruled = sampling if sampling.greedy else replace(sampling, rule=self._rule)
-        return generate(self._target, self._proposer, requests, max_new_tokens, as_ruled)
+    def silent(message: str) -> None:
+        pass  # it was shown when the drafter was first loaded
+
+    # Loaded twice: the engine's settings follow from what the drafter is. The first time it has its
+    # default tree, since the tree of `spec` is not used and need not fit.
+    proposer = load_proposer(without_tree(spec), target, silent)
+    setting = engine.shape(proposer, target.config)
+    # without the settings that the engine's own replace
+    given = Given(without_tree(spec, tuple(setting)), f"{AS_IN}{engine.label}")
+    rule = engine.rule(proposer)
+    name = proposer.name + given.suffix
+    shaped = load_proposer(spec, target, silent, setting)
+    return ChosenWay(name, lambda: shaped, setting, spec, given, rule)

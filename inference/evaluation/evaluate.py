@@ -14,19 +14,16 @@ import os
 import resource
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from msgspec import to_builtins
-from msgspec.structs import replace
 
 from ...heads.errors import UserError
 from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
@@ -41,17 +38,14 @@ from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..own_drafters import checked_proposer, files_of
 from ..profile import TuningProfile, key_of, machine_of
 from ..proposer import Proposer
+from ..settings import Sampling
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
-from . import replayed
 from .checks import check, numbers, prompts_of
-from .console_tables import show
-from .definitions import DEFINITIONS
-from .engines import AS_IN, DraftsAsEngine, ImitatedEngine
-from .figures import figures_of_setting, gain, model_batches
-from .four_tokens import four_tokens
+from .engines import AS_IN, ImitatedEngine, as_in_engine
+from .figures import figures_of_setting
 from .journal import Journal, kept
-from .measure import Results, Setting, Way, decode_alternately
+from .measure import ChosenWay, Results, Setting, Way, decode_alternately
 from .names import BASELINES, distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .remarks import load
@@ -62,33 +56,28 @@ from .results import (
     PromptSet,
     Report,
     SettingFigures,
-    TargetFacts,
     write_report,
 )
 from .server import report as live_report
-from .tuning.profile import Tuned, untuned
+from .tables import show
 
 log = logging.getLogger(__name__)
 
 CONCURRENCY = (1, 8, 32, 64)
 SAMPLES = 3  # replies of each drafter that the report shows token by token
-PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
 
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what is kept, and how to continue."""
-    if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
+    if options.json is None or options.json == STANDARD_OUTPUT:
         return "nothing was written; with --json FILE the same command continues where it stopped"
     return kept(options.json, "measured")
 
 
 def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
-    if options.features is not None:
-        check(options)
-        return replayed.run(options)
     if options.json == STANDARD_OUTPUT:
-        # there is no file to write parts of the report to, or to resume from
+        # there is no file to resume from
         report = measured(dataclasses.replace(options, json=None))
         output_json(STANDARD_OUTPUT, report.to_json())
     else:
@@ -164,8 +153,7 @@ def evaluate_drafters(
     def ways_in(setting: Setting) -> list[Way]:
         return [*proposers, *further_ways(setting)]
 
-    results = decode_settings(target, ways_in, prompts, settings, report, options, journal)
-    model_batches(report.settings)
+    results = decode_settings(target, ways_in, prompts, settings, report, journal)
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
             if setting.sampling.greedy:
@@ -184,7 +172,6 @@ def decode_settings(
     prompts: Sequence[Prompt],
     settings: Sequence[Setting],
     report: Report,
-    options: Options,
     journal: Journal,
 ) -> list[Results]:
     """Return the results of every setting, and add their figures to `report`.
@@ -198,101 +185,44 @@ def decode_settings(
             of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
             conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
             progress.now(of_all + conditions)
-            # replies token by token need a forward pass each, and only the whole report shows them
-            figures = partial(configured_figures, target, setting=setting, ways=ways, samples=0)
-            where = f"of {len(prompts)} prompts in setting {number + 1} of {len(settings)}"
-            each = partial_writer(report, options.json, where, figures)
-            decoding = decoded_ways(ways)
-            results.append(
-                decode_alternately(target, decoding, prompts, setting, progress, journal, each)
-            )
+            results.append(decode_alternately(target, ways, prompts, setting, progress, journal))
             report.settings.append(configured_figures(target, results[-1], setting, ways))
-            if number + 1 < len(settings):
-                done = f"{number + 1} of {len(settings)} settings"
-                write_report(replace(report, partial=done), options.json)
     return results
 
 
-def decoded_ways(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that have to decode: all but tuned drafters whose profile changes nothing.
-
-    Two measurements of the same decoding differ by one or two percent, which is not a gain.
-    """
-    names, without = distinct_names(ways), untuned(ways)
-    same = {name for name, (_, same_tree) in without.items() if same_tree}
-    return [way for name, way in zip(names, ways, strict=True) if name not in same]
-
-
 def configured_figures(
-    target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
+    target: Target, results: Results, setting: Setting, ways: Sequence[Way]
 ) -> SettingFigures:
-    """Return the part of the report about one setting, with `samples` replies of each way.
-
-    Tuned ways have their gain over the same drafter as it is named without the profile, whose
-    replies and figures they share where the profile changes nothing.
-    """
-    named = dict(zip(distinct_names(ways), ways, strict=True))
-    without = untuned(ways)
-    results = {name: results[without[name][0] if name not in results else name] for name in named}
-    entry = figures_of_setting(target, results, setting, samples)
-    for name, figures in entry.drafters.items():
-        way = named[name]
+    """Return the part of the report about one setting, with the settings of each way to decode."""
+    entry = figures_of_setting(target, results, setting, SAMPLES)
+    for figures, way in zip(entry.drafters.values(), ways, strict=True):
         figures.kind = way.name
-        if isinstance(way, Tuned | DraftsAsEngine):
+        if isinstance(way, ChosenWay):
             figures.setting, figures.spec = way.setting, way.spec
-    for name, (default, _) in without.items():
-        beside = [turn.generation for turn in results[default]]
-        tuned = entry.drafters[name]
-        tuned.untuned = default
-        tuned.gain_over_default, tuned.gain_ci95, _ = gain(results[name], beside, setting.batch)
     return entry
 
 
-def partial_writer(
-    report: Report, path: str | None, where: str, figures: Callable[[Results], SettingFigures]
-) -> Callable[[Results], None]:
-    """Return a function that writes an unfinished report, at most twice a minute.
-
-    `report` has the settings that are finished, and `figures` makes those of the results so far of
-    the present one. `where` says after their number of what the finished prompts are a part.
-    """
-    written = time.monotonic()
-
-    def write(results: Results) -> None:
-        nonlocal written
-        if path is None or time.monotonic() - written < PARTIAL_EVERY_S:
-            return
-        done = len({turn.prompt.place for turn in next(iter(results.values()))})
-        settings = [*report.settings, figures(results)]
-        write_report(replace(report, settings=settings, partial=f"{done} {where}"), path)
-        written = time.monotonic()
-
-    return write
-
-
 def identity(report: Report, options: Options) -> JsonObject:
-    """Return all that the figures depend on, as JSON can hold it.
-
-    A stopped evaluation goes on only where it is the same.
-    """
+    """Return all that the figures depend on: see `comparable_facts`."""
     keys = ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
     facts: JsonObject = {key: to_builtins(getattr(report, key)) for key in keys}
     facts["prompts"] = report.prompt_set.sha256
-    # the figures do not depend on the name of the file that they are written to
-    facts["options"] = asdict(options)
-    del facts["options"]["json"]
-    leave_out_names(facts)
     facts["profile"] = checksum(Path(options.profile)) if options.profile is not None else None
-    # there and back, so that only texts, numbers, lists and dictionaries are left
-    return json_module.loads(json_module.dumps(facts, default=str))
+    return comparable_facts(facts | {"options": asdict(options)}, "json")
 
 
-def leave_out_names(facts: JsonObject) -> None:
-    """Take the target's name and paths out of an identity, where its weights are known."""
+def comparable_facts(facts: JsonObject, output: str) -> JsonObject:
+    """Return what a measurement depends on, as JSON holds it; it goes on only where it is the same.
+
+    The option `output` is left out, and so are name and paths of a target whose weights are known.
+    """
+    del facts["options"][output]
     target = facts["target"]
     if target is not None and (compared := without_name(target)) != target:
         facts["target"] = compared
         del facts["options"]["target"]["path"], facts["options"]["target"]["adapter"]
+    # there and back, so that only texts, numbers, lists and dictionaries are left
+    return json_module.loads(json_module.dumps(facts, default=str))
 
 
 def tuned_and_served(
@@ -319,7 +249,7 @@ def tuned_and_served(
     for engine in map(ImitatedEngine, options.like):
         for spec in drafters.values():
             try:
-                engines.append(DraftsAsEngine(engine, spec, target))
+                engines.append(as_in_engine(engine, spec, target))
             except UserError as error:
                 named = short_name(without_tree(spec))
                 left_out[f"{named}{AS_IN}{engine.label}"] = str(error)
@@ -328,9 +258,19 @@ def tuned_and_served(
         if profile is None:
             return engines
         sampling, batch = setting.sampling, setting.batch
-        return [*(Tuned(profile, spec, target, sampling, batch) for spec in tuned), *engines]
+        chosen = [tuned_way(profile, spec, target, sampling, batch) for spec in tuned]
+        return [*chosen, *engines]
 
     return ways
+
+
+def tuned_way(
+    profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
+) -> ChosenWay:
+    """Return a drafter as a way to decode with its setting for a temperature and batch size."""
+    setting = profile.setting(spec, sampling.temperature, batch)
+    proposer = load_proposer(spec, target, lambda message: None, setting)
+    return ChosenWay(proposer.name, lambda: proposer, setting, spec, proposer.given)
 
 
 def proposers_of(options: Options, target: Target) -> dict[str, Proposer]:
@@ -384,17 +324,16 @@ def facts_of(
             sha256=hashlib.sha256(texts.encode()).hexdigest(),
             prompts=len(prompts),
             categories=dict(Counter(prompt.category for prompt in prompts)),
-            benchmark=benchmark_of(options.source(options.prompts or "")),
+            benchmark=benchmark_of(options.source(options.prompts)),
         ),
         peak_memory_bytes=peak_memory(target),
-        definitions=DEFINITIONS,
         settings=[],
     )
     if target is None:
         own_hash = tokenizer_hash(tokenizer)
-        report.target = TargetFacts(name=options.target.path, tokenizer_hash=own_hash)
+        report.target = {"name": options.target.path, "tokenizer_hash": own_hash}
         return report
-    report.target = TargetFacts(**target.fingerprint().as_dict())
+    report.target = target.fingerprint().as_dict()
     report.dtype, report.device = dtype_name(target.dtype), str(target.device)
     report.machine, report.conditions = machine_of(target), conditions_of(target)
     return report
@@ -410,7 +349,6 @@ def conditions_of(target: Target) -> Conditions:
         load_before=load(),
         layout="packed" if target.packed_bytes else "as stored",
         packed_bytes=target.packed_bytes,
-        four_tokens=four_tokens(target),
     )
 
 

@@ -5,9 +5,8 @@ The functions turn the replies of `measure.decode_alternately` into the types of
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +63,7 @@ def figures_of_drafter(
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
     figures = figures_of_replies(generations, batches, [turn.prompt.unit for turn in turns])
-    figures.speedup, figures.speedup_ci95, figures.speedup_median = gain(turns, plain, size)
+    figures.speedup, figures.speedup_ci95 = gain(turns, plain, size)
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
         figures.equal_to_ar = 0
@@ -95,8 +94,6 @@ def figures_of_replies(
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
     survived = metrics.survival(accepted, levels)
-    # a reply without a round has no tau
-    own_taus = [metrics.tau([of_request]) if of_request else None for of_request in emitted]
     roots = [len(g.prompt_ids) for g in generations]
     decode_s = steps = 0
     for batch in batches if batches is not None else [[i] for i in range(count)]:
@@ -111,8 +108,6 @@ def figures_of_replies(
         tokens=sum(len(g.token_ids) for g in generations),
         tau_incl_bonus=metrics.tau(emitted),
         tau_ci95=tau_interval(emitted, units, most_drafts(rounds)),
-        tau_macro=metrics.mean(own_taus),
-        tau_by_request=metrics.quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
         tau_by_position=metrics.tau_by_position(list(zip(roots, emitted, strict=True))),
         tau_untruncated=_share(sum(accepted) + len(rounds), len(rounds), NAN),
         survival=survived,
@@ -120,9 +115,6 @@ def figures_of_replies(
         cond_offered=metrics.offered_conditional(accepted, [r.offered for r in rounds], levels),
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
-        # of all nodes that were verified, of which every round has a root
-        discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
-        zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
         rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
@@ -166,19 +158,12 @@ def request_record(
         turn=turn.number,
         n_prompt=len(reply.prompt_ids),
         n_out=len(reply.token_ids),
-        n_rounds=len(rounds),
         rounds=[(r.drafted or 0, r.accepted, len(r.tokens)) for r in rounds],
-        accepted_hist=_histogram([r.accepted for r in rounds]),
-        drafted_hist=_histogram([r.drafted or 0 for r in rounds]),
         offered_hist=_histogram([r.offered for r in rounds]),
         tau_incl_bonus=metrics.tau([metrics.emitted_per_round(reply)]) if rounds else None,
         ttft_s=reply.ttft_s,
         decode_s=reply.decode_s,
         tpot_s=metrics.time_per_token(reply),
-        chunk_gap_s=metrics.quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
-        rb_tau=metrics.mean([r.expected for r in rounds]),
-        alpha=metrics.alpha([r.overlap for r in rounds]),
-        **{f"t_{part}_s": seconds for part, seconds in metrics.split(rounds).items()},
         finish_reason=reply.finish_reason,
         equal_to_ar=equal,
         first_divergence=index,
@@ -219,10 +204,7 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
 
 
 def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
-    """Set the costs of a round and of a verification in plain steps, and the predicted speed-up.
-
-    It is tau over the cost of a round, both over plain decoding's. No round has no cost.
-    """
+    """Set the costs of a round and of a verification in plain steps. No round has no cost."""
     if not figures.rounds or not plain.rounds:
         return
     plain_round = sum(plain.split.values()) / plain.rounds
@@ -230,68 +212,6 @@ def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
     verify = figures.split["verify"] / figures.rounds
     # a loop that is not draftsmith's does not report it: 0 becomes None
     figures.verify_cost = verify / (plain.split["verify"] / plain.rounds) or None
-    if figures.tau_incl_bonus is not None and plain.tau_incl_bonus is not None:
-        gain = figures.tau_incl_bonus / plain.tau_incl_bonus
-        figures.predicted_speedup = gain / figures.round_cost
-
-
-def model_batches(settings: Sequence[SettingFigures]) -> None:
-    """Set `modelled_speedup` (docs/metrics.md#speed) of settings that differ in batch size only.
-
-    It follows for each batch size from acceptance and draft time at the smallest one, and from
-    plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
-    batch size are left as they are.
-    """
-    for kind in {(s.temperature, s.lossless) for s in settings}:
-        alike = [s for s in settings if (s.temperature, s.lossless) == kind]
-        alike.sort(key=lambda setting: setting.batch)
-        plain = {s.batch: s.plain for s in alike if s.plain.rounds}
-        # mean wall time of a round of a whole batch
-        steps = {batch: (one.decode_s or 0.0) / one.steps for batch, one in plain.items()}
-        if len(steps) < 2:
-            continue
-        smallest = alike[0]
-        for setting in alike:
-            for name, figures in setting.drafters.items():
-                base = smallest.drafters.get(name)
-                # only of loops that report the time of a verification
-                if base is not None and base.rounds and base.split["verify"]:
-                    figures.modelled_speedup = _modelled(base, smallest.batch, setting.batch, steps)
-
-
-def _modelled(
-    base: DrafterFigures, smallest: int, batch: int, steps: dict[int, float]
-) -> float | None:
-    """Return the modelled speed-up of a drafter at a batch size.
-
-    `base` are its figures at the batch size `smallest`, and `steps` the seconds of plain steps by
-    batch size. A pass over n tokens in all takes what a plain step of n requests takes; drafting
-    grows with the batch as a plain step does, and the rest of a round does not grow.
-    """
-    if base.tau_incl_bonus is None or base.mean_n_draft is None:
-        return None
-    # `split` shares a batch's round among its rows, so its sums are those of whole batches
-    per_step = {name: seconds / base.steps for name, seconds in base.split.items()}
-    growth = _extended(steps, batch) / _extended(steps, smallest)
-    cost = (
-        per_step["draft"] * growth
-        + _extended(steps, batch * (1 + base.mean_n_draft))
-        + per_step["accept"]
-        + per_step["kv"]
-        + per_step["host"]
-    )
-    return base.tau_incl_bonus * _extended(steps, batch) / cost
-
-
-def _extended(points: dict[int, float], at: float) -> float:
-    """Return the value at `at` of the line through the two `points` around it, or nearest to it."""
-    sizes = sorted(points)
-    low, high = sizes[-2:]
-    for left, right in pairwise(sizes):
-        if at <= right:
-            low, high = left, right
-            break
-    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 def warnings_of(generations: Sequence[Generation]) -> list[str]:
@@ -359,8 +279,6 @@ class Gain(NamedTuple):
     """Ratio of the times where both wrote the same text; NaN where there is nothing to compare."""
     interval: tuple[float, float]
     """NaN for fewer than `FEWEST` prompts or batches."""
-    median: float | None = None
-    """Median over batches of the ratio of one batch."""
 
 
 def gain(
@@ -378,13 +296,7 @@ def gain(
         costs.append((*_cost(other), *_cost(own)))
         # of one number the unit of a prompt, of several a batch of its own
         units.append((turns[batch[0]].prompt.unit,) if len(batch) == 1 else tuple(batch))
-    # a batch without a round has neither time nor tokens, and no ratio
-    ratios = [_ratio(*of_batch) for of_batch in costs if all(of_batch)]
-    return Gain(
-        _ratio(*summed(costs)),
-        interval(pooled(costs, units), _ratio, level),
-        statistics.median(ratios) if ratios else None,
-    )
+    return Gain(_ratio(*summed(costs)), interval(pooled(costs, units), _ratio, level))
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:

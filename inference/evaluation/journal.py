@@ -1,8 +1,8 @@
 """Journal of a long measurement on disk, with which the same command goes on after a kill.
 
 It is a hidden file of JSON lines next to the report. The first line is what is measured (target,
-prompts, drafters, options, machine); every further line is one finished piece of work. The journal
-is deleted when the report is whole.
+prompts, drafters, options, machine); every further line is the key and value of one finished piece
+of work. The journal is deleted when the report is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,14 +67,13 @@ class Journal:
             return 0
         end = len(lines[0])
         for line in lines[1:]:
+            if not line.endswith(b"\n"):
+                break  # it was being written when the process died
             try:
-                entry = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                entry = None
-            # a line that was being written when the process died, or that has changed since
-            if not isinstance(entry, dict) or entry != _entry(entry.get("key"), entry.get("value")):
+                key, value = json.loads(line)
+            except (ValueError, TypeError, RecursionError):
                 break
-            self._done[entry["key"]] = entry["value"]
+            self._done[key] = value
             end += len(line)
         return end
 
@@ -94,18 +92,13 @@ class Journal:
         """Note a finished piece of work; `value` is anything that JSON can hold."""
         if self._file is not None:
             self._done[key] = value
-            self._append(json.dumps(_entry(key, value)))
+            self._append(json.dumps([key, value]))
 
     def finish(self) -> None:
         """Delete the journal; to be called when the report has been written."""
         if self._file is not None and self.path is not None:
             self._file.close()
             self.path.unlink(missing_ok=True)
-
-
-def _entry(key: object, value: object) -> JsonObject:
-    """Return a line's content: key, value, and a checksum of both as JSON writes and reads them."""
-    return {"key": key, "value": value, "crc32": zlib.crc32(json.dumps([key, value]).encode())}
 
 
 def journal_path(report: str) -> Path:
@@ -117,13 +110,9 @@ def journal_path(report: str) -> Path:
 def kept(report: str, what: str) -> str:
     """Return the message for a user who stopped: what is kept of what was, say, `measured`."""
     journal, written = journal_path(report), Path(report)
-    if not journal.is_file():
-        # The journal goes when the report is whole, before it is shown.
-        if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
-            return f"{report} is complete"
-        return f"nothing was {what} yet; the same command begins again"
-    shown = f", and {report} shows it" if written.is_file() else ""
-    return (
-        f"what was {what} so far is kept in {journal}{shown}; the same command continues where "
-        "it stopped"
-    )
+    if journal.is_file():
+        return f"what was {what} is kept in {journal}; the same command continues where it stopped"
+    # The journal goes when the report is whole, before it is shown.
+    if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
+        return f"{report} is complete"
+    return f"nothing was {what} yet; the same command begins again"

@@ -9,22 +9,22 @@ all of them. docs/metrics.md defines the figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol, runtime_checkable
 
 import torch
 from msgspec import convert, to_builtins
 
+from ...heads.files import JsonObject
 from ...heads.layout import dtype_name
 from ..console import Progress
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
 from ..metrics import batch_seconds
-from ..proposer import Proposer
+from ..proposer import Given, Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
-from ..settings import Sampling
+from ..settings import Rule, Sampling
 from ..targets.masks import with_replies
 from ..targets.target import Target
 from .journal import Journal
@@ -58,20 +58,35 @@ Results = dict[str, list[Turn]]
 WARM_UP = 8  # tokens of a first run that is not counted
 
 
-@runtime_checkable
-class OwnLoop(Protocol):
-    """Way to decode with its own `generate`: another library's loop, or settings of its own."""
+@dataclass
+class ChosenWay:
+    """Drafter as a way to decode, with settings that a profile, an engine or `tune` chose."""
 
     name: str
+    make: Callable[[], Proposer]
+    """Returns its proposer, set up for the batch that follows."""
+    setting: JsonObject
+    spec: str = ""
+    """The drafter as it was named, for which the settings were chosen."""
+    given: Given | None = None
+    """Spec and suffix that it is called after; without them it is called by its `name`."""
+    rule: Rule | None = None
+    """Acceptance rule at T > 0, in place of the sampling's."""
 
     def generate(
-        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
+        self,
+        target: Target,
+        requests: Sequence[Request],
+        max_new_tokens: int,
+        sampling: Sampling,
     ) -> list[Generation]:
         """Return the reply to each request, as `decode.generate` does."""
-        ...
+        if self.rule is not None and not sampling.greedy:
+            sampling = replace(sampling, rule=self.rule)
+        return generate(target, self.make(), requests, max_new_tokens, sampling)
 
 
-Way = Proposer | OwnLoop
+Way = Proposer | ChosenWay
 
 
 def decode_alternately(
@@ -81,13 +96,12 @@ def decode_alternately(
     setting: Setting,
     progress: Progress | None = None,
     journal: Journal | None = None,
-    each: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Decode every prompt in every way, of which the first is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
     from the same text; `progress` does not count them, since their number is not known. Batches
-    that `journal` holds are not decoded again. `each` is called with the results after every batch.
+    that `journal` holds are not decoded again.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))
@@ -102,7 +116,6 @@ def decode_alternately(
                 results[name] += [Turn(prompt, number, reply) for prompt, reply in pairs]
             if progress is not None and number == 0:
                 (progress.update if decoded else progress.skip)(len(batch))
-            each(results)
         number += 1
         answered = results[names[0]][-len(waiting) :]
         waiting = []
@@ -166,9 +179,8 @@ def _alternately(
 def _decode(
     target: Target, way: Way, requests: list[Request], max_new_tokens: int, sampling: Sampling
 ) -> list[Generation]:
-    # transformers' loop does not fill in the target's own penalty, as `decode` does
-    if isinstance(way, OwnLoop):
-        return way.generate(requests, max_new_tokens, sampling.resolved(target.repetition_penalty))
+    if isinstance(way, ChosenWay):
+        return way.generate(target, requests, max_new_tokens, sampling)
     return generate(target, way, requests, max_new_tokens, sampling)
 
 

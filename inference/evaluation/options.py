@@ -33,8 +33,8 @@ class EvaluateOptions(SourceOptions):
         "held_out.jsonl",
     )
 
-    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
-    prompts: str | None = None
+    target: TargetConfig
+    prompts: str
     """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
     from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
     on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
@@ -43,9 +43,6 @@ class EvaluateOptions(SourceOptions):
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
     of a row win."""
-    features: str | None = None
-    """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
-    texts (greedy)."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a draft model's folder, or ngram, or
     module:Class of your own; settings follow a colon: ngram:length=8. May be given several times.
@@ -161,3 +158,49 @@ class ReportOptions:
     format: Literal["html", "md"] | None = None
     """html: a page; md: its tables alone, as Markdown. If not given, the ending of --out decides,
     and html is written without one."""
+
+
+@dataclass
+class TuneOptions(SourceOptions):
+    """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
+
+    Up to ten chains and trees are decoded with: few prompts for all of them, more for the faster
+    half, and so on. The profile keeps the default unless the best of them surely gains.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith tune --target TARGET --drafter runs/eagle/best --prompts calibration.jsonl "
+        "--out profile.json",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --profile profile.json "
+        "--prompts held_out.jsonl",
+    )
+
+    target: TargetConfig
+    prompts: str
+    """Calibration prompts, in the forms that `draftsmith evaluate` takes, a benchmark's name among
+    them; other prompts than those that you evaluate on. As many are used as fit into --budget."""
+    out: str = field(metadata={"form": "FILE"})
+    """Profile to write; `evaluate` and `generate` take it as --profile."""
+    drafter: list[str] = field(default_factory=list)
+    """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
+    temperatures: str | None = None
+    """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
+    batch_size: str = "1"
+    """Batch sizes to tune for: 1,4,16."""
+    budget: float = 5.0
+    """Minutes that tuning may take, roughly: prompts and reply lengths are cut to fit. 0 sets no
+    limit."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Other sampling settings."""
+
+    def __post_init__(self) -> None:
+        if not self.drafter:
+            raise UserError("name a drafter to tune: --drafter FOLDER")
+        if not 0 <= self.budget < 1e6:
+            raise UserError(f"--budget is in minutes, 0 for no limit; it cannot be {self.budget:g}")
+        # the text has to be the same for every tree, so that all of them are timed on one text
+        if self.sampling.rule not in ("auto", "coupled"):
+            raise UserError(
+                "tune works with greedy and coupled decoding, not with rule "
+                f"{self.sampling.rule}; leave it out"
+            )

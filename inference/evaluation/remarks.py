@@ -81,28 +81,21 @@ def headline(report: Report) -> list[str]:
     """
     if not report.settings:
         return []
-    first = [report.scope, busy_of(report.conditions, report.threads) or quiet(report.conditions)]
+    first = [report.scope, load_of(report.conditions, report.threads)]
     lines = ["; ".join(filter(None, first))]
     return lines + [f"{caption(setting)}: {of_setting(setting)}" for setting in report.settings]
 
 
-def quiet(conditions: Conditions | None) -> str:
-    """Return the load of a machine that was not too busy; "" where it is not known."""
+def load_of(conditions: Conditions | None, threads: int | None) -> str:
+    """Return `busy` of the conditions of a measurement, else their load; "" if it is not known."""
+    # The load is the whole machine's, of which the process may use a part only.
     cores = conditions and (conditions.machine_cores or conditions.cores)
-    if conditions is None or cores is None or not known(conditions.load_before):
+    if conditions is None or cores is None:
         return ""
     loads = [conditions.load_before, conditions.load_after]
     shown = " and ".join(f"{load:.1f}" for load in loads if known(load))
-    return f"load before and after {shown} on {cores} core{'s' if cores != 1 else ''}"
-
-
-def busy_of(conditions: Conditions | None, threads: int | None) -> str:
-    """Return `busy` of the conditions of a measurement; "" where they are not known."""
-    if conditions is None:
-        return ""
-    # The load is the whole machine's, of which the process may use a part only.
-    cores = conditions.machine_cores or conditions.cores
-    return busy([conditions.load_before, conditions.load_after], cores, threads)
+    quiet = f"load before and after {shown} on {cores} core{'s' if cores != 1 else ''}"
+    return busy(loads, cores, threads) or (quiet if shown else "")
 
 
 def of_setting(setting: SettingFigures) -> str:

@@ -1,7 +1,7 @@
 """Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
 
-docs/reference/report.md is made of these types: the docstring of a field explains its key, else its
-entry in `DEFINITIONS`. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
+docs/reference/report.md is made of these types: the docstring of a field explains its key, else
+docs/metrics.md does. Ratios of nothing are NaN, which Python writes into JSON and reads from it;
 None stands for what does not apply.
 """
 
@@ -20,8 +20,7 @@ from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, whole_file, write_json
 from ..conversations.sources import Benchmark
-from .definitions import ByDepth, ByName, Interval, Number, Temperature
-from .server_figures import ServerReport
+from .server_figures import ByDepth, ByName, Interval, Number, ServerReport, Temperature
 
 SCHEMA = 4
 AGAIN = "write the report again with draftsmith evaluate --json"
@@ -50,12 +49,6 @@ class RequestRecord(Struct, kw_only=True):
     """Tokens of the prompt."""
     n_out: Count = 0
     """Tokens of the reply."""
-    n_rounds: Count = 0
-    """Number of rounds."""
-    accepted_hist: list[Count] = []
-    """Rounds that accepted 0, 1, 2, ... drafts."""
-    drafted_hist: list[Count] = []
-    """Rounds that drafted 0, 1, 2, ... nodes."""
     offered_hist: list[Count] = []
     """Rounds by offered depth: accepted, and 1 more if the draft after them was rejected."""
     tau_incl_bonus: Number = None
@@ -64,20 +57,6 @@ class RequestRecord(Struct, kw_only=True):
     """Wall time of its rounds."""
     tpot_s: Number = None
     """Time per token after the first."""
-    chunk_gap_s: ByName | None = None
-    """Wall time of a round: `p50` and `p95`."""
-    rb_tau: Number = None
-    alpha: ByDepth | None = None
-    t_draft_s: Number = None
-    """Its share of the drafter's time."""
-    t_verify_s: Number = None
-    """Its share of the verifications."""
-    t_accept_s: Number = None
-    """Its share of sampling and the acceptance rule."""
-    t_kv_s: Number = None
-    """Its share of the commits."""
-    t_host_s: Number = None
-    """Its share of the remaining wall time."""
     finish_reason: str | None = None
     """`eos`, `stop`, `length`, or `context` (the target's positions)."""
     equal_to_ar: bool | None = None
@@ -144,8 +123,6 @@ class DrafterFigures(Struct, kw_only=True):
     """Tokens, the prefills' included."""
     tau_incl_bonus: Number
     tau_ci95: Interval | None
-    tau_macro: Number = None
-    tau_by_request: ByName | None = None
     tau_by_position: ByName | None = None
     tau_untruncated: Number = None
     survival: ByDepth = []
@@ -153,8 +130,6 @@ class DrafterFigures(Struct, kw_only=True):
     cond_offered: ByDepth = []
     accept_rate: Number = None
     mean_n_draft: Number
-    discarded_share: Number = None
-    zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
     """Rounds that accepted 0, 1, 2, ... drafts."""
     rb_tau: Number = None
@@ -171,15 +146,8 @@ class DrafterFigures(Struct, kw_only=True):
     decode_s: Number = None
     speedup: Number = None
     speedup_ci95: Interval | None = None
-    speedup_median: Number = None
-    untuned: str | None = None
-    """Name of the same drafter without the profile, where it is tuned."""
-    gain_over_default: Number = None
-    gain_ci95: Interval | None = None
     verify_cost: Number = None
     round_cost: Number = None
-    predicted_speedup: Number = None
-    modelled_speedup: Number = None
     warnings: list[str] = []
     """Reasons to doubt the figures, in words."""
     by_category: dict[str, CategoryFigures] = {}
@@ -247,29 +215,6 @@ class PromptSet(Struct, kw_only=True):
     """Benchmark that was read by its name."""
 
 
-class TargetFacts(Struct, kw_only=True):
-    """Fingerprint of the target; of a target without weights only name and tokenizer are known."""
-
-    name: str = ""
-    """Folder or name on the hub."""
-    model_type: str | None = None
-    """From its configuration."""
-    hidden_size: Count | None = None
-    """Its hidden size."""
-    num_layers: Count | None = None
-    """Its number of decoder layers."""
-    vocab_size: Count | None = None
-    """Its vocabulary, in tokens."""
-    tokenizer_hash: str | None = None
-    """Hash of its tokenizer."""
-    template_hash: str | None = None
-    """Hash of its chat template."""
-    weights_hash: str | None = None
-    """Hash of a sample of its weights."""
-    numbers: JsonObject = {}
-    """Values of the configuration that change the output, by flat names."""
-
-
 class DrafterOrigin(Struct, kw_only=True):
     """A drafter's spec, and the hashes of its weight files; None for one without files."""
 
@@ -296,8 +241,6 @@ class Conditions(Struct, kw_only=True):
     """`packed`, or `as stored`: the order of the target's matrices."""
     packed_bytes: Count | None = None
     """Bytes of the matrices that were packed."""
-    four_tokens: Number = None
-    """Time of a pass over four tokens as a multiple of one over one, for one request."""
 
     def __str__(self) -> str:
         loads = [f"{load:.1f}" for load in (self.load_before, self.load_after) if load is not None]
@@ -306,7 +249,6 @@ class Conditions(Struct, kw_only=True):
             None if self.cores is None else f"cores: {self.cores}",
             f"load before and after: {', '.join(loads)}" if loads else None,
             None if self.layout is None else f"matrices {self.layout}",
-            None if self.four_tokens is None else f"four tokens cost {self.four_tokens:.2f} of one",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -325,7 +267,8 @@ class Report(Document, kw_only=True):
     """The command line."""
     started_at: str = ""
     """Time of the start, UTC."""
-    target: TargetFacts | None = None
+    target: JsonObject | None = None
+    """Fingerprint of the target; of one without weights only `name` and `tokenizer_hash`."""
     dtype: str | None = None
     """Type of the target's weights."""
     device: str | None = None
@@ -344,8 +287,6 @@ class Report(Document, kw_only=True):
     prompt_set: PromptSet
     peak_memory_bytes: Count | None = None
     """Most memory of this process: the GPU's if the target is there, else resident."""
-    definitions: dict[str, str] = {}
-    """Short definitions of the figures."""
     left_out: dict[str, str] = {}
     """Baselines and engines that were not measured, and why."""
     drafters: dict[str, DrafterOrigin] = {}
@@ -356,22 +297,16 @@ class Report(Document, kw_only=True):
     """A table for each temperature and batch size."""
     server: ServerReport | None = None
     """A live server; only with `--server`."""
-    partial: str = ""
-    """Part that is measured so far, in words; empty for a whole report."""
 
     @property
     def target_name(self) -> str:
-        return (self.target and self.target.name) or "target"
+        return str((self.target or {}).get("name") or "target")
 
     @property
     def scope(self) -> str:
-        """Prompts measured: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
+        """Prompts measured: `88 prompts`."""
         count = self.prompt_set.prompts
-        prompts = f"{count} prompt{'s' if count != 1 else ''}"
-        if not self.partial:
-            return prompts
-        only = f"only {self.partial} so far"
-        return only if "prompts" in self.partial else f"{prompts}, {only}"
+        return f"{count} prompt{'s' if count != 1 else ''}"
 
     @property
     def measured_on(self) -> str:
@@ -399,11 +334,10 @@ class Report(Document, kw_only=True):
     __repr__ = __str__  # what a notebook shows
 
     def to_json(self) -> JsonObject:
-        """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
+        """Return the report as JSON can hold it; `server` only where one was measured."""
         value = msgspec.to_builtins(self)
-        for key in ("server", "partial"):
-            if not value[key]:
-                del value[key]
+        if value["server"] is None:
+            del value["server"]
         return value
 
 

@@ -1,25 +1,20 @@
-"""Figures of a live server, as a report holds them."""
+"""Types of the figures in a report, and the figures of a live server."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from ...heads.documents import Count
-from .definitions import ByDepth, ByName, Number, Temperature
 
-
-class Divergence(Struct, kw_only=True):
-    """First difference of a server's reply to plain decoding's."""
-
-    id: str | int
-    """The row's id, or its number."""
-    turn: Count = 0
-    """Turn of the conversation, from 0."""
-    index: Count = 0
-    """Index of the first token that differs."""
-    top2_gap: Number = None
+Number = float | None
+Interval = tuple[Number, Number]
+"""Both ends of a 95% interval; NaN where it is not known."""
+ByName = Mapping[str, Number]
+ByDepth = Sequence[Number]
+Temperature = Annotated[float, Meta(ge=0)]
 
 
 class Speculation(Struct, kw_only=True):
@@ -77,7 +72,8 @@ class ServerFigures(Speculation, kw_only=True):
     """Greedy replies equal to plain decoding here."""
     compared: Count | None = None
     """Replies that could be compared."""
-    divergences: list[Divergence] = []
+    largest_gap: Number = None
+    """The largest `top2_gap` where one of them first differs from plain decoding's."""
 
 
 class ServerReport(Struct, kw_only=True):

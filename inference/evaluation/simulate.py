@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
-from ..console import Console, plain_table
+from ..console import Console
 from ..costs import (
     GPUS,
     Roofline,
@@ -24,7 +24,8 @@ from ..costs import (
 )
 from .checks import numbers
 from .options import SimulateOptions as Options
-from .results import AGAIN, DrafterFigures, read_measured
+from .results import DrafterFigures, factor, read_measured
+from .tables import table_of
 
 LONGEST = 16  # chains that are tried: servers take no longer ones
 USUAL_COST = (
@@ -80,7 +81,8 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
     """Return every number that is shown for the acceptances and the cost of `chain`.
 
     Chains of at most `longest` drafts are tried: of a report no longer ones than the drafter's. A
-    cost that the user gave replaces a measured one.
+    cost that the user gave replaces a measured one. With a GPU, `roofline` has a row for each of
+    `BATCHES`, and `by_load` the best numbers of drafts by requests at once.
     """
     given, length = chain.acceptances, min(options.length, longest)
     cost = chain.draft_cost if options.draft_cost is None else options.draft_cost
@@ -95,48 +97,53 @@ def simulation(options: Options, chain: Chain, longest: int = LONGEST) -> JsonOb
         "best": asdict(best_length(given, cost, longest)),
         "break_even_cost": break_even(given, length),
     }
-    if options.gpu is not None and options.params is not None:
-        kv_bytes = KV_BYTES * sqrt(options.params / KV_PARAMS)
-        model = Roofline(
-            GPUS[options.gpu], options.params, kv_bytes, COMPUTE_SHARE, BANDWIDTH_SHARE
-        )
-        everywhere = [
-            on_gpu(model, given, cost, (length, longest), batch, options.context)
-            for batch in range(1, max(BATCHES) + 1)
-        ]
-        results["roofline"] = [everywhere[batch - 1] for batch in BATCHES]
-        ranges = by_load([row["best"]["length"] for row in everywhere])
-        results["by_load"] = [{"context": options.context, "ranges": ranges}]
-        results["free_tokens"] = model.free_tokens
-    return results
+    if options.gpu is None or options.params is None:
+        return results
+    kv_bytes = KV_BYTES * sqrt(options.params / KV_PARAMS)
+    model = Roofline(GPUS[options.gpu], options.params, kv_bytes, COMPUTE_SHARE, BANDWIDTH_SHARE)
+    rows = []
+    for batch in range(1, max(BATCHES) + 1):
+        # verifying k drafts runs k + 1 tokens of each request through the target
+        sizes = range(1, longest + 2)
+        seconds = [model.pass_seconds(batch, size, options.context) for size in sizes]
+        costs = [taken / seconds[0] for taken in seconds]
+        rows.append({
+            "batch": batch,
+            "plain_s": seconds[0],
+            "verify_cost": costs[length],
+            "speedup": speedup(tokens, length * cost, costs[length]),
+            "best": asdict(best_length(given, cost, longest, costs)),
+        })  # fmt: skip
+    return results | {
+        "context": options.context,
+        "free_tokens": model.free_tokens,
+        "roofline": [rows[batch - 1] for batch in BATCHES],
+        "by_load": by_load([row["best"]["length"] for row in rows]),
+    }
 
 
 def longest_chain(path: str) -> Chain:
     """Return the longest chain in a report, with its name and cost as measured.
 
-    Raises `UserError` if there is none, or if times or acceptances are missing.
+    Raises `UserError` if there is none with times and acceptances.
     """
     found: list[Chain] = []
     for setting in read_measured(path).settings:
         plain = setting.plain
         for name, drafter in setting.drafters.items():
             seen = [share for share in drafter.cond_accept if share is not None]
-            # Of a tree the acceptances are those of several tokens at a depth.
-            if not seen or not drafts_chains(drafter):
-                continue
+            timed = plain.rounds and drafter.rounds and "draft" in drafter.split
             plain_s = sum(plain.split.values())
-            if not (plain_s and plain.rounds and drafter.rounds and "draft" in drafter.split):
-                raise UserError(
-                    f"{path} does not say how long the rounds of {name} and of plain decoding "
-                    f"took; {AGAIN}"
-                )
+            # Of a tree the acceptances are those of several tokens at a depth.
+            if not (seen and timed and plain_s and drafts_chains(drafter)):
+                continue
             # drafting time of a round, in plain steps, shared equally among the levels
             drafting = drafter.split["draft"] / drafter.rounds / (plain_s / plain.rounds)
             found.append(Chain(name, seen, drafting / len(drafter.cond_accept)))
     if not found:
         raise UserError(
-            f"{path} has no acceptances of a drafter that drafts chains; evaluate one with --like "
-            "vllm:drafts=5"
+            f"{path} has no acceptances and times of a drafter that drafts chains; evaluate one "
+            "with --like vllm:drafts=5"
         )
     return max(found, key=lambda chain: len(chain.acceptances))
 
@@ -150,35 +157,6 @@ def drafts_chains(drafter: DrafterFigures) -> bool:
         return drafter.setting.get("width", 1) == 1
     drafted = max((n for r in drafter.per_request for n, *_ in r.rounds), default=0)
     return drafter.kind == "ngram" or drafted <= len(drafter.cond_accept)
-
-
-def on_gpu(
-    model: Roofline,
-    acceptances: Sequence[float],
-    draft_cost: float,
-    lengths: tuple[int, int],
-    batch: int,
-    context: int,
-) -> JsonObject:
-    """Return the gains of drafting for `batch` requests at once, by the roofline.
-
-    `lengths` are that of the chain and the most that is tried. The keys are `batch`, `context`,
-    `plain_s` (seconds of a plain step), `verify_cost` (in plain steps) and `speedup` of the chain,
-    and `best`, the best chain.
-    """
-    length, longest = lengths
-    # verifying k drafts runs k + 1 tokens of each request through the target
-    seconds = [model.pass_seconds(batch, number, context) for number in range(1, longest + 2)]
-    costs = [taken / seconds[0] for taken in seconds]
-    emitted = chain_tokens(stretched(acceptances, length))
-    return {
-        "batch": batch,
-        "context": context,
-        "plain_s": seconds[0],
-        "verify_cost": costs[length],
-        "speedup": speedup(emitted, length * draft_cost, costs[length]),
-        "best": asdict(best_length(acceptances, draft_cost, longest, costs)),
-    }
 
 
 def by_load(drafts: Sequence[int]) -> list[list[int]]:
@@ -210,24 +188,24 @@ def show(found: JsonObject, console: Console) -> None:
     if "roofline" not in found:
         return
     title = (
-        f"roofline, context {found['by_load'][0]['context']:,}: a pass is free up to about "
+        f"roofline, context {found['context']:,}: a pass is free up to about "
         f"{found['free_tokens']:.0f} tokens in all (at {COMPUTE_SHARE:.0%} of the data sheet's "
         f"FLOP/s and {BANDWIDTH_SHARE:.0%} of its bandwidth)"
     )
-    table = plain_table(title, title_justify="left")
-    for column in ("batch", "plain step", "verify", "speed-up", "best K", "speed-up"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for row in found["roofline"]:
-        best = row["best"]
-        table.add_row(
-            str(row["batch"]), f"{1e3 * row['plain_s']:.2f} ms", f"{row['verify_cost']:.2f} steps",
-            f"{row['speedup']:.2f}x", str(best["length"]), f"{best['speedup']:.2f}x",
-        )  # fmt: skip
-    console.print(table)
-    (load,) = found["by_load"]
+        rows.append({
+            "batch": str(row["batch"]),
+            "plain step": f"{1e3 * row['plain_s']:.2f} ms",
+            "verify": f"{row['verify_cost']:.2f} steps",
+            "speed-up": factor(row["speedup"]),
+            "best K": str(row["best"]["length"]),
+            "its speed-up": factor(row["best"]["speedup"]),
+        })  # fmt: skip
+    console.print(table_of(title, rows).terminal())
     parts = [
         f"{drafts} up to {last}" if first == 1 else f"{drafts} from {first} to {last}"
-        for first, last, drafts in load["ranges"]
+        for first, last, drafts in found["by_load"]
     ]
-    console.print(f"drafts by requests at once, context {load['context']:,}: {', '.join(parts)}")
+    console.print(f"drafts by requests at once, context {found['context']:,}: {', '.join(parts)}")
     console.print("docs/serving.md shows how an engine takes them.")

@@ -1,16 +1,21 @@
-"""Tables of figures: the same rows and texts in the terminal, in Markdown and on the page."""
+"""Tables of figures: the same rows and texts in the terminal, in Markdown and on the page.
+
+`show` prints them; `report` makes Markdown and the page.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group
 from rich.text import Text
 
-from ..console import plain_table
-from .remarks import fastest
+from ..console import Console, plain_table
+from .remarks import fastest, headline
 from .results import (
     NOTHING,
     SHOWN,
@@ -22,16 +27,21 @@ from .results import (
     factor,
     identical,
     interval_text,
+    known,
     with_interval,
     written,
 )
+from .server_figures import ServerReport
 
 UNNAMED = "(none)"  # the category of prompts that have none
 MOST = 8  # columns of a table, unless a reader asks for all
-LONGEST_NAME = 30  # longer names are folded in the terminal
+LONGEST_NAME = 24  # longer names are folded in a narrow terminal
+TITLE = 12  # characters of a line of a column's title
+IN_A_FILE = 120  # columns of a terminal's table that goes to a file
+FASTEST = "*"
 ACCEPTED = f"accepted 1-{SHOWN}"
 IMPORTANT = (
-    "drafter", "speed-up", "tau", "replies equal to plain decoding's", "tau, 95% interval",
+    "drafter", "speed-up", "tau", "identical replies", "tau, 95% interval",
     "speed-up, 95% interval", "tokens a second", "drafted tokens a round",
 )  # fmt: skip
 
@@ -51,17 +61,32 @@ class Table:
     """Columns that stay in a table of `MOST`, those of most weight first; further ones follow in
     their order."""
 
-    @property
-    def few(self) -> list[int]:
-        """Places of the `MOST` most important columns, in their order."""
+    def few(self, most: int = MOST) -> list[int]:
+        """Return the places of the `most` most important columns, in their order."""
         others = (column for column in self.columns if column not in self.important)
-        ranked = [*self.important, *others][:MOST]
+        ranked = [*self.important, *others][:most]
         return [place for place, column in enumerate(self.columns) if column in ranked]
 
-    def of(self, places: Sequence[int], title: str) -> Table:
-        """Return the table with the columns at `places`."""
+    def fitting(self, width: int) -> int:
+        """Return how many columns, `MOST` at most, a terminal of `width` characters holds."""
+        for most in range(MOST, 2, -1):
+            needed = 2 + sum(self._needed(place) + 2 for place in self.few(most))
+            if needed <= width:
+                return most
+        return 2
+
+    def _needed(self, place: int) -> int:
+        """Return the width of a column: that of its cells and of its folded title."""
+        cells = max(len(row[place]) for row in self.rows)
+        if place == 0:
+            return min(cells, LONGEST_NAME)
+        return max(cells, *map(len, textwrap.wrap(self.columns[place], TITLE)))
+
+    def of(self, places: Sequence[int], title: str | None = None) -> Table:
+        """Return the table with the columns at `places`, under another title if one is given."""
         rows = [[row[place] for place in places] for row in self.rows]
-        return replace(self, title=title, columns=[self.columns[i] for i in places], rows=rows)
+        columns = [self.columns[place] for place in places]
+        return replace(self, title=title or self.title, columns=columns, rows=rows)
 
     def split(self, most: int = MOST) -> list[Table]:
         """Return tables of at most `most` columns that together have all; each has the first."""
@@ -84,13 +109,12 @@ class Table:
     def terminal(self) -> Group:
         """Return the table as rich prints it, its title above it."""
         table = plain_table(None)
-        table.add_column(self.columns[0], overflow="fold", max_width=LONGEST_NAME)
-        for column in self.columns[1:]:
-            table.add_column(
-                column, justify="right", overflow="fold", min_width=min(len(column), 10)
-            )
-        for row in self.rows:
-            table.add_row(*map(Text, row))
+        table.add_column(self.columns[0], overflow="fold", min_width=self._needed(0))
+        for place, column in enumerate(self.columns[1:], 1):
+            title = textwrap.fill(column, TITLE)
+            table.add_column(title, justify="right", overflow="fold", min_width=self._needed(place))
+        for number, row in enumerate(self.rows):
+            table.add_row(*map(Text, row), style="bold" if number in self.best else "")
         # a title of rich's own would be folded to the width of the table
         return Group(Text(self.title, "italic"), table)
 
@@ -119,7 +143,8 @@ def summary(report: Report) -> Table:
     rows, best = [], []
     for setting in report.settings:
         winner = fastest(setting)
-        for name, figures in setting.drafters.items():
+        for name in by_speed(setting):
+            figures = setting.drafters[name]
             if name == winner:
                 best.append(len(rows))
             rows.append(cells_of(setting, name, figures, report.drafter_bytes.get(name)))
@@ -131,6 +156,16 @@ def summary(report: Report) -> Table:
     differing = [column for column in switches if len({row[column] for row in rows}) > 1]
     important = (*IMPORTANT[:2], *differing, *IMPORTANT[2:])
     return table_of(title, rows, best=best, switches=switches, important=important)
+
+
+def by_speed(setting: SettingFigures) -> list[str]:
+    """Return the names of the ways to decode, the fastest first, those without a speed-up last."""
+
+    def slowness(name: str) -> float:
+        speedup = setting.drafters[name].speedup
+        return -speedup if known(speedup) else math.inf
+
+    return sorted(setting.drafters, key=slowness)
 
 
 def cells_of(
@@ -147,7 +182,7 @@ def cells_of(
         "temperature": f"{setting.temperature:g}",
         "batch size": str(setting.batch),
         "tau": written(s.tau_incl_bonus),
-        "replies equal to plain decoding's": identical(s.equal_to_ar, s.requests),
+        "identical replies": identical(s.equal_to_ar, s.requests),
         "tau, 95% interval": (interval_text(s.tau_ci95) if drafts else "") or NOTHING,
         "speed-up, 95% interval": interval_text(own_speedup) or NOTHING,
         "tokens a second": written(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 10 else ".1f"),
@@ -193,12 +228,11 @@ def served(report: Report) -> Table | None:
             "95th percentile of that, ms": written(ttft.get("p95"), ".1f", 1000),
             "time per later token, median, ms": written(tpot.get("p50"), ".1f", 1000),
             "95th percentile of that one, ms": written(tpot.get("p95"), ".1f", 1000),
-            "replies equal to plain decoding's": identical(s.equal_to_plain, s.compared),
+            "identical replies": identical(s.equal_to_plain, s.compared),
         })  # fmt: skip
     important = (
-        "setting", "tau", "tokens a second", "replies equal to plain decoding's", ACCEPTED,
-        "time to first token, median, ms", "time per later token, median, ms",
-        "share of drafted tokens accepted",
+        "setting", "tau", "tau, steps without a draft counted", "tokens a second", ACCEPTED,
+        "identical replies", "time to first token, median, ms", "time per later token, median, ms",
     )  # fmt: skip
     return table_of(server.title, rows, important=important)
 
@@ -231,27 +265,75 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
 
 def remarks_of(report: Report) -> list[str]:
-    """Return what a reader of the table of settings needs besides: warnings, gains, near-ties."""
+    """Return what a reader of the table of settings needs besides: warnings, near-ties."""
     lines = []
     for setting in report.settings:
         for name, figures in setting.drafters.items():
             where = f"{caption(setting)}, {name}"
             lines += [f"warning, {where}: {warning}" for warning in figures.warnings]
-            if figures.untuned is not None:
-                lines.append(f"{where}: {over_untuned(figures)}.")
-            if (gap := figures.largest_gap) is not None:
-                lines.append(
-                    f"{where}: where a reply first differs, the target's two best logits are at "
-                    f"most {gap:.2g} apart."
-                )
+            if figures.largest_gap is not None:
+                lines.append(f"{where}: {near_tie(figures.largest_gap)}")
     return lines
 
 
-def over_untuned(figures: DrafterFigures) -> str:
-    """Return what a tuned drafter gains over the same one without the profile, in words."""
-    if figures.gain_over_default == 1:
-        return f"the profile keeps the tree of {figures.untuned}, so both are one decoding"
-    interval = interval_text(figures.gain_ci95, " (95%: {:.2f} to {:.2f})")
-    return (
-        f"{factor(figures.gain_over_default)}{interval} the tokens per second of {figures.untuned}"
+def near_tie(gap: float) -> str:
+    """Return a sentence on the largest gap where a reply first differs from plain decoding's."""
+    return f"where a reply first differs, the target's two best logits are at most {gap:.2g} apart."
+
+
+def remarks_of_server(server: ServerReport) -> list[str]:
+    """Return what a reader of a server's table needs besides: warnings, near-ties, definitions."""
+    lines = []
+    for s in server.settings:
+        label = f"T = {s.temperature:g}, {s.concurrency} at once"
+        lines += [f"warning, {label}: {warning}" for warning in s.warnings]
+        if s.largest_gap is not None:
+            lines.append(f"{label}: {near_tie(s.largest_gap)}")
+    if any(setting.speculates is False for setting in server.settings):
+        lines.append("The server does not speculate: it writes one token a step.")
+    if definitions := dict.fromkeys(s.tau_definition for s in server.settings if s.speculates):
+        lines += [f"The server's tau: {definition}." for definition in definitions]
+        lines.append("With steps without a draft counted, it compares with a local tau.")
+    lines.append(
+        "Tokens a second: all replies together, prefills included; local ones are without."
     )
+    return lines
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print the headline, the tables with as many columns as fit, and the remarks on them.
+
+    The tables are as wide as the console; without a terminal 120 columns, unless COLUMNS is set.
+    """
+    if console is None:
+        console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = IN_A_FILE
+
+    def say(lines: Sequence[str], style: str = "") -> None:
+        for line in lines:
+            console.print(line, style=style, highlight=False, markup=False)
+
+    def draw(table: Table) -> None:
+        console.print()
+        few = table.of(table.few(table.fitting(console.width)))
+        console.print(few.terminal())
+
+    say(headline(report), "bold")
+    if report.settings:
+        table = summary(report)
+        rows = [
+            [f"{FASTEST if number in table.best else ' '} {row[0]}", *row[1:]]
+            for number, row in enumerate(table.rows)
+        ]
+        draw(replace(table, title=f"{report.target_name}, {report.dtype}", rows=rows))
+        mark = f"{FASTEST}: the fastest of its setting. tau: tokens a round."
+        say([f"{mark} draftsmith report shows further columns.", *remarks_of(report)])
+    if len(report.prompt_set.categories) > 1:
+        for table in categories(report.settings, intervals=False):
+            for part in table.split(table.fitting(console.width)):
+                draw(part)
+    say([f"{name} is left out: {reason}" for name, reason in report.left_out.items()])
+    if (table := served(report)) is not None and report.server is not None:
+        draw(table)
+        say(remarks_of_server(report.server))

@@ -221,17 +221,10 @@ def trainings(plan: Plan) -> list[Step]:
     ]
     run = ["eagle", "--config", plan.at("eagle.yaml")]
     from_store = [*run, "--features.store", plan.at("store"), "--out", plan.at("eagle_store")]
-    replayed = [
-        "evaluate",
-        "--features",
-        plan.at("store"),
-        "--drafter",
-        plan.at("eagle_store/best"),
-    ]
     steps.append(
         Step(
             "train eagle from a store",
-            [Command(from_store, TRAIN), Command(replayed)],
+            [Command(from_store, TRAIN)],
             losses(plan, "eagle_store"),
             ["data extract"],
         )

@@ -5,7 +5,6 @@
 #   temperatures   every drafter and baseline at T = 0, 0.7, 1 and batches of 1, 2, 4, 8; eight prompts (20 min)
 #   bfloat16       the table for a bfloat16 target, 16 prompts (4 min a drafter)
 #   long           prompts of 1,000 and 4,000 tokens (10 min)
-#   estimate       estimated tau compared with measured tau, float32 (15 min)
 #   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
 #   counts         counters of llama.cpp and vLLM compared with ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
@@ -19,7 +18,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-parts=(table temperatures bfloat16 long estimate exact counts engines assisted)
+parts=(table temperatures bfloat16 long exact counts engines assisted)
 runs=${SMOLLM2_RUNS:-runs/smollm2}
 target=${SMOLLM2:-models/smollm2-135m-instruct}
 out=$runs/figures
@@ -104,36 +103,6 @@ long() {
     sed -n '1,3p;13,15p' "$runs/long.prompts.jsonl" > "$out/long.prompts.jsonl"
     draftsmith evaluate --target "$target" --prompts "$out/long.prompts.jsonl" --max-new-tokens 48 --repeats 1 --no-baselines \
         --drafter "$(drafter_of eagle):dtype=bfloat16,length=3,width=2,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
-}
-
-estimate() { # over a store in float32: one in bfloat16, the default, has near ties that go the other way
-    head -n 16 "$runs/train-greedy.jsonl" > "$out/few.jsonl"
-    head -n 24 "$runs/valid.jsonl" > "$out/held.jsonl"
-    cat > "$out/estimate.yaml" <<Y
-out: $out/unused
-target: {path: $target, dtype: float32}
-data:
-  sources: [{path: $out/few.jsonl, name: few}, {path: $out/held.jsonl, name: held}]
-  held_out: {by: source, sources: [held]}
-  decontaminate: false
-  max_length: 1024
-heads: {taps: [2, 15, 27]}
-evaluation: {prompts: 24, max_new_tokens: 96}
-Y
-    draftsmith data extract --method eagle --config "$out/estimate.yaml" --dtype float32 --out "$out/store-float32"
-    # Both commands have default trees of their own, so trees are named.
-    local ways=() drafter name
-    for name in "${names[@]}"; do
-        drafter=$(drafter_of "$name")
-        case $name in
-            distill*) ways+=(--drafter "$drafter:length=4") ;;
-            medusa*) ways+=(--drafter "$drafter:nodes=8") ;;
-            *) ways+=(--drafter "$drafter:nodes=8" --drafter "$drafter:width=1,length=3" --drafter "$drafter:nodes=8,lookup=3") ;;
-        esac
-    done
-    draftsmith evaluate --features "$out/store-float32" "${ways[@]}" --json "$out/estimated.json"
-    draftsmith evaluate --target "$target" --prompts "$out/held.jsonl" --max-new-tokens 96 --repeats 1 --no-baselines "${ways[@]}" \
-        --json "$out/measured.json"
 }
 
 exact() { # float32 has to be equal; bfloat16 has to differ at near ties only

@@ -30,7 +30,7 @@ def drafter(tau: float, speedup: float, drafts: float = 4.0, **more: Any) -> dic
         "tau_untruncated": tau + 0.125,
         "accept_rate": 0.43, "mean_n_draft": drafts, "tokens_s": 123.4 * speedup,
         "speedup": speedup,
-        "speedup_ci95": [speedup - 0.11, speedup + 0.11], "predicted_speedup": speedup + 0.01,
+        "speedup_ci95": [speedup - 0.11, speedup + 0.11],
         "equal_to_ar": 5,
         "ttft_quantiles_s": {"p50": 0.0123, "p95": 0.02, "p99": 0.02},
         "tpot_quantiles_s": {"p50": 0.0045, "p95": 0.0067},
@@ -87,7 +87,6 @@ def made(
         "prompt_set": {"path": "held.jsonl", "sha256": "abc" * 20, "prompts": 6,
         "categories": {"code": 3, "chat": 3}},
         "drafter_bytes": {"plain": 0, "ngram": 0, "head": 3_940_000}, "settings": settings,
-        "definitions": {"tau_incl_bonus": "tokens emitted per round"},
     }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from draftsmith.inference.api import load
 from draftsmith.inference.drafters import check_spec, load_proposer
 from draftsmith.inference.evaluation.evaluate import origin
 from draftsmith.inference.evaluation.names import distinct_labels
+from draftsmith.inference.evaluation.options import TuneOptions
 from draftsmith.inference.evaluation.tuning import tune
-from draftsmith.inference.evaluation.tuning.options import TuneOptions
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target

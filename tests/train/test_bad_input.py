@@ -258,11 +258,7 @@ def test_negated_switches_and_repeated_list_options_are_accepted(
     report = json.loads((tmp_path / "o.json").read_text())
     assert list(report["settings"][0]["drafters"]) == ["plain", "a", "b"]
     (record,) = report["settings"][0]["drafters"]["a"]["per_request"]
-    assert (
-        record["id"] == "g.jsonl:1"
-        and record["equal_to_ar"]
-        and record["n_rounds"] == sum(record["drafted_hist"])
-    )
+    assert record["id"] == "g.jsonl:1" and record["equal_to_ar"]
 
 
 def test_doctor_says_what_is_wrong_and_exits_with_2(

@@ -190,9 +190,8 @@ def evaluate(
     """
     from ...inference.evaluation.evaluate import measured
 
-    for name in ("features", "json"):
-        if name in options and (name == "features" or str(options[name]) == "-"):
-            raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
+    if str(options.get("json")) == "-":
+        raise UserError("json='-' is for the command; leave it out")
     rows = None
     if _is_text(prompts):
         raise UserError(

@@ -20,10 +20,7 @@ VERBS = {
         "inference.evaluation.options.ReportOptions",
     ),
     "simulate": ("inference.evaluation.simulate", "inference.evaluation.options.SimulateOptions"),
-    "tune": (
-        "inference.evaluation.tuning.tune",
-        "inference.evaluation.tuning.options.TuneOptions",
-    ),
+    "tune": ("inference.evaluation.tuning.tune", "inference.evaluation.options.TuneOptions"),
     "generate": ("train.commands.generate", "train.commands.options.GenerateOptions"),
     "serve": ("inference.serving.serve", "inference.serving.options.ServeOptions"),
     "mtp doctor": ("train.commands.mtp.doctor", "train.commands.mtp.options.ExamineOptions"),

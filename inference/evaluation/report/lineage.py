@@ -5,7 +5,6 @@ The figures are those of `draftsmith compare`.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from ....heads.files import JsonObject
 from ..compare import ALL, Change, Comparison, cells_of, compared, outcome, own_drafters
 from ..results import Report, SettingFigures, interval_text
 from ..tables import UNNAMED, Table, table_of
-from .page import Block, bar, chart, charts, fold, table, text
+from .page import Block, bar, chart, charts, table, text
 
 Named = tuple[str, Report]
 """A report after the path that it was read from."""
@@ -168,8 +167,7 @@ def before_after(part: Part) -> list[Block]:
         "two moments. Plain decoding and baselines below are those of the last report; each "
         "speed-up is over plain decoding of its own report."
     )
-    same = {"kind": "facts", "rows": [], "command": _command(part)}
-    return [*_sentences(part), *_charts(part), table(of), text(notes), same]
+    return [*_sentences(part), *_charts(part), table(of), text(notes)]
 
 
 def _sentences(part: Part) -> list[Block]:
@@ -193,49 +191,19 @@ def _sentences(part: Part) -> list[Block]:
             )
     if worse:
         said.append(text(f"Regressed: {'; '.join(worse)}.", "alert"))
-    if same := [name for name, (names, _) in part.drafters.items() if _same_weights(part, names)]:
-        said.append(
-            text(
-                f"{', '.join(same)}: the weights are the same in all reports, so that a change is "
-                "one of the measurement."
-            )
-        )
     return said
 
 
-def _same_weights(part: Part, names: Sequence[str]) -> bool:
-    """Return whether all reports say that a drafter, of these `names`, has the same weights."""
-    hashes = set()
-    for own, (_, report) in zip(names, part.reports, strict=True):
-        origin = report.drafters.get(own)
-        hashes.add(None if origin is None else origin.sha256)
-    return len(hashes) == 1 and hashes != {None}
-
-
 def _charts(part: Part) -> list[Block]:
-    """Return charts of the changes with their intervals, those of larger batches folded."""
-    smallest: dict[float, int] = {}
-    rows: dict[tuple[float, int], list[JsonObject | None]] = {}
+    """Return a chart of the changes with their intervals for each temperature and batch size."""
+    rows: dict[str, list[JsonObject | None]] = {}
     for drafter, setting, change in _changes(part):
-        least = smallest.setdefault(setting.temperature, setting.batch)
-        smallest[setting.temperature] = min(least, setting.batch)
         name, category = part.named(drafter, change), change.category or UNNAMED
         row = bar(category, name, change.change, change.change_ci95, "{:+.1%}")
-        rows.setdefault((setting.temperature, setting.batch), []).append(row)
+        rows.setdefault(f"T = {setting.temperature:g}, batch {setting.batch}", []).append(row)
     note = "lines: 95% intervals over pairs of prompts; dashed: no change"
-    in_sight, others = [], []
-    for (temperature, batch), found in rows.items():
-        title = f"Change of tau, T = {temperature:g}, batch {batch}"
-        made = chart("dots", title, note, found, x="change of tau", rule=0, percent=True)
-        (in_sight if batch == smallest[temperature] else others).append(made)
-    return charts(in_sight) + fold("Other batch sizes", charts(others))
-
-
-def _command(part: Part) -> str:
-    """Return the command that prints this comparison, of the first drafter if there are several."""
-    words = ["draftsmith", "compare", *(path for path, _ in part.reports)]
-    if any(len(own_drafters(report)) > 1 for _, report in part.reports):
-        names, _ = next(iter(part.drafters.values()))
-        for name in names:
-            words += ["--drafter", name]
-    return shlex.join(words)
+    axes = {"x": "change of tau", "rule": 0, "percent": True}
+    return charts(
+        chart("dots", f"Change of tau, {where}", note, found, **axes)
+        for where, found in rows.items()
+    )

@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from ....heads.files import JsonObject
-from ..definitions import ByDepth, Number
 from ..names import BASELINES
 from ..remarks import headline
 from ..results import (
@@ -31,7 +30,16 @@ from ..results import (
     ends,
     known,
 )
-from ..tables import UNNAMED, Table, categories, remarks_of, summary
+from ..server_figures import ByDepth, Number
+from ..tables import (
+    UNNAMED,
+    Table,
+    categories,
+    remarks_of,
+    remarks_of_server,
+    served,
+    summary,
+)
 from ..training_log import Training, trainings
 
 FOLDER = Path(__file__).parent
@@ -85,7 +93,7 @@ def text(words: str, look: str = "note") -> Block:
 
 def table(of: Table) -> Block:
     """Return a table, which shows the columns `few` until its reader asks for all."""
-    return {"kind": "table", **msgspec.to_builtins(of), "few": of.few}
+    return {"kind": "table", **msgspec.to_builtins(of), "few": of.few()}
 
 
 def fold(title: str, blocks: Sequence[Block], opened: bool = False) -> list[Block]:
@@ -170,8 +178,6 @@ def others_folded(report: Report, draw: Callable[[SettingFigures], list[Block]])
 def verdict(report: Report) -> list[Block]:
     """Return what a reader has to know before any figure, the headline, and tau and speed-up."""
     said = []
-    if report.partial:
-        said.append(text(f"Not whole: only {report.partial} so far.", "alert"))
     if lossy := [caption(s) for s in report.settings if not s.lossless]:
         said.append(
             text(
@@ -189,8 +195,7 @@ def verdict(report: Report) -> list[Block]:
         for name, s in drafting(setting):
             taus.append(bar(caption(setting), name, s.tau_incl_bonus, s.tau_ci95))
             gains.append(bar(caption(setting), name, s.speedup, s.speedup_ci95, "{:.2f}x"))
-    intervals = f"no intervals, of fewer than {FEWEST} prompts"
-    note = f"{intervals if few_prompts(report) else 'lines: 95% intervals'}; dashed: plain decoding"
+    note = f"lines: 95% intervals, where there are {FEWEST} prompts; dashed: plain decoding"
     return said + charts([
         chart("bars", "Tau: tokens a round", note, taus, x=TAU, rule=1),
         chart("bars", "Speed-up", note, gains, x=SPEED_UP, rule=1),
@@ -203,25 +208,20 @@ def summaries(report: Report) -> list[Block]:
         return []
     notes = [
         "tau: tokens a round, the target's own included. Bold: the highest speed-up of a setting. "
-        "Intervals are over prompts. A draft tree offers several tokens for one place, at most one "
-        "of which is accepted: its share of accepted tokens is low even where its tau is high.",
-        few_prompts(report),
+        f"Intervals are over prompts, and given for {FEWEST} of them or more. A draft tree offers "
+        "several tokens for one place, at most one of which is accepted: its share of accepted "
+        "tokens is low even where its tau is high.",
         *remarks_of(report),
     ]
-    return [table(summary(report)), *(text(note) for note in notes if note)]
+    return [table(summary(report)), *map(text, notes)]
 
 
-def few_prompts(report: Report) -> str:
-    """Return why there are no intervals, where too few prompts were measured; else ""."""
-    units = [len({record.unit for record in s.plain.per_request}) for s in report.settings]
-    counts = [count for count in units if 0 < count < FEWEST]
-    if not counts:
-        return ""
-    return (
-        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}; "
-        "those of one id or text are one): it would be narrower than the figures differ between "
-        "prompts."
-    )
+def server(report: Report) -> list[Block]:
+    """Return the table of a live server, and the remarks that a reader of it needs."""
+    of = served(report)
+    if of is None or report.server is None:
+        return []
+    return [table(of), *map(text, remarks_of_server(report.server))]
 
 
 def acceptance(report: Report) -> list[Block]:
@@ -281,10 +281,7 @@ def by_category(report: Report) -> list[Block]:
 
 
 def speed(report: Report) -> list[Block]:
-    """Return a chart of the speed-up over batch sizes for each temperature that has several.
-
-    Dashed lines are `modelled_speedup`, the cost model's; see docs/metrics.md#speed.
-    """
+    """Return a chart of the speed-up over batch sizes for each temperature that has several."""
     made = []
     for first in smallest(report):
         kind = first.temperature, first.lossless
@@ -294,11 +291,7 @@ def speed(report: Report) -> list[Block]:
             for name, s in drafting(setting):
                 low, high = ends(s.speedup_ci95) or (None, None)
                 rows += points(name, {setting.batch: s.speedup}, low=low, high=high, point=True)
-                rows += points(name, {setting.batch: s.modelled_speedup}, dashed=True)
-        note = (
-            "points: measured, with 95% intervals; dashed: predicted by the cost model from the "
-            "smallest batch"
-        )
+        note = "lines: 95% intervals; dashed across: plain decoding"
         title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
         axes = {"x": "batch size (requests)", "y": SPEED_UP, "low": 0, "rule": 1, "log": True}
         if len(same) > 1:
@@ -366,10 +359,9 @@ def facts(report: Report, path: str) -> Block:
     memory, limits = report.peak_memory_bytes, report.options or {}
     rows = {
         "report": path,
-        "target": report.target.name if report.target is not None else None,
+        "target": report.target and report.target_name,
         "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
         "machine": report.measured_on,
-        "measured so far": report.partial,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
         "prompts": _prompt_set(report.prompt_set),
@@ -393,15 +385,6 @@ def _prompt_set(prompts: PromptSet) -> str:
     if len(named) > 1:
         words += f", {len(named)} categories: {', '.join(named)}"
     return words
-
-
-# What a log may hold of acceptance by position, the best first: whether it is of evaluations, the
-# key, and what it is. docs/metrics.md#training-metrics
-BY_POSITION = (
-    (True, "surv", "share of held-out rounds that accept at least so many drafts"),
-    (False, "surv", "share of training positions that accept at least so many drafts"),
-    (False, "alpha", "overlap of target and drafter at that position, on training texts"),
-)
 
 
 def training(runs: Sequence[Training]) -> list[Block]:
@@ -432,16 +415,12 @@ def training(runs: Sequence[Training]) -> list[Block]:
 
 
 def _positions(run: Training) -> Block:
-    """Return the chart of acceptance by position over the steps of a training run."""
+    """Return the chart of held-out acceptance by position over the steps of a training run."""
     rows: list[JsonObject] = []
-    note = ""
-    for evaluated, key, meaning in BY_POSITION:
-        depth = 1
-        while curve := run.curve(f"{key}@{depth}", evaluated):
-            rows += points(f"position {depth}", curve)
-            depth += 1
-        if rows:
-            note = meaning
-            break
-    title = f"{run.name}: acceptance by position"
-    return chart("lines", title, note, rows, x="step", y="share", low=0, high=1)
+    depth = 1
+    while curve := run.curve(f"surv@{depth}", evaluated=True):
+        rows += points(f"position {depth}", curve)
+        depth += 1
+    note = "share of held-out rounds that accept at least so many drafts"
+    axes: JsonObject = {"x": "step", "y": "share", "low": 0, "high": 1}
+    return chart("lines", f"{run.name}: acceptance by position", note, rows, **axes)

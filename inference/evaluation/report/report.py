@@ -20,7 +20,7 @@ from ..tables import categories, served, summary
 from ..training_log import METRICS_FILE, Training, read_metrics, trainings
 from . import page
 from .lineage import Named, Part, before_after, compare_table, parts_of_page
-from .page import Block, fold, heading
+from .page import Block, heading
 
 HTML_FILE = "report.html"
 ENDINGS = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
@@ -64,17 +64,11 @@ def run(options: Options) -> None:
 
 
 def format_of(options: Options) -> str:
-    """Return the format to write. Raises `UserError` if --out has another's ending."""
+    """Return the format to write. Raises `UserError` if neither --format nor --out says it."""
     ending = Path(options.out or "").suffix.lower()
-    named = ENDINGS.get(ending)
-    if ending and named is None and options.format is None:
+    if options.format is None and ending and ending not in ENDINGS:
         raise UserError(f"--out {options.out} ends in neither .html nor .md; give --format too")
-    if options.format is not None and named not in (None, options.format):
-        raise UserError(
-            f"--out {options.out} has the ending of another format than --format {options.format}; "
-            "change one of them"
-        )
-    return options.format or named or "html"
+    return options.format or ENDINGS.get(ending, "html")
 
 
 def gather(paths: Sequence[str]) -> Found:
@@ -144,7 +138,7 @@ def is_report(file: Path) -> bool:
 
 
 def html(found: Found) -> bytes:
-    """Return the page: its parts of one report or one lineage, then training runs, definitions."""
+    """Return the page: its parts of one report or one lineage, then training runs."""
     parts = parts_of_page(found.reports)
     reports = [part.report for part in parts]
     several = len(parts) > 1
@@ -159,12 +153,6 @@ def html(found: Found) -> bytes:
             blocks += [heading(name, 3 if several else 2), *section] if section else []
     if training := page.training(found.trainings):
         blocks += [heading("Training"), *training]
-    definitions: dict[str, str] = {}
-    for report in reports:
-        definitions |= report.definitions
-    if definitions:
-        words = {"kind": "facts", "rows": [*definitions.items()]}
-        blocks += [heading("Definitions"), *fold("What each key of the JSON means", [words])]
     return page.html(title, blocks, page.looks_of(reports))
 
 
@@ -173,7 +161,6 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
 
     `report` is the one of the part, or all of its lineage in one.
     """
-    server = served(report)
     conditions = []
     for label, (path, own) in zip(part.labels, part.reports, strict=True):
         conditions += [heading(label, 4)] if len(part.reports) > 1 else []
@@ -181,7 +168,7 @@ def sections(part: Part, report: Report) -> list[tuple[str, list[Block]]]:
     return [
         ("Before and after", before_after(part)),
         ("Summary", page.summaries(report)),
-        ("Server", [] if server is None else [page.table(server)]),
+        ("Server", page.server(report)),
         ("Acceptance by position", page.acceptance(report)),
         ("Categories", page.by_category(report)),
         ("Speed-up by batch size", page.speed(report)),
@@ -208,7 +195,7 @@ def markdown(found: Found) -> str:
             summary(report) if report.settings else None,
             served(report),
         ]
-        tables = [table.of(table.few, table.title) for table in whole if table is not None]
+        tables = [table.of(table.few()) for table in whole if table is not None]
         for table in categories(report.settings):
             tables += table.split() if len(table.rows) > 1 else []
         blocks += [table.markdown() for table in tables]

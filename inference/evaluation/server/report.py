@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from ....heads.errors import UserError
 from ....heads.exchange.engines.engine import CounterNames
 from ....heads.pretrained import end_ids, read_config
-from ...console import Console, Progress, plain_table
+from ...console import Progress
 from ...conversations.prompts import Prompt, next_turn
 from ...conversations.rows import GivenRows
 from ...decode import Generation
@@ -31,8 +31,7 @@ from ...targets.target_files import base_and_adapter
 from ..checks import prompts_of, tokenizer_of
 from ..measure import Results, first_difference
 from ..options import EvaluateOptions
-from ..results import SHOWN, by_depth, identical, written
-from ..server_figures import Divergence, ServerFigures, ServerReport, Speculation
+from ..server_figures import ServerFigures, ServerReport, Speculation
 from .client import PROTOCOLS, ServerReply, client_of, connect, counters_of, replies_to
 from .counters import of_counters, of_replies
 
@@ -178,7 +177,7 @@ def compare_replies(
 ) -> None:
     """Compare the server's greedy replies with plain decoding in this process, token for token.
 
-    Adds `equal_to_plain`, `compared` and `divergences` to the report's greedy settings. `results`
+    Adds `equal_to_plain`, `compared` and `largest_gap` to the report's greedy settings. `results`
     are of the same prompts under the same greedy `sampling`, plain decoding first. Later turns
     after texts that differ are left out.
     """
@@ -189,7 +188,7 @@ def compare_replies(
         if figures.temperature != 0:
             continue
         equal = compared = 0
-        differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
+        gaps: dict[tuple[int, int, tuple[int, ...]], float] = {}
         for reply in replies:
             prompt, expected = reply.prompt, plain.get((reply.prompt.place, reply.turn))
             # Where the server's reply to an earlier turn differed, so does everything after it.
@@ -199,49 +198,9 @@ def compare_replies(
             equal += reply.ids == expected.token_ids
             # Several passes mostly repeat a reply; one pass of the target over each is enough.
             key = (prompt.place, reply.turn, tuple(reply.ids))
-            if reply.ids != expected.token_ids and key not in differing:
+            if reply.ids != expected.token_ids and key not in gaps:
                 generation = Generation(prompt.token_ids, reply.ids)
-                index, gap = first_difference(target, expected, generation, sampling)
-                differing[key] = Divergence(
-                    id=prompt.id, turn=reply.turn, index=index, top2_gap=gap
-                )
+                _, gap = first_difference(target, expected, generation, sampling)
+                gaps[key] = gap or 0.0
         figures.equal_to_plain, figures.compared = equal, compared
-        figures.divergences = list(differing.values())
-
-
-def show(server: ServerReport, console: Console) -> None:
-    """Print the server's figures, a row for each setting, and what they mean."""
-    table = plain_table(f"{server.title}\n{server.model}")
-    columns = ("T", "at once", "tau", "emitted", f"accepted\n1-{SHOWN}", "tok/s", "TTFT\nms")
-    for column in (*columns, "ms per\ntoken", "identical"):
-        table.add_column(column, justify="right", no_wrap=True)
-    notes = []
-    for s in server.settings:
-        both = (s.ttft_quantiles_s, s.tpot_quantiles_s)
-        medians = [(quantiles_s or {}).get("p50") for quantiles_s in both]
-        table.add_row(
-            f"{s.temperature:g}",
-            str(s.concurrency),
-            written(s.tau_incl_bonus),
-            written(s.tau_emitted),
-            by_depth(s.survival),
-            written(s.tokens_s, ".0f"),
-            *("-" if time is None else f"{1000 * time:.1f}" for time in medians),
-            identical(s.equal_to_plain, s.compared),
-        )
-        label = f"T = {s.temperature:g}, {s.concurrency} at once"
-        notes += [f"warning, {label}: {warning}" for warning in s.warnings]
-        if gaps := [d.top2_gap for d in s.divergences if d.top2_gap is not None]:
-            notes.append(
-                f"{label}: where a reply first differs, the target's two best logits are at most "
-                f"{max(gaps):.2g} apart."
-            )
-    if any(setting.speculates is False for setting in server.settings):
-        notes.append("The server does not speculate: it writes one token a step.")
-    if definitions := dict.fromkeys(s.tau_definition for s in server.settings if s.speculates):
-        notes += [f"The server's tau: {definition}." for definition in definitions]
-        notes.append("emitted: tokens a step, steps without a draft included, as local tau counts.")
-    notes.append("tok/s: all replies together, prefills included; local ones are without.")
-    console.print(table)
-    for note in notes:
-        console.print(note)
+        figures.largest_gap = max(gaps.values(), default=None)

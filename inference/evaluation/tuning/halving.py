@@ -23,25 +23,14 @@ from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
 from ..intervals import LEVEL
-from ..measure import Setting, Turn, decode_alternately
+from ..measure import ChosenWay, Setting, Turn, decode_alternately
 from ..results import FEWEST, NAN
 from .candidates import PLAIN, Candidate
 
 FINALISTS = 3  # besides the default and plain decoding
 TOKENS = 96  # longest reply; with less time shorter ones, `SHORTEST` at least
 SHORTEST = 16
-REPEATS = 3  # timed runs of every request where there is time
 TRIAL = 16  # tokens of the run by which the time of all is estimated
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Amount of work that fits into the time of one row of the profile."""
-
-    prompts: int
-    tokens: int
-    """Longest reply."""
-    repeats: int
 
 
 def rungs(candidates: int) -> list[tuple[int, int]]:
@@ -58,35 +47,28 @@ def rungs(candidates: int) -> list[tuple[int, int]]:
 
 def effort_for(
     seconds: float, prompts: int, batch: int, candidates: int, read_s: float, step_s: float
-) -> Effort:
-    """Return the effort that fits into `seconds`, of `prompts` prompts at most.
+) -> tuple[int, int]:
+    """Return how many of `prompts` prompts, and tokens of a reply, fit into `seconds`.
 
     `read_s` and `step_s` are the seconds of a batch's prefill and of a plain step; a drafted reply
-    is counted as if it took as long as a plain one. Repeats are given up first, then prompts, by a
-    quarter at a time, down to as many as intervals need, then the replies are halved.
+    is counted as if it took as long as a plain one. Prompts are given up first, by a quarter at a
+    time, down to as many as intervals need, then the replies are halved.
     """
-
-    def needed(effort: Effort) -> float:
-        half = effort.prompts / 2
-        runs = 0.0
+    fewest = min(prompts, 2 * FEWEST * batch)
+    tokens = TOKENS
+    while prompts > fewest or tokens > SHORTEST:
+        half = prompts / 2
+        runs = 2 * math.ceil(half / batch)  # the gain on the other half
         for size, part in rungs(candidates):
             # the default decodes with them, and plain decoding with the finalists
             runs += (size + 1 + (part == 1)) * math.ceil(half / part / batch)
-        runs += 2 * math.ceil(half / batch)  # the gain on the other half
-        return runs * effort.repeats * (read_s + effort.tokens * step_s)
-
-    fewest = min(prompts, 2 * FEWEST * batch)
-    found = Effort(prompts, TOKENS, REPEATS)
-    while needed(found) > seconds:
-        if found.repeats > 1:
-            found = Effort(found.prompts, found.tokens, found.repeats - 1)
-        elif found.prompts > fewest:
-            found = Effort(max(found.prompts * 3 // 4, fewest), found.tokens, 1)
-        elif found.tokens > SHORTEST:
-            found = Effort(found.prompts, max(found.tokens // 2, SHORTEST), 1)
-        else:
+        if runs * (read_s + tokens * step_s) <= seconds:
             break
-    return found
+        if prompts > fewest:
+            prompts = max(prompts * 3 // 4, fewest)
+        else:
+            tokens = max(tokens // 2, SHORTEST)
+    return prompts, tokens
 
 
 def fewer(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -147,29 +129,26 @@ class Choice:
     @property
     def reason(self) -> str:
         """One line that says what is kept, and why."""
-        kept = f"The default ({self.default}) is kept: "
         low, high = self.gain.interval
+        found = f"{self.best} has {self.gain.ratio:.2f}x its tokens per second"
         if not self.others or math.isnan(low):
-            return (
-                f"{kept}{self.best} has {self.gain.ratio:.2f}x its tokens per second, but more "
-                "prompts are needed for an interval, "
-                f"{2 * FEWEST * self.batch} or more, and time for them (--budget)."
+            found += (
+                ", but more prompts are needed for an interval, "
+                f"{2 * FEWEST * self.batch} or more, and time for them (--budget)"
             )
-        if not self.promising:
-            return (
-                f"{kept}the best finalist, {self.best}, has {self.gain.ratio:.2f}x its tokens per "
-                f"second, with a {100 * self.level:.3g}% interval of {low:.2f} to {high:.2f}, "
-                "which does not exclude no gain."
+        elif self.again is None:
+            found += (
+                f", with a {100 * self.level:.3g}% interval of {low:.2f} to {high:.2f}, which does "
+                "not exclude no gain"
             )
-        assert self.again is not None
-        low, high = self.again.interval
-        found = (
-            f"{self.again.ratio:.2f}x (95%: {low:.2f} to {high:.2f}) the tokens per second of the "
-            f"default on {self.others} prompts that had no part in the choice"
-        )
-        if not self.taken:
-            return f"{kept}{self.best} has {found}."
-        return f"{self.best} is taken in place of the default ({self.default}): {found}."
+        else:
+            low, high = self.again.interval
+            found = (
+                f"{self.best} has {self.again.ratio:.2f}x its tokens per second (95%: {low:.2f} to "
+                f"{high:.2f}) on {self.others} prompts that had no part in the choice"
+            )
+        kept = "replaced" if self.taken else "kept"
+        return f"The default ({self.default}) is {kept}: {found}."
 
     def to_json(self) -> JsonObject:
         """Return the keys of a profile's row that are about the choice."""
@@ -225,12 +204,13 @@ def tuned_row(
     """
     sampling = sampling.resolved(target.repetition_penalty)
     read_s, step_s = pace_of(target, prompts, batch, sampling)
-    effort = effort_for(seconds, len(prompts), batch, len(ways) - 1, read_s, step_s)
-    chosen_on, others = halves(fewer(prompts, effort.prompts))
+    count, tokens = effort_for(seconds, len(prompts), batch, len(ways) - 1, read_s, step_s)
+    chosen_on, others = halves(fewer(prompts, count))
     if not enough(others, batch):
         # They are measured together to be shown, since nothing can be chosen on either half.
         chosen_on, others = [*chosen_on, *others], []
-    setting = Setting(sampling, batch, effort.tokens, effort.repeats)
+    # Other prompts say more about a tree than the same ones again.
+    setting = Setting(sampling, batch, tokens, repeats=1)
     default, left, tried = ways[0], list(ways[1:]), []
     for size, part in rungs(len(left))[:-1]:
         some = fewer(chosen_on, max(len(chosen_on) // part, min(batch, len(chosen_on))))
@@ -249,8 +229,7 @@ def tuned_row(
         "effort": {
             "prompts": len(chosen_on),
             "prompts_again": len(others),
-            "max_new_tokens": effort.tokens,
-            "repeats": effort.repeats,
+            "max_new_tokens": tokens,
         },
     }
 
@@ -315,18 +294,5 @@ def decoded(
     target: Target, ways: Sequence[Candidate], prompts: Sequence[Prompt], setting: Setting
 ) -> list[list[Turn]]:
     """Decode `prompts` with each of `ways` alternately, and return the replies of each."""
-    loops = [_Ready(target, way) for way in ways]
+    loops = [ChosenWay(way.label, way.make, way.setting) for way in ways]
     return list(decode_alternately(target, loops, prompts, setting).values())
-
-
-class _Ready:
-    """Candidate as a way to decode (a `measure.OwnLoop`), which is set up when its turn comes."""
-
-    def __init__(self, target: Target, candidate: Candidate) -> None:
-        self.name, self._target, self._candidate = candidate.label, target, candidate
-
-    def generate(
-        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
-    ) -> list[Generation]:
-        """Decode like `decode.generate`."""
-        return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)

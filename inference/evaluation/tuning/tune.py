@@ -7,20 +7,21 @@ profile if it surely gains over the default.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from itertools import product
 
 from msgspec import to_builtins
-from rich.table import Table
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
-from ...console import Console, Progress, plain_table, warn
+from ...console import Console, Progress, warn
 from ...conversations.prompts import (
     Prompt,
     check_batches,
@@ -30,20 +31,22 @@ from ...conversations.prompts import (
 )
 from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
+from ...profile import key_of, machine_of
 from ...settings import Sampling
-from ...targets.target import load_for_decoding
+from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, tokenizer_of
-from ..evaluate import leave_out_names, origin
+from ..evaluate import comparable_facts, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
+from ..options import TuneOptions as Options
 from ..remarks import busy_now, slower
-from ..results import FEWEST
+from ..results import FEWEST, factor, written
+from ..tables import Table, table_of
 from .candidates import PLAIN, candidates, check_tunable
 from .halving import enough, halves, tuned_row
-from .options import TuneOptions as Options
-from .profile import empty_profile, key_of
 
 log = logging.getLogger(__name__)
+SCHEMA = 1
 MOST_PROMPTS = 320  # that are read: both halves of 10 batches of 16
 
 
@@ -55,8 +58,7 @@ def if_interrupted(options: Options) -> str:
 def run(options: Options) -> None:
     """Tune every drafter at every temperature and batch size, and write the profile.
 
-    The profile is written after each drafter and temperature too, marked partial; the same command
-    continues there.
+    A stopped command continues after the last drafter, temperature and batch size that it measured.
     """
     samplings, batches = check(options)
     prompts = prompts_of(options)
@@ -81,10 +83,6 @@ def run(options: Options) -> None:
     limit = f"at most about {options.budget:g} minutes" if options.budget else "without a limit"
     log.info("tuning %d of drafter, temperature and batch size: %s (--budget)", len(parts), limit)
 
-    def write(partial: JsonObject) -> None:
-        with whole_file(options.out) as aside:
-            write_json(aside, {**profile, **partial})
-
     with Progress(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
@@ -100,13 +98,28 @@ def run(options: Options) -> None:
                 row = tuned_row(target, ways, prompts, batch, sampling, left, tick)
                 journal.put(key, row)
             drafters[key_of(spec)].append(row)
-            if number + 1 < len(parts):
-                write({"partial": f"{number + 1} of {len(parts)} settings"})
-    write({})
+    with whole_file(options.out) as aside:
+        write_json(aside, profile)
     journal.finish()
     show(profile, Console())
     if options.budget:
         log.info("took %.1f of %g minutes", (time.monotonic() - started) / 60, options.budget)
+
+
+def empty_profile(options: Options, target: Target, prompts: int) -> JsonObject:
+    """Return a profile that says what it is about, with no result for any drafter yet.
+
+    `prompts`: how many there are.
+    """
+    return {
+        "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": target.fingerprint().as_dict(),
+        "machine": machine_of(target),
+        "prompts": {"path": options.prompts, "count": prompts},
+        "drafters": {key_of(spec): [] for spec in options.drafter},
+    }
 
 
 def prompts_of(options: Options) -> list[Prompt]:
@@ -118,21 +131,16 @@ def prompts_of(options: Options) -> list[Prompt]:
 
 
 def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:
-    """Return everything that the figures depend on, as JSON.
-
-    A stopped tuning is continued only where all of it is the same.
-    """
+    """Return everything that the figures depend on: see `comparable_facts`."""
     texts = repr([prompt.token_ids for prompt in prompts])
     facts = {
         "target": profile["target"],
         "machine": profile["machine"],
         "prompts": hashlib.sha256(texts.encode()).hexdigest(),
-        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "options": asdict(options),
         "drafters": [to_builtins(origin(spec)) for spec in options.drafter],
     }
-    leave_out_names(facts)
-    # Through JSON and back, since it is compared with what a journal holds.
-    return json.loads(json.dumps(facts, default=str))
+    return comparable_facts(facts, "out")
 
 
 def check(options: Options) -> tuple[list[Sampling], list[int]]:
@@ -161,7 +169,7 @@ def show(profile: JsonObject, console: Console) -> None:
     names = distinct_labels(profile["drafters"])
     for key, rows in profile["drafters"].items():
         for row in rows:
-            console.print(_table(names[key], row))
+            console.print(_table(names[key], row).terminal())
             console.print(row["reason"], highlight=False, markup=False)
             if line := slower({names[key]: row["measured"]["speedup"]}):
                 console.print(f"Drafting does not pay here: {line}.", style="bold", highlight=False)
@@ -175,26 +183,21 @@ def show(profile: JsonObject, console: Console) -> None:
 
 def _table(name: str, row: JsonObject) -> Table:
     """Return the table of a row of the profile: plain decoding and the finalists of `name`."""
-    title = (
-        f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "
-        f"{row['candidates']} chains and trees"
-    )
-    table = plain_table(title, title_justify="left")
-    table.add_column("drafts", overflow="fold")
-    for column in ("tau", "tok/s", "speed-up", "over default"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for final in (row["plain"], *row["finalists"]):
-        measured, marks = final["measured"], []
+        measured, marks = final["measured"], ""
         if final["kind"] != PLAIN.kind:
-            if final["setting"] == row["setting"]:
-                marks.append("  (chosen)")
-            if final["setting"] == row["default"]["setting"]:
-                marks.append("  (default)")
-        table.add_row(
-            "\n".join([final["label"], *marks]),
-            f"{measured['tau']:.2f}",
-            f"{measured['tokens_s']:.0f}",
-            f"{measured['speedup']:.2f}x",
-            f"{final['gain']:.2f}x" if "gain" in final else "-",
-        )
-    return table
+            marks += " (chosen)" * (final["setting"] == row["setting"])
+            marks += " (default)" * (final["setting"] == row["default"]["setting"])
+        rows.append({
+            "drafts": final["label"] + marks,
+            "tau": written(measured["tau"]),
+            "tokens a second": written(measured["tokens_s"], ".0f"),
+            "speed-up": factor(measured["speedup"]),
+            "over default": factor(final.get("gain")),
+        })  # fmt: skip
+    return table_of(
+        f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of {row['candidates']} "
+        "chains and trees",
+        rows,
+    )

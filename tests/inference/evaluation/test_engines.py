@@ -11,11 +11,11 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.engines import DraftsAsEngine, ImitatedEngine
+from draftsmith.inference.evaluation.engines import ImitatedEngine, as_in_engine
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.settings import Sampling
+from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.random_blocks import proposer_of, random_block
@@ -45,7 +45,7 @@ def test_imitated_engines_draft_the_shapes_of_their_settings(
 ) -> None:
     """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as
     steps."""
-    assert DraftsAsEngine(ImitatedEngine(engine), drafter, quickstart).setting == setting
+    assert as_in_engine(ImitatedEngine(engine), drafter, quickstart).setting == setting
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_drafters_unsupported_by_an_engine_are_refused(
     quickstart: Target, engine: str, drafter: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        DraftsAsEngine(ImitatedEngine(engine), drafter, quickstart)
+        as_in_engine(ImitatedEngine(engine), drafter, quickstart)
 
 
 def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
@@ -78,8 +78,8 @@ def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -
         "vllm:draws=probabilistic,verify=block",
         "sglang",
     ):
-        way = DraftsAsEngine(ImitatedEngine(spec), EAGLE3, quickstart)
-        found = way.generate(requests, 24, probs)
+        way = as_in_engine(ImitatedEngine(spec), EAGLE3, quickstart)
+        found = way.generate(quickstart, requests, 24, probs)
         rounds = [r for g in found for r in g.rounds]
         (rules[spec],) = {r.rule for r in rounds}
         drafted[spec], accepted[spec] = (
@@ -140,7 +140,7 @@ def test_blocks_are_as_long_as_their_drafts(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, setting: dict[str, object]
 ) -> None:
     """The anchor's slot drafts in DSpark only; SGLang's draft tokens count it for both."""
-    assert DraftsAsEngine(ImitatedEngine(engine), blocks[kind], quickstart).setting == setting
+    assert as_in_engine(ImitatedEngine(engine), blocks[kind], quickstart).setting == setting
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_block_drafters_unsupported_by_an_engine_are_refused(
     quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        DraftsAsEngine(ImitatedEngine(engine), blocks[kind], quickstart)
+        as_in_engine(ImitatedEngine(engine), blocks[kind], quickstart)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -215,8 +215,8 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ]
         assert rules == ["match", "recursive", "match", "match"]
         assert ImitatedEngine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
-        way = DraftsAsEngine(ImitatedEngine("vllm:draws=probabilistic"), blocks[kind], quickstart)
-        (found,) = way.generate([Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
+        way = as_in_engine(ImitatedEngine("vllm:draws=probabilistic"), blocks[kind], quickstart)
+        (found,) = way.generate(quickstart, [Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
         assert {r.rule for r in found.rounds} == {"rrs"} and max(
             r.drafted or 0 for r in found.rounds
         ) == 3
@@ -230,7 +230,6 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ({"like": ["vllm:drafts=0"]}, "drafts must be a whole number of at least 1"),
         ({"like": ["vllm:draws=some"]}, "greedy or probabilistic"),
         ({"like": ["vllm"], "drafter": []}, "name one with --drafter"),
-        ({"profile": "p.json", "features": "store", "prompts": None}, "leave out --profile"),
     ],
 )
 def test_invalid_engine_settings_are_refused_before_loading(
@@ -238,9 +237,13 @@ def test_invalid_engine_settings_are_refused_before_loading(
 ) -> None:
     prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
-        check(Options(**{"prompts": prompts, "drafter": ["ngram"], **options}))  # type: ignore[arg-type]
+        check(
+            Options(
+                target=TargetConfig("t"), **{"prompts": prompts, "drafter": ["ngram"], **options}
+            )
+        )  # type: ignore[arg-type]
 
 
 def test_sglang_tree_with_too_few_tokens_is_refused(quickstart: Target) -> None:
     with pytest.raises(UserError, match="5 steps need at least 6, not 4"):
-        DraftsAsEngine(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart)
+        as_in_engine(ImitatedEngine("sglang:tokens=4"), EAGLE3, quickstart)

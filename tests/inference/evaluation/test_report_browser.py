@@ -177,7 +177,6 @@ def test_no_text_of_a_report_becomes_html(tmp_path: Path) -> None:
         head["by_category"] = {evil: head["by_category"]["code"], "b": head["by_category"]["chat"]}
         setting["drafters"][evil] = head
     report |= {"command": evil, "target": {"name": evil}, "left_out": {evil: evil}}
-    report |= {"definitions": {evil: evil}, "partial": evil}
     clean, out = tmp_path / "clean.html", tmp_path / "r.html"
     (tmp_path / "a.json").write_text(json.dumps(made((1, 2))))
     (tmp_path / "b.json").write_text(json.dumps(report))

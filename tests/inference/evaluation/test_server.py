@@ -264,8 +264,7 @@ def test_replies_are_held_against_plain_decoding(
     )
     greedy, sampled = report["server"]["settings"]
     assert (greedy["equal_to_plain"], greedy["compared"]) == (3, 4) and sampled["compared"] is None
-    (difference,) = greedy["divergences"]
-    assert (difference["id"], difference["index"]) == ("p2", 2) and difference["top2_gap"] > 0
+    assert greedy["largest_gap"] > 0 and sampled["largest_gap"] is None
     assert [(s["temperature"], s["batch"], list(s["drafters"])) for s in report["settings"]] == [
         (0, 1, ["plain", "ngram"]),
         (1, 1, ["plain", "ngram"]),

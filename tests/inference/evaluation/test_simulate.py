@@ -185,9 +185,8 @@ def test_costs_erase_the_gain() -> None:
 def test_the_best_length_falls_with_the_load(context: int) -> None:
     """Ranges as vLLM takes them, of equal length next to one another, up to the last batch."""
     found = simulated("0.8,0.75,0.7", gpu="H100", params=8e9, context=context)
-    (load,), rows = found["by_load"], found["roofline"]
-    ranges = load["ranges"]
-    assert load["context"] == context and ranges[0][0] == 1 and ranges[-1][1] == rows[-1]["batch"]
+    ranges, rows = found["by_load"], found["roofline"]
+    assert found["context"] == context and ranges[0][0] == 1 and ranges[-1][1] == rows[-1]["batch"]
     assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
     lengths = [drafts for *_, drafts in ranges]
     assert lengths == sorted(lengths, reverse=True) and len({*lengths}) == len(lengths) > 2

@@ -13,17 +13,14 @@ import pytest
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
-from draftsmith.inference.decode import Generation, Request, Round, generate
+from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.evaluate import configured_figures, decoded_ways
+from draftsmith.inference.evaluation.evaluate import tuned_way
 from draftsmith.inference.evaluation.figures import Gain, gain
-from draftsmith.inference.evaluation.four_tokens import FixedSizes, four_tokens
-from draftsmith.inference.evaluation.measure import Setting, Turn, decode_alternately
-from draftsmith.inference.evaluation.results import SettingFigures
+from draftsmith.inference.evaluation.measure import Turn
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.evaluation.tuning.halving import (
     Choice,
-    Effort,
     effort_for,
     enough,
     fewer,
@@ -31,39 +28,15 @@ from draftsmith.inference.evaluation.tuning.halving import (
     level_of,
     rungs,
 )
-from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
-from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
+from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
-from tests.conftest import QUICKSTART, tiny_target
+from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli
-from tests.helpers.trained import chat_prompts
 
 EAGLE = str(QUICKSTART.parent / "drafters" / "eagle3")
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")
-
-
-@pytest.mark.full
-def test_drafts_of_fixed_sizes_are_never_right(quickstart: Target) -> None:
-    prompt = chat_prompts(quickstart, "valid", 1)[0]
-    requests = [Request(prompt, i) for i in range(2)]
-    found = generate(quickstart, FixedSizes(3), requests, 6, GREEDY)
-    plain = generate(quickstart, PlainDecoding(), requests, 6, GREEDY)
-    for reply, expected in zip(found, plain, strict=True):
-        rounds = [record for record in reply.rounds if record.drafted is not None]
-        assert all(len(record.tokens) == 1 and record.accepted == 0 for record in rounds)
-        assert all(record.t_verify_s > 0 for record in rounds)
-        assert reply.token_ids == expected.token_ids, "the target's, whatever was drafted"
-
-
-def test_four_token_pass_cost_is_measured_if_it_fits(quickstart: Target) -> None:
-    """Four tokens cost more than half of one and less than ten; a target of few positions has no
-    room for it."""
-    found = four_tokens(quickstart)
-    assert found is not None and 0.5 < found < 10
-    assert four_tokens(tiny_target(max_position_embeddings=64)) is None
 
 
 def test_faster_half_is_measured_again_on_more_prompts() -> None:
@@ -75,15 +48,14 @@ def test_effort_for_a_budget_matches_hand_computed_values() -> None:
     """Of 40 prompts a half has 20: nine ways on 5 prompts, five on 10, five on 20, and two on the
     20 others are 235 replies, each of 0.04 + 96 / 100 seconds."""
 
-    def effort(seconds: float, prompts: int = 40, batch: int = 1) -> Effort:
+    def effort(seconds: float, prompts: int = 40, batch: int = 1) -> tuple[int, int]:
         return effort_for(seconds, prompts, batch, 8, 0.04, 0.01)
 
-    assert effort(math.inf) == effort(706) == Effort(40, 96, 3)
-    assert effort(704) == Effort(40, 96, 2) and effort(236) == Effort(40, 96, 1)
-    assert effort(234) == Effort(30, 96, 1), "fewer prompts"
-    assert effort(50) == Effort(10, 48, 1), "both halves have an interval"
-    assert effort(0) == Effort(10, 16, 1) and effort(0, prompts=3) == Effort(3, 16, 1)
-    assert effort(0, prompts=100, batch=4) == Effort(40, 16, 1), "batches of 4 have an interval"
+    assert effort(math.inf) == effort(236) == (40, 96)
+    assert effort(234) == (30, 96), "fewer prompts"
+    assert effort(50) == (10, 48), "both halves have an interval"
+    assert effort(0) == (10, 16) and effort(0, prompts=3) == (3, 16)
+    assert effort(0, prompts=100, batch=4) == (40, 16), "batches of 4 have an interval"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +124,7 @@ def test_the_profile_holds_what_was_measured(profile: Path) -> None:
             assert f"more prompts are needed for an interval, {needed} or more" in row["reason"]
             assert [len(rung["gains"]) for rung in row["tried"]] == [row["candidates"] - 1, 4]
             assert row["effort"] == {
-                "prompts": 3, "prompts_again": 0, "max_new_tokens": 16, "repeats": 1,
+                "prompts": 3, "prompts_again": 0, "max_new_tokens": 16,
             }  # fmt: skip
             for final in (row["plain"], *row["finalists"]):
                 assert final["measured"]["tokens_s"] > 0 and final["measured"]["tau"] >= 1
@@ -177,9 +149,6 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     ]
     done = run_cli("evaluate", *shared, "--prompts", str(prompts), *more, "--json", out)
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    kept = "medusa:tuned: the profile keeps the tree of medusa, so both are one decoding."
-    assert "the tokens per second of medusa." in said or kept in said
     rows = json.loads(profile.read_text())["drafters"][key_of(MEDUSA)]
     for setting in json.loads(Path(out).read_text())["settings"]:
         assert list(setting["drafters"]) == ["plain", "medusa", "medusa:tuned"]
@@ -188,10 +157,6 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
             row for row in rows if (row["temperature"], row["batch"]) == (setting["temperature"], 2)
         )
         assert tuned["setting"] == row["setting"] and tuned["equal_to_ar"] == tuned["requests"]
-        assert tuned["untuned"] == "medusa" and setting["drafters"]["medusa"]["untuned"] is None
-        ratio = tuned["tokens_s"] / setting["drafters"]["medusa"]["tokens_s"]
-        assert tuned["gain_over_default"] == pytest.approx(ratio)
-        assert all(end != end for end in tuned["gain_ci95"]), "two prompts"
     done = run_cli(
         "generate",
         *shared,
@@ -201,42 +166,6 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
         "8",
     )
     assert done.returncode == 0 and "8 tokens" in done.stderr
-
-
-@pytest.mark.parametrize("drafter, same, other", [
-    ("ngram:longest=2", {"length": 8}, {"length": 3}),
-    (MEDUSA, None, {"nodes": 3}),
-    (EAGLE, None, {"length": 2, "width": 1}),
-])  # fmt: skip
-def test_profile_equal_to_the_default_is_measured_once(
-    drafter: str, same: dict[str, Any] | None, other: dict[str, Any],
-    quickstart: Target, profile: Path, tmp_path: Path,
-) -> None:  # fmt: skip
-    """One decoding that is timed twice would seem to gain or lose a percent or two."""
-    sampling, setting = GREEDY, Setting(GREEDY, 1, 12, 1)
-    plain = load_proposer("none", quickstart, print)
-    default = load_proposer(drafter, quickstart, print, choose=True)
-    prompt = Prompt("p", chat_prompts(quickstart, "valid", 1)[0])
-    if same is None:
-        same = candidates(drafter, quickstart, 1, 0.0)[0].setting
-    written = json.loads(profile.read_text())
-    path = tmp_path / "profile.json"
-
-    def measured(tree: dict[str, Any]) -> tuple[int, SettingFigures]:
-        rows = [{"temperature": 0, "batch": 1, "setting": tree}]
-        path.write_text(json.dumps(written | {"drafters": {key_of(drafter): rows}}))
-        tuned = Tuned(TuningProfile(str(path), quickstart), drafter, quickstart, sampling, 1)
-        ways: list[Any] = [plain, default, tuned]
-        decoding = decoded_ways(ways)
-        results = decode_alternately(quickstart, decoding, [prompt], setting)
-        return len(decoding), configured_figures(quickstart, results, setting, ways)
-
-    count, entry = measured(same)
-    *_, untuned, tuned = entry.drafters.values()
-    assert count == 2 and len(entry.drafters) == 3 and tuned.gain_over_default == 1
-    assert tuned.setting is not None and tuned.tokens_s == untuned.tokens_s
-    count, entry = measured(other)
-    assert count == 3 and list(entry.drafters.values())[-1].gain_over_default != 1
 
 
 def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -> None:
@@ -347,7 +276,7 @@ def test_equal_finalists_do_not_replace_the_default() -> None:
     found = choices(1.0, 1000)
     assert sum(choice.taken for choice in found) <= 35
     kept = next(choice for choice in found if not choice.promising)
-    assert "The default (default) is kept: the best finalist, best, has" in kept.reason
+    assert "The default (default) is kept: best has" in kept.reason
     assert "which does not exclude no gain" in kept.reason
     assert kept.to_json()["gain_over_default"] == 1
 
@@ -363,7 +292,7 @@ def test_the_gain_that_is_reported_is_not_that_of_the_luckiest() -> None:
     assert numpy.mean(again) == pytest.approx(math.log(1.1), abs=3 * error)
     assert numpy.mean(lucky) > math.log(1.1) + 6 * error
     said, row = taken[0].reason, taken[0].to_json()
-    assert said.startswith("best is taken in place of the default (default): ")
+    assert said.startswith("The default (default) is replaced: best has ")
     assert said.endswith("on 12 prompts that had no part in the choice.")
     assert row["gain_over_default"] == row["best"]["gain_again"] != row["best"]["gain"]
 
@@ -372,7 +301,9 @@ def test_a_finalist_that_is_slower_on_the_other_prompts_is_not_taken() -> None:
     lucky = Gain(1.2, (1.1, 1.3))
     choice = Choice("d", "b", lucky, 0.95, 4, 12, again=Gain(0.9, (0.85, 0.97)))
     assert choice.promising and not choice.taken
-    assert choice.reason.startswith("The default (d) is kept: b has 0.90x (95%: 0.85 to 0.97)")
+    assert choice.reason.startswith(
+        "The default (d) is kept: b has 0.90x its tokens per second (95%: "
+    )
     few = Choice("d", "b", lucky, 0.95, 4, 0)
     assert not few.promising and "40 or more" in few.reason
 
@@ -395,7 +326,7 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     with pytest.raises(UserError, match="knows no drafter none; it has: ngram"):
         own.setting("none", 0, 1)
     probs = Sampling(temperature=1.0)
-    assert Tuned(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
+    assert tuned_way(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
 
 
 @pytest.mark.parametrize(

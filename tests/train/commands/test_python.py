@@ -100,7 +100,9 @@ def test_options_from_python_are_those_of_a_command_line() -> None:
     assert odd.target == TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
     assert odd.data.sources[0].path == "a.jsonl" and odd.data.sources[0].weight == 0.5
     assert (odd.out, odd.epochs) == ("null", 3)
-    measured = options_from(EvaluateOptions, {"temperatures": [0, 1], "temperature": 0.5})
+    needed = {"target": QUICKSTART, "prompts": "p.jsonl"}
+    given = needed | {"temperatures": [0, 1], "temperature": 0.5}
+    measured = options_from(EvaluateOptions, given)
     assert measured.temperatures == "0,1" and measured.sampling.temperature == 0.5
     config = QUICKSTART.parents[2] / "configs" / "eagle" / "quickstart.yaml"
     run = options_from(Run, {"optim.lr": 0.5, "out": "elsewhere"}, config)

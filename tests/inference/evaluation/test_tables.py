@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
 from draftsmith.inference.console import Console
-from draftsmith.inference.evaluation.console_tables import by_speed, show
 from draftsmith.inference.evaluation.remarks import busy, of_setting
 from draftsmith.inference.evaluation.report.report import Found, html, markdown
 from draftsmith.inference.evaluation.results import (
@@ -19,6 +19,7 @@ from draftsmith.inference.evaluation.results import (
     Report,
     SettingFigures,
 )
+from draftsmith.inference.evaluation.tables import by_speed, show
 
 LONG = "draft-model as in vllm:drafts=3,draws=probabilistic"
 
@@ -62,35 +63,31 @@ def shown(report: Report, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", ["eagle3", LONG])
-def test_one_table_fits_the_terminal(width: int, name: str) -> None:
+def test_tables_fit_the_terminal(width: int, name: str) -> None:
     lines = shown(report_of(name), width)
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "\u2026" in line], "a cell is cut"
-    (head,) = (line for line in lines if "speed-up" in line)
-    assert ("accepted 1-3" in head) == (width == 120)
-    assert ("Left out at 80 columns: accepted 1-3" in " ".join(lines)) == (width == 80)
-    assert all(column in head for column in ("tau", "speed-up", "identical", "loops"))
+    (head,) = (line for line in lines if line.startswith(" drafter"))
+    assert all(column in head for column in ("speed-up", "temperature", "size", "tau", "replies"))
 
 
 def test_narrow_terminal_drops_the_least_important_columns() -> None:
-    (head,) = (line for line in shown(report_of(), 56) if "speed-up" in line)
-    assert head.split() == ["drafter", "tau", "speed-up", "identical", "loops"]
+    (head,) = (line for line in shown(report_of(), 56) if line.startswith(" drafter"))
+    assert head.split() == ["drafter", "speed-up", "temperature", "batch", "size", "tau"]
 
 
-def test_a_group_is_sorted_by_speed_and_its_fastest_is_marked() -> None:
+def test_a_setting_is_sorted_by_speed_and_its_fastest_is_marked() -> None:
     lines = shown(report_of(), 120)
-    groups = [line for line in lines if line.startswith(" T = ")]
-    assert [group.strip() for group in groups[:4]] == [
-        "T = 0, batch 1", "T = 0, batch 2", "T = 1, batch 1", "T = 1, batch 2",
-    ]  # fmt: skip
-    start = lines.index(" T = 0, batch 1")
-    rows = [line.split() for line in lines[start + 1 : start + 4]]
-    assert [row[:2] for row in rows] == [["*", "eagle3"], ["ngram", "1.20"], ["plain", "decoding"]]
-    assert [row[-1] for row in rows] == ["75%", "50%", "25%"], "loops of each drafter"
-    start = lines.index(" T = 1, batch 2")
-    rows = [line.split() for line in lines[start + 1 : start + 4]]
-    assert rows[0][:3] == ["*", "plain", "decoding"] and rows[0][-1] == "50%"
-    assert sum(line.lstrip().startswith("* ") for line in lines) == 4
+    start = next(i for i, line in enumerate(lines) if line.startswith(" drafter"))
+    rows = [line.split() for line in lines[start:] if "x  " in line]
+    assert [row[-7:][1:3] for row in rows[::3]] == [["0", "1"], ["0", "2"], ["1", "1"], ["1", "2"]]
+    assert [row[:2] for row in rows[:3]] == [
+        ["*", "eagle3"],
+        ["ngram", "1.40x"],
+        ["plain", "1.00x"],
+    ]
+    assert rows[9][:2] == ["plain", "1.00x"], "nothing is faster"
+    assert sum(line.lstrip().startswith("* ") for line in lines) == 2
 
 
 def test_what_has_no_speed_up_comes_last_and_wins_nothing() -> None:
@@ -143,7 +140,7 @@ def test_a_name_is_whole_where_there_is_space() -> None:
     name = "a-drafter-of-37-characters-with-words"
     out = io.StringIO()
     show(report_of(name), Console(file=out, width=140))
-    assert f"{name}  3.40" in out.getvalue(), "its tau stands in the same line"
+    assert re.search(rf"\* {name} +1.50x", out.getvalue()), "its speed-up stands in the same line"
 
 
 def test_the_headline_says_what_drafts_what_loses_and_how_busy_the_machine_was() -> None:

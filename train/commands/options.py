@@ -268,6 +268,46 @@ class ImportOptions:
 
 
 @dataclass
+class ExtractLayerOptions:
+    """Make a drafter of the MTP layer in a target's checkpoint, or in that of its base model.
+
+    A base model's layer is as it was; train it on with `draftsmith train mtp --init-from`.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp extract --from Qwen/Qwen3.5-0.8B --out drafters/mtp",
+        "draftsmith mtp extract --from FINE_TUNE --base Qwen/Qwen3.5-0.8B --out drafters/mtp",
+    )
+
+    from_: str
+    """Folder of the target, or its name on the hub."""
+    out: str
+    """Folder of the drafter to write."""
+    base: str | None = None
+    """Folder or name of the model that the target was tuned from, to take its layer in place of the
+    target's own, which was lost."""
+
+
+@dataclass
+class StitchOptions:
+    """Write an MTP layer into a copy of its target's checkpoint, for engines.
+
+    All other tensors and files are copied as they are.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp stitch --drafter runs/mtp/best --into FINE_TUNE --out model-with-mtp",
+    )
+
+    drafter: str
+    """Folder of the drafter."""
+    into: str = field(metadata={"form": "FOLDER"})
+    """Folder of the target."""
+    out: str
+    """Folder to write."""
+
+
+@dataclass
 class GenerateOptions(SourceOptions):
     """Decode prompts, or chat, and show which drafts were accepted.
 

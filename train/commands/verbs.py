@@ -26,9 +26,8 @@ VERBS = {
     ),
     "generate": ("train.commands.generate", "train.commands.options.GenerateOptions"),
     "serve": ("inference.serving.serve", "inference.serving.options.ServeOptions"),
-    "mtp doctor": ("train.commands.mtp.doctor", "train.commands.mtp.options.ExamineOptions"),
-    "mtp extract": ("train.commands.mtp.extract", "train.commands.mtp.options.ExtractLayerOptions"),
-    "mtp stitch": ("train.commands.mtp.stitch", "train.commands.mtp.options.StitchOptions"),
+    "mtp extract": ("train.commands.mtp_extract", "train.commands.options.ExtractLayerOptions"),
+    "mtp stitch": ("train.commands.mtp_stitch", "train.commands.options.StitchOptions"),
     "doctor": ("train.commands.doctor", "train.commands.options.DoctorOptions"),
 }
 """The module of each command, and the dataclass of its options. The module has `run(options)`, and

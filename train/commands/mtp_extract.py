@@ -5,30 +5,25 @@ The layer may be the target's own, or that of the model from which the target wa
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....heads.artifact import Artifact
-from ....heads.drafter_configs import MtpConfig
-from ....heads.errors import UserError
-from ....heads.exchange.hub import fetched
-from ....heads.exchange.mtp import (
-    TAKE,
-    LayerLayout,
-    layout_in,
-    read_layer,
-)
-from ....heads.files import check_new_folder
-from ....heads.fingerprint import hash_of
-from ....heads.mtp import MtpDrafter, check_layer, shape_for
-from ....heads.pretrained import clear_errors, read_config
-from ....heads.stored_tensors import StoredTensors
-from ....inference.targets.stored import StoredTarget, embedding_and_head_in
-from ....inference.targets.target import TargetSource
-from ...provenance import provenance
+from ...heads.artifact import Artifact
+from ...heads.drafter_configs import MtpConfig
+from ...heads.errors import UserError
+from ...heads.exchange.hub import fetched
+from ...heads.exchange.mtp import TAKE, LayerLayout, layout_in, read_layer
+from ...heads.files import check_new_folder
+from ...heads.mtp import MtpDrafter, check_layer, shape_for
+from ...heads.pretrained import clear_errors, read_config
+from ...heads.stored_tensors import StoredTensors
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
+from ...inference.targets.target import TargetSource
+from ..provenance import provenance
 from .options import ExtractLayerOptions as Options
 
 READ = ["*.json", "*.safetensors"]
@@ -49,26 +44,19 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str, remedy: str = TAKE, trust: bool = False) -> StoredLayer:
+def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
-    `trust`: code next to its config may be run. Raises `UserError` if there is none, with the
-    `remedy`, or one of a form that is not known.
+    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
     """
     folder = fetched(name, READ, "checkpoint")
     with clear_errors(folder, "checkpoint"):
-        config = read_config(folder, trust).get_text_config()
+        config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
     layout = layout_in(
         list(tensors), config.model_type, config.num_hidden_layers, str(folder), remedy
     )
     return StoredLayer(folder, config, tensors, layout)
-
-
-def rest_hash(layer: StoredLayer) -> str:
-    """Return the hash of a sample of all tensors in a layer's checkpoint but its own."""
-    names = [name for name in layer.tensors if not name.startswith(layer.layout.prefix)]
-    return hash_of(names, layer.tensors.get)
 
 
 def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.dtype]:
@@ -92,6 +80,10 @@ def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.
         for own, tensor in expected.items():
             tensor.copy_(found[own])
     check_layer(drafter, layer.config.model_type)
+    if not all(bool(tensor.isfinite().all()) for tensor in expected.values()):
+        raise UserError(
+            f"{folder}: the MTP layer has numbers that are not finite; copy or download it again"
+        )
     dtypes = {tensor.dtype for tensor in found.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     facts = {**provenance(), "extracted_from": folder, "prefix": layer.layout.prefix}
@@ -120,6 +112,11 @@ def run(options: Options) -> None:
         )
     else:
         print(f"drafter: {options.out}; it is {options.base}'s, for another target: train it on\n")
+        with suppress(UserError):  # a target that has lost its layer
+            own, _ = read_for(find_layer(options.from_), target)
+            theirs = artifact.drafter.serving_state()
+            if all(torch.equal(one, theirs[n]) for n, one in own.drafter.serving_state().items()):
+                print(f"note: {options.from_} has the same layer, which was not tuned with it\n")
         print(
             f"draftsmith train mtp --target {options.from_} --init-from {options.out} "
             "--data.sources REPLIES.jsonl --out runs/mtp"

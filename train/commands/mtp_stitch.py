@@ -9,10 +9,10 @@ from shlex import quote
 
 import torch
 
-from ....heads.artifact import Artifact
-from ....heads.drafter_configs import MtpConfig
-from ....heads.errors import UserError
-from ....heads.exchange.mtp import (
+from ...heads.artifact import Artifact
+from ...heads.drafter_configs import MtpConfig
+from ...heads.errors import UserError
+from ...heads.exchange.mtp import (
     TYPES,
     is_served,
     layout_for,
@@ -21,11 +21,11 @@ from ....heads.exchange.mtp import (
     places_in,
     stitch,
 )
-from ....heads.files import JsonObject, check_new_folder
-from ....heads.mtp import MtpDrafter, shape_for
-from ....heads.pretrained import clear_errors, read_config
-from ....heads.stored_tensors import TensorFacts
-from ....inference.targets.stored import StoredTarget, embedding_and_head_in
+from ...heads.files import JsonObject, check_new_folder
+from ...heads.mtp import MtpDrafter, shape_for
+from ...heads.pretrained import clear_errors, read_config
+from ...heads.stored_tensors import TensorFacts
+from ...inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import StitchOptions as Options
 
 SERVE = """\

@@ -16,7 +16,6 @@ from tests.helpers.bad_input import expect, quick
 HF_NAMES = {
     "report_to": "--tracker", "bf16": "--precision", "fp16": "--precision",
     "gradient_checkpointing": "--objective.recompute", "dataset_name": "--data.sources",
-    "push_to_hub": "--push",
     "model_name_or_path": "--target", "num_train_epochs": "--epochs", "max_length":
     "--data.max-length", "logging_steps": "--log-every", "save_steps": "--checkpoints.every",
     "eval_steps": "--evaluation.every", "max_seq_length": "--data.max-length",
@@ -33,6 +32,7 @@ WRONG = [
     (f"{EAGLE} --max-steps x", "--max-steps takes a whole number, not x"),
     (f"{EAGLE} --steps x", "unknown option --steps; did you mean --max-steps"),
     (f"{EAGLE} --optim.steps x", "unknown option --optim.steps; did you mean --max-steps"),
+    ("export --push-to-hub x", "did you mean --push?"),
     ("evaluate --model x", "unknown option --model; did you mean --target?"),
     ("generate --max-tokens 5", "did you mean --max-new-tokens?"),
     (f"{EAGLE} --optim.learning-rate 1", "did you mean --optim.lr?"),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
+import yaml
 
 from ...inference.settings import OTHER_NAMES
-from .former_names import entry_of
 
 SHORT_GROUPS = ("sampling", "target")
 """Groups whose options may be written without the name of the group."""
 SWITCHES = (bool, bool | None, bool | str)  # types of the options that need no value
+FORMER_NAMES = Path(__file__).with_name("former_names.yaml")
 MANY = "..."  # at the end of a form: values that are given without the option's name
 
 
@@ -152,3 +154,24 @@ def joined(words: Iterable[str], conjunction: str = "and") -> str:
     """Return words as a list of a sentence: `a, b and c`."""
     *first, last = words
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+@cache
+def former_names() -> dict[str, dict[str, Any]]:
+    """Return the tables of `former_names.yaml`: commands, options, still_read."""
+    return yaml.safe_load(FORMER_NAMES.read_text())
+
+
+def entry_of(table: str, name: str, owner: Any, part: Any) -> str | None:
+    """Return what a table of the former names has for an option of the dataclass `owner`, or None.
+
+    `part` is the dataclass of the part that the dotted name begins with, or None. Of a group that
+    went as a whole, such as `errors.share`, the group's own entry is returned.
+    """
+    group, _, last = name.rpartition(".")
+    entries: Mapping[str, Mapping[str, str]] = former_names()[table]
+    for config_class, key in ((owner, name), (part, last), (owner, group)):
+        for one in getattr(config_class, "__mro__", ()):
+            if found := entries.get(one.__name__, {}).get(key):
+                return found
+    return None

@@ -14,8 +14,7 @@ import yaml
 
 from ...heads.files import YamlLoader, read_yaml
 from ...inference.settings import choice_named, dtype_named
-from .fields import alternatives, item_of, joined, options_of_class, written
-from .former_names import entry_of
+from .fields import alternatives, entry_of, item_of, joined, options_of_class, written
 
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 TABLES = (dict, dict[str, Any])

@@ -118,7 +118,6 @@ def train(
     """
     from ..loop import train as run_training
     from ..method import method_named
-    from .pushing import pushing
 
     chosen = method_named(method)
     if "callback" in options:
@@ -148,7 +147,7 @@ def train(
         run.data.sources[0].path = str(file)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
+        return run_training(run, chosen, callbacks)
     finally:  # the calling program, such as a notebook, handles its signals again
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -42,28 +42,6 @@ USUAL_FIRST = ("target.path", "target", "prompt", "drafter", "config", "prompts"
 VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place where options are given, and how it names a known field and an unknown one."""
-
-    name: Callable[[str], str]
-    quote: Callable[[str], str] = repr
-    unknown: str = "unknown option "
-    wrong: str = ""
-    """Words before the name in a message about a value."""
-
-
-def argument(name: str) -> str:
-    """Return an option as a function of `import draftsmith` takes it: `**{"optim.lr": ...}`."""
-    name = {"target.path": "target", "data.sources": "data"}.get(name, name)
-    name = name.removeprefix("target.").removeprefix("sampling.")
-    return f'**{{"{name}": ...}}' if "." in name else name
-
-
-COMMAND_LINE = Place(written, quote=written)
-PYTHON = Place(argument)
-
-
 @dataclass
 class RunFile:
     """Options of a command that reads the config file of a run; it takes the run's options too."""
@@ -96,48 +74,53 @@ class Values(Generic[T]):
         mine = known_name(name, self.types, self.config_class)
         return mine if mine in self.types else known_name(name, self.run_types)
 
-    def check_known(self, name: str, place: Place) -> None:
+    def check_known(self, name: str, file: str = "") -> None:
         """Raise `UserError` for an option that there is not, with what may be meant by it."""
         if name in self.types:
             return
-        plain = name.replace("-", "_")
+        plain, said = name.replace("-", "_"), repr(name) if file else written(name)
         if hint := former_hint(plain, self.types, self.config_class):
-            raise UserError(f"there is no option {place.quote(name)} any more: {hint}")
-        if name == "set" and place is COMMAND_LINE:
+            raise UserError(f"there is no option {said} any more: {hint}")
+        if name == "set" and not file:
             meant = "; write each key as an option, such as --optim.lr 1e-5"
         else:
-            similar = [place.name(one) for one in near(plain, self.types | self.run_types)]
+            similar = near(plain, self.types | self.run_types)
+            similar = similar if file else [*map(written, similar)]
             meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
-        raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
+        unknown = f"{file} has an unknown key" if file else "unknown option"
+        raise UserError(f"{unknown} {said}{meant}")
 
-    def put(self, name: str, value: Any, place: Place, append: bool = False) -> None:
-        """Set an option, or each one that a table names; `append` to a list. Raises `UserError`."""
+    def put(self, name: str, value: Any, append: bool = False, file: str = "") -> None:
+        """Set an option, or each one that a table names; `append` to a list.
+
+        Raises `UserError`, with the option as it is typed, or as the YAML file of that path has it.
+        """
         if not isinstance(value, Mapping):
             name = known_name(name, self.types, self.config_class)
         table, _, key = name.rpartition(".")
         if self.types.get(table) in TABLES:
             name, value = table, {**self.flat[table], key: value}
-        self.check_known(name, place)
+        self.check_known(name, file)
         kind = self.types[name]
         if is_dataclass(kind) and isinstance(value, Mapping):
             for one, inner in value.items():
-                self.put(f"{name}.{one}", inner, place)
+                self.put(f"{name}.{one}", inner, file=file)
             return
         try:
             if is_dataclass(kind):
                 raise WrongValue(f" takes {takes(kind, name)}, not {shown(value)}")
             value = converted(kind, value)
         except WrongValue as wrong:
-            raise UserError(f"{place.wrong}{place.name(name)}{wrong}") from wrong
+            said = f"{file}: {name}" if file else written(name)
+            raise UserError(f"{said}{wrong}") from wrong
         self.flat[name] = self.flat[name] + value if append else value
 
     def read(self, path: str) -> None:
         """Set the options of a YAML file. Raises `UserError`."""
         if Path(path).is_dir():
             raise UserError(f"--config takes {VALUES['config']}, not {path}")
-        file = Place(str, repr, f"{path} has an unknown key ", f"{path}: ")
         for name, value in read_yaml(Path(path)).items():
-            self.put(str(name), value, file)
+            self.put(str(name), value, file=path)
 
     def nested(self) -> dict[str, Any]:
         """Return the values as tables in tables; those that are missing are None."""
@@ -148,10 +131,10 @@ class Values(Generic[T]):
             tables[table][last] = tables[name]
         return tables[""]
 
-    def check_complete(self, place: Place) -> None:
+    def check_complete(self) -> None:
         """Raise `UserError` where an option has no value that needs one."""
         options = [name for name, kind in self.types.items() if not is_dataclass(kind)]
-        if names := [place.name(name) for name in options if name not in self.flat]:
+        if names := [written(name) for name in options if name not in self.flat]:
             raise UserError(f"{joined(names)} {'is' if len(names) == 1 else 'are'} missing")
 
     def made(self) -> T:
@@ -188,17 +171,17 @@ def parse(
                 values.read(value)
             elif name in values.run_types and name not in values.types:
                 word = value if isinstance(value, str) else str(value).lower()
-                values.put("set", [f"{name}={word}"], COMMAND_LINE, append="set" in given)
+                values.put("set", [f"{name}={word}"], "set" in given)
                 name = "set"
             elif name != "print_config":
                 kind = values.types.get(name, Any)
                 plain = from_word(kind, value) if isinstance(value, str) else value
-                values.put(name, plain, COMMAND_LINE, name in given)
+                values.put(name, plain, name in given)
             given.add(name)
         if "print_config" in given:
             print(shown(values), end="")
             raise SystemExit(0)
-        values.check_complete(COMMAND_LINE)
+        values.check_complete()
     except UserError as error:
         fail(f"{error} (see {prog} --help)")
     try:
@@ -223,9 +206,9 @@ def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
         again = name in given
         if again and get_origin(kind) is not list:
             raise UserError(f"{written(name)} is given twice; it takes one value")
-        values.put(name, from_word(kind, value), COMMAND_LINE, again)
+        values.put(name, from_word(kind, value), again)
         given.add(name)
-    values.check_complete(COMMAND_LINE)
+    values.check_complete()
     return values.made()
 
 
@@ -243,8 +226,8 @@ def options_from(
     for name, value in from_python(given).items():
         part = is_dataclass(values.types.get(name))
         name = "data.sources" if name == "data" and part and not isinstance(value, dict) else name
-        values.put(name, value, PYTHON)
-    values.check_complete(PYTHON)
+        values.put(name, value)
+    values.check_complete()
     return values.made()
 
 
@@ -300,7 +283,7 @@ def given_options(argv: Sequence[str], values: Values[Any]) -> Iterator[tuple[st
         if value is None and name not in types and types.get(off) in SWITCHES:
             name, value = off, False
         if name not in types and types.get(name.rpartition(".")[0]) not in TABLES:
-            values.check_known(name, COMMAND_LINE)
+            values.check_known(name)
         kind = types.get(name)
         if value is None and kind not in SWITCHES:
             what = VALUES.get(name) or takes(kind, name)

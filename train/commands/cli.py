@@ -152,12 +152,12 @@ def _resolved(method: str, values: Values[RunConfig]) -> str:
 
     A comment says why it is not resolved. What only the data determine is null.
     """
-    from ..command_line.parse import COMMAND_LINE, as_given
+    from ..command_line.parse import as_given
     from ..method import method_named
     from ..outline import target_of_run
 
     try:
-        values.check_complete(COMMAND_LINE)
+        values.check_complete()
         run = values.made()
         method_named(method).resolve(run, target_of_run(run))
     except UserError as error:

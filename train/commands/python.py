@@ -1,24 +1,24 @@
-"""The functions of `import draftsmith`: what the commands do, from Python."""
+"""The functions of `import draftsmith`: what the commands do, from Python.
+
+Messages name options as the command line does: `--data.max-length` is `data.max_length` here.
+"""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import wraps
 from os import PathLike
 from pathlib import Path
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter, upload
 from ...heads.files import check_output_folder
-from ...inference import api
 from ...inference.conversations.given import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
@@ -27,55 +27,16 @@ from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..callbacks import Callback
-from ..command_line.parse import argument, options_from
+from ..command_line.parse import options_from
 from ..config import Data, Source
 from ..endings import SIGNALS
 from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
-P = ParamSpec("P")
-R = TypeVar("R")
 ROWS_FILE = "rows.jsonl"
 """File of a run's folder for rows that were given as objects."""
 
-NAMED = re.compile(r"`[^`]*`|draftsmith [a-z]+ [^;)`]*|--(no-)?([a-z][\w.-]*)")
-"""Options in messages; commands and pieces of code stay as they are, also where Python called."""
 
-
-def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with errors that name arguments where a command's name options."""
-
-    @wraps(function)
-    def called(*arguments: P.args, **options: P.kwargs) -> R:
-        try:
-            return function(*arguments, **options)
-        except UserError as error:
-            error.args = (in_python(str(error)),)
-            raise
-
-    return called
-
-
-def in_python(message: str) -> str:
-    """Return a message about options of draftsmith as one about arguments of the same names.
-
-    >>> in_python("give --target.dtype bfloat16, or leave out --no-baselines")
-    'give dtype bfloat16, or leave out baselines=False'
-    """
-
-    def renamed(found: re.Match[str]) -> str:
-        if found[2] is None:
-            return found[0]
-        return argument(found[2].replace("-", "_")) + "=False" * (found[1] is not None)
-
-    # What messages give in both forms, `split (--split)`, is one now.
-    return re.sub(r"\b(\w+) \(\1\)", r"\1", NAMED.sub(renamed, message))
-
-
-load = naming_arguments(api.load)
-
-
-@naming_arguments
 def train(
     method: str | type[AnyMethod],
     target: AnyPath | None = None,
@@ -153,7 +114,6 @@ def train(
             signal.signal(number, handler)
 
 
-@naming_arguments
 def evaluate(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
     drafter: AnyPath | Drafter | Proposer | Sequence[AnyPath | Drafter | Proposer],
@@ -222,7 +182,6 @@ def evaluate(
     return measured(made, loaded, own, rows)
 
 
-@naming_arguments
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
     """Write a drafter as a serving engine loads it, and return the command that serves it.
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 from ...heads.errors import UserError
 from ..costs import known_gpu
-from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
+from ..settings import RowOptions, Sampling, TargetConfig
 
 
 @dataclass
-class EvaluateOptions(SourceOptions):
+class EvaluateOptions(RowOptions):
     """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
@@ -25,7 +25,7 @@ class EvaluateOptions(SourceOptions):
         "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts "
         "held_out.jsonl --json out.json",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --drafter ngram:length=8"
-        " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-size 1,8",
+        " --no-baselines --prompts held_out.jsonl --temperature 0,1 --batch-size 1,8",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
         "held_out.jsonl",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --prompts gsm8k --limit 80",
@@ -38,8 +38,6 @@ class EvaluateOptions(SourceOptions):
     """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
     from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
     on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row: stop the command, or skip the row and name it."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
     of a row win."""
@@ -56,7 +54,7 @@ class EvaluateOptions(SourceOptions):
     DRAFTSMITH_SERVER_KEY holds the API key that it wants."""
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
-    concurrency: str | None = None
+    concurrency: list[int] = field(default_factory=list)
     """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
     profile: str | None = None
     """Profile that draftsmith tune wrote: drafters in it are measured with its settings as well."""
@@ -67,13 +65,13 @@ class EvaluateOptions(SourceOptions):
     """Measure ngram too."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
-    temperatures: str | None = None
-    """Several temperatures, in place of sampling.temperature: 0,1."""
+    temperature: list[float] = field(default_factory=list)
+    """Temperature, 0 for greedy decoding; several, such as 0,1, are each measured."""
     limit: int | None = None
     """Number of prompts to use, drawn evenly over their categories; all if not given."""
     max_new_tokens: int = 128
     """Longest reply, in tokens."""
-    batch_size: str = "1"
+    batch_size: list[int] = field(default_factory=lambda: [1])
     """Prompts decoded together; several numbers, such as 1,4,16, are each measured at every
     temperature."""
     repeats: int = 3

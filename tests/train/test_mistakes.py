@@ -51,7 +51,7 @@ WRONG = [
     (f"{EAGLE} --data.sources '[{{path: 5}}]'", "--data.sources: path takes a text, not 5"),
     (
         f"{EAGLE} --data.sources '[{{path: x, wheight: 5}}]'",
-        "has an unknown key 'wheight'; there are",
+        "has an unknown key 'wheight'; did you mean weight?",
     ),
     (f"{EAGLE} --data.chat-template-kwargs 5", "takes a table, such as"),
     ("train distill --draft-model.layers x", "takes a whole number or whole numbers with commas"),
@@ -70,7 +70,7 @@ WRONG = [
     ("evaluate --target T --no-fused", "there is no option --no-fused any more: an attention"),
     (
         "train eagle --data.sources '[{path: a, streaming: true}]'",
-        "--data.sources: there is no streaming any more: save the rows that you need as JSONL",
+        "there is no option 'streaming' any more: save the rows that you need as JSONL",
     ),
     ("evaluate --target T --prompts x --limit many", "--limit takes a whole number, not many"),
     ("evaluate --target T --prompts x --baselines maybe", "--baselines takes true or false, not"),

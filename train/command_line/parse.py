@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_origin
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import yaml
@@ -106,14 +106,20 @@ class Values(Generic[T]):
             for one, inner in value.items():
                 self.put(f"{name}.{one}", inner, file=file)
             return
+        said = f"{file}: {name}" if file else written(name)
         try:
             if is_dataclass(kind):
                 raise WrongValue(f" takes {takes(kind, name)}, not {shown(value)}")
             value = converted(kind, value)
         except WrongValue as wrong:
-            said = f"{file}: {name}" if file else written(name)
             raise UserError(f"{said}{wrong}") from wrong
+        if item_of(kind) is not None:
+            value = [entry(kind, one, said) for one in value]
         self.flat[name] = self.flat[name] + value if append else value
+        # The first of several temperatures of a command is also that of its sampling settings,
+        # which do not take a `top_p` and the like without one.
+        if value and name == "temperature" and isinstance(value, list):
+            self.flat[f"sampling.{name}"] = value[0]
 
     def read(self, path: str) -> None:
         """Set the options of a YAML file. Raises `UserError`."""
@@ -121,6 +127,23 @@ class Values(Generic[T]):
             raise UserError(f"--config takes {VALUES['config']}, not {path}")
         for name, value in read_yaml(Path(path)).items():
             self.put(str(name), value, file=path)
+
+    def take(self, argv: Sequence[str]) -> set[str]:
+        """Set the options of a command line, and return their names. Raises `UserError`."""
+        given = set()
+        for name, value in given_options(argv, self):
+            if name == "config" and name not in self.types:
+                self.read(value)
+            elif name in self.run_types and name not in self.types:
+                word = value if isinstance(value, str) else str(value).lower()
+                self.put("set", [f"{name}={word}"], "set" in given)
+                name = "set"
+            elif name != "print_config":
+                kind = self.types.get(name, Any)
+                plain = from_word(kind, value) if isinstance(value, str) else value
+                self.put(name, plain, name in given)
+            given.add(name)
+        return given
 
     def nested(self) -> dict[str, Any]:
         """Return the values as tables in tables; those that are missing are None."""
@@ -145,6 +168,24 @@ class Values(Generic[T]):
             raise (error.__cause__ or error) from None
 
 
+def entry(kind: Any, value: Any, said: str) -> dict[str, Any]:
+    """Return an entry of a list of type `kind`, of dataclasses; a text is its first field.
+
+    Raises `UserError`, in which the list is called `said`.
+    """
+    item = item_of(kind)
+    value = {fields(item)[0].name: value} if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise UserError(f"{said} takes {takes(kind)}, not {shown(value)}")
+    values = Values(item)
+    for key, one in value.items():
+        values.put(str(key), one, file=said)
+    if missing := [name for name in values.types if name not in values.flat]:
+        label = " (name is a label, not the data set's name)" if "name" in value else ""
+        raise UserError(f"{said}: {missing[0]} is missing{label}")
+    return values.nested()
+
+
 def as_given(values: Values[Any]) -> str:
     """Return values as a config file, None where there are none."""
     return yaml.safe_dump(values.nested(), sort_keys=False, allow_unicode=True)
@@ -164,21 +205,9 @@ def parse(
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
         raise SystemExit(0)
-    values, given = Values(config_class), set()
+    values = Values(config_class)
     try:
-        for name, value in given_options(argv, values):
-            if name == "config" and name not in values.types:
-                values.read(value)
-            elif name in values.run_types and name not in values.types:
-                word = value if isinstance(value, str) else str(value).lower()
-                values.put("set", [f"{name}={word}"], "set" in given)
-                name = "set"
-            elif name != "print_config":
-                kind = values.types.get(name, Any)
-                plain = from_word(kind, value) if isinstance(value, str) else value
-                values.put(name, plain, name in given)
-            given.add(name)
-        if "print_config" in given:
+        if "print_config" in values.take(argv):
             print(shown(values), end="")
             raise SystemExit(0)
         values.check_complete()
@@ -193,21 +222,11 @@ def parse(
 def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
     """Return the config of the YAML file `path` with `changes`, each KEY=VALUE as in `--set`.
 
-    Raises `UserError`, also for a change without a value.
+    Raises `UserError`.
     """
-    if wrong := [change for change in changes if "=" not in change]:
-        raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
-    values, given = Values(config_class), set()
+    values = Values(config_class)
     values.read(path)
-    for change in changes:
-        key, _, value = change.partition("=")
-        name = known_name(key.replace("-", "_"), values.types)
-        kind = values.types.get(name, Any)
-        again = name in given
-        if again and get_origin(kind) is not list:
-            raise UserError(f"{written(name)} is given twice; it takes one value")
-        values.put(name, from_word(kind, value), again)
-        given.add(name)
+    values.take([f"--{change}" for change in changes])
     values.check_complete()
     return values.made()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType
@@ -14,7 +14,7 @@ import yaml
 
 from ...heads.files import YamlLoader, read_yaml
 from ...inference.settings import choice_named, dtype_named
-from .fields import alternatives, entry_of, item_of, joined, options_of_class, written
+from .fields import alternatives, item_of, joined, written
 
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 TABLES = (dict, dict[str, Any])
@@ -81,10 +81,10 @@ def converted(kind: Any, given: Any) -> Any:
             value = same[0] if same else choice_named(value, get_args(kind))
         elif {int, float} & {*alternatives(kind)}:
             value = sized(value)
-    elif isinstance(value, list) and alternatives(kind) == [str]:  # temperatures=[0, 1]
-        return ",".join(map(str, value))
-    if item is not None and isinstance(value, list):
-        return [table_of(item, one, kind) for one in value]
+    elif get_origin(kind) is list and isinstance(value, int | float):  # temperature=0.7
+        value = [value]
+    if item is not None and isinstance(value, list):  # whose entries are options of their own
+        return value
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -98,33 +98,6 @@ def sized(text: str) -> Any:
     except (ValueError, KeyError):
         return text
     return int(number) if number.is_integer() else number
-
-
-def table_of(item: Any, value: Any, kind: Any) -> dict[str, Any]:
-    """Return an entry of a list of type `kind`, of the dataclass `item`; a text is its first field.
-
-    Raises `WrongValue`.
-    """
-    options = {option.name: option for option in options_of_class(item)}
-    value = {next(iter(options)): value} if isinstance(value, str) else value
-    if not isinstance(value, dict):
-        raise WrongValue(f" takes {takes(kind)}, not {shown(value)}")
-    if unknown := [key for key in value if key not in options]:
-        if hint := entry_of("options", unknown[0], item, None):
-            raise WrongValue(f": there is no {unknown[0]} any more: {hint}")
-        raise WrongValue(f" has an unknown key {unknown[0]!r}; there are: {', '.join(options)}")
-    table = {}
-    for key, option in options.items():
-        if (one := value.get(key, option.default)) is MISSING:
-            # As users of other libraries name a data set; here it is what counts call a source.
-            named = key == "path" and "name" in value
-            label = " (name is a label, not the data set's name)" if named else ""
-            raise WrongValue(f": {key} is missing{label}")
-        try:
-            table[key] = converted(option.kind, one)
-        except WrongValue as wrong:
-            raise WrongValue(f": {key}{wrong}") from wrong
-    return table
 
 
 def takes(kind: Any, name: str = "") -> str:

@@ -133,8 +133,8 @@ def evaluate(
 
     `options` are those of the command:
 
-    - `temperature: float` (0, greedy), `top_p: float`, `top_k: int`, `seed: int`, or
-      `temperatures: list[float]` to measure several.
+    - `temperature: float` (0, greedy), or a list of several; `top_p: float`, `top_k: int`,
+      `seed: int`.
     - `max_new_tokens: int` (128), `batch_size: int` (1), or a list of several.
     - `limit: int`: number of prompts, drawn evenly over their categories; all if not given.
     - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
@@ -169,8 +169,6 @@ def evaluate(
     others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
     if wrong := [one for one in others if not isinstance(one, str | PathLike)]:
         raise UserError(f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__}")
-    if isinstance(options.get("batch_size"), int):
-        options["batch_size"] = [options["batch_size"]]
     values = {"drafter": others, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):

@@ -32,9 +32,9 @@ class TuneOptions(SourceOptions):
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
     """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
-    temperatures: str | None = None
-    """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
-    batch_size: str = "1"
+    temperature: list[float] = field(default_factory=list)
+    """Temperatures to tune for, such as 0,0.7; 0, greedy decoding, if not given."""
+    batch_size: list[int] = field(default_factory=lambda: [1])
     """Batch sizes to tune for: 1,4,16."""
     budget: float = 5.0
     """Minutes that tuning may take, roughly: prompts, reply lengths and repeats are cut to fit. 0

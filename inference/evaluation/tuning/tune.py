@@ -27,7 +27,7 @@ from ...conversations.templates import endless
 from ...drafters import check_spec, load_proposer, refuse_own
 from ...settings import Sampling
 from ...targets.target import load_for_decoding
-from ..checks import numbers, tokenizer_of
+from ..checks import swept, tokenizer_of
 from ..evaluate import leave_out_names, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
@@ -145,10 +145,8 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
         )
     check_prompts(options.source(options.prompts))
     check_output(options.out, "--out")
-    batches = sorted(set(numbers(options.batch_size, "--batch-size", int, 1)))
-    temperatures = numbers(options.temperatures, "--temperatures", float)
-    temperatures = temperatures or [options.sampling.temperature]
-    return [replace(options.sampling, temperature=t) for t in temperatures], batches
+    samplings, batches = swept(options)
+    return samplings, sorted({*batches})
 
 
 def show(profile: JsonObject, console: Console) -> None:

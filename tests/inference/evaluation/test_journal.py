@@ -126,7 +126,7 @@ def test_killed_evaluation_leaves_readable_report_and_resumes(tmp_path: Path) ->
         prompts_in(tmp_path),
     ]
     sweep = [
-        "--temperatures",
+        "--temperature",
         "0,1",
         "--max-new-tokens",
         "24",

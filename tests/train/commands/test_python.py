@@ -99,8 +99,9 @@ def test_options_from_python_are_those_of_a_command_line() -> None:
     assert odd.target == TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
     assert odd.data.sources[0].path == "a.jsonl" and odd.data.sources[0].weight == 0.5
     assert (odd.out, odd.epochs) == ("null", 3)
-    measured = options_from(EvaluateOptions, {"temperatures": [0, 1], "temperature": 0.5})
-    assert measured.temperatures == "0,1" and measured.sampling.temperature == 0.5
+    measured = options_from(EvaluateOptions, {"temperature": 0.5, "top_p": 0.9, "batch_size": 4})
+    assert measured.temperature == [0.5] and measured.sampling.top_p == 0.9
+    assert measured.batch_size == [4]
     config = QUICKSTART.parents[2] / "configs" / "eagle" / "quickstart.yaml"
     run = options_from(Run, {"optim.lr": 0.5, "out": "elsewhere"}, config)
     assert run.optim.lr == 0.5 and run.out == "elsewhere" and run.heads.norm_output
@@ -152,7 +153,7 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     write_prompts(prompts, 4)
     done = run_cli(
         "tune", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", "ngram",
-        "--prompts", str(prompts), "--temperatures", "0", "--batch-size", "1",
+        "--prompts", str(prompts), "--temperature", "0", "--batch-size", "1",
         "--budget", "0.1", "--out", str(profile),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

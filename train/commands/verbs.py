@@ -26,8 +26,8 @@ VERBS = {
     ),
     "generate": ("train.commands.generate", "train.commands.options.GenerateOptions"),
     "serve": ("inference.serving.serve", "inference.serving.options.ServeOptions"),
-    "mtp extract": ("train.commands.mtp_extract", "train.commands.options.ExtractLayerOptions"),
-    "mtp stitch": ("train.commands.mtp_stitch", "train.commands.options.StitchOptions"),
+    "mtp extract": ("train.commands.mtp", "train.commands.options.ExtractLayerOptions"),
+    "mtp stitch": ("train.commands.mtp", "train.commands.options.StitchOptions"),
     "doctor": ("train.commands.doctor", "train.commands.options.DoctorOptions"),
 }
 """The module of each command, and the dataclass of its options. The module has `run(options)`, and

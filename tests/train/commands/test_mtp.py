@@ -26,7 +26,7 @@ from draftsmith.heads.stored_tensors import header
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.commands import mtp_extract, mtp_stitch, options
+from draftsmith.train.commands import mtp, options
 from tests.conftest import by_default, tiny_target
 from tests.helpers import mtp_models
 
@@ -64,17 +64,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def extracted(folder: Path, out: Path) -> Path:
-    mtp_extract.run(options.ExtractLayerOptions(str(folder), str(out)))
+    mtp.run(options.ExtractLayerOptions(str(folder), str(out)))
     return out
 
 
 def grafted(base: Path, onto: Path, out: Path) -> None:
     """Makes a drafter of the base model's layer."""
-    mtp_extract.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
+    mtp.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
 
 
 def stitched(drafter: Path, into: Path, out: Path) -> Path:
-    mtp_stitch.run(options.StitchOptions(str(drafter), str(into), str(out)))
+    mtp.run(options.StitchOptions(str(drafter), str(into), str(out)))
     return out
 
 
@@ -391,6 +391,6 @@ def test_stitch_refuses_parts_other_targets_and_other_drafters(tmp_path: Path) -
 def test_a_layer_of_other_sizes_is_refused() -> None:
     layer = {"model_type": "glm4_moe", "hidden_size": 32, "n_routed_experts": 4, "pad_token_id": 0}
     given = options.StitchOptions("drafter", "target", "out")
-    mtp_stitch.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
+    mtp.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
     with pytest.raises(UserError, match="n_routed_experts 4, and target has 8"):
-        mtp_stitch.check_fits(layer, {**layer, "n_routed_experts": 8}, given)
+        mtp.check_fits(layer, {**layer, "n_routed_experts": 8}, given)

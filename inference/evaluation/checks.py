@@ -72,8 +72,8 @@ def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
 
     Raises `UserError`.
     """
-    if min(options.batch_size, default=0) < 1:
-        raise UserError("--batch-size takes numbers that are at least 1")
+    if (fewest := min(options.batch_size, default=0)) < 1:
+        raise UserError(f"--batch-size must be at least 1, not {fewest}")
     temperatures = options.temperature or [options.sampling.temperature]
     return [replace(options.sampling, temperature=one) for one in temperatures], options.batch_size
 

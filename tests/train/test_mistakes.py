@@ -135,7 +135,7 @@ def test_mistakes_are_explained_without_python_type_names(
         ("regenerate", "did you mean 'data regenerate'?"),
         ("extract", "did you mean 'data extract' or 'mtp extract'?"),
         ("eagle", "did you mean 'train eagle'?"),
-        ("chat", "did you mean 'serve' or 'generate --chat'?"),
+        ("chat", "did you mean 'serve'?"),
         ("bench", "did you mean 'evaluate'?"),
         ("version", "did you mean '--version'?"),
         ("evalute", "did you mean 'evaluate'?"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..config import RunConfig
 
 OTHER_COMMANDS = {
-    "chat": ["serve", "generate --chat"], "bench": ["evaluate"], "benchmark": ["evaluate"],
+    "chat": ["serve"], "bench": ["evaluate"], "benchmark": ["evaluate"],
     "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
 }  # fmt: skip
 """Commands of other tools, and ours for the same."""

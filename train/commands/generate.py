@@ -1,4 +1,4 @@
-"""`draftsmith generate`: decodes prompts or a chat, and shows which drafts were accepted.
+"""`draftsmith generate`: decodes prompts, and shows which drafts were accepted.
 
 Replies are streamed with accepted drafts in green, and followed by a line about each.
 """
@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Any, TextIO
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject
 from ...inference.api import Decoder, Reply
 from ...inference.console import warn
 from ...inference.conversations.formats import Conversation
@@ -37,7 +36,6 @@ from ...inference.evaluation.remarks import busy_now, slower
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.profile import TuningProfile, read_profile
 from ...inference.proposers.plain import PlainDecoding
-from ...inference.settings import TargetConfig
 from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import load_for_decoding
 from .options import GenerateOptions as Options
@@ -58,9 +56,7 @@ def run(options: Options) -> None:
     if options.profile is not None:
         read_profile(options.profile)
     given: Iterable[tuple[str, str | Conversation]] = []
-    if options.chat:
-        check_template(options.target)
-    elif options.prompts is not None:
+    if options.prompts is not None:
         source = options.source(options.prompts)
         check_source(source)
         # Conversations get the template's arguments of the options.
@@ -82,9 +78,6 @@ def run(options: Options) -> None:
         # cannot be changed.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    if options.chat:
-        chat(decoder, options)
-        return
     count, accepted = 0, False
     for number, (name, prompt) in enumerate(given):
         accepted |= answer_turns(decoder, options, number, name, prompt)
@@ -265,56 +258,3 @@ def write(pieces: list[tuple[str, bool]], color: bool, out: TextIO) -> None:
         joined = "".join(piece for piece, _ in run)
         out.write(f"{GREEN}{joined}{RESET}" if color and accepted else joined)
     out.flush()
-
-
-def check_template(config: TargetConfig) -> None:
-    """Raise `UserError` unless the target has a chat template. Its weights are not loaded."""
-    if not tokenizer_of(config).chat_template:
-        raise UserError(
-            f"target {config.path} has no chat template, so it cannot chat; give --prompt, or a "
-            "target with a template"
-        )
-
-
-def chat(decoder: Decoder, options: Options) -> None:
-    """Answer one message of the user after the other, until the input ends.
-
-    Every reply follows on the whole conversation. Raises `UserError` where the conversation has
-    outgrown the target.
-    """
-    if sys.stdin.isatty():
-        with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
-            import readline  # noqa: F401
-        print("Ctrl-D ends the chat", file=sys.stderr)
-    print_legend()
-    messages: list[JsonObject] = []
-    words: str | None = options.prompt or ""
-    while (words := words or next_message()) is not None:
-        messages.append({"role": "user", "content": words})
-        ids = decoder.encode(messages, template_kwargs=options.chat_template_kwargs)
-        request = Request(ids, 0, len(messages) // 2)
-        reply = answer(decoder, request, options)
-        messages.append({"role": "assistant", "content": reply.text})
-        words = ""
-
-
-def next_message() -> str | None:
-    """Return the user's next message, a line that is not empty; None at the end of the input.
-
-    Raises `UserError` for a line that is not UTF-8 text.
-    """
-    words = ""
-    while not words:
-        try:
-            if sys.stdin.isatty() and sys.stdout.isatty():
-                words = input("> ").strip()
-            elif line := sys.stdin.buffer.readline():
-                words = line.decode().strip()
-            else:
-                return None
-        except EOFError:
-            print(file=sys.stderr)
-            return None
-        except UnicodeDecodeError as error:
-            raise UserError("standard input is not UTF-8 text; convert it") from error
-    return words

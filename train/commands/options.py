@@ -309,7 +309,7 @@ class StitchOptions:
 
 @dataclass
 class GenerateOptions(SourceOptions):
-    """Decode prompts, or chat, and show which drafts were accepted.
+    """Decode prompts, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
 
@@ -320,19 +320,16 @@ class GenerateOptions(SourceOptions):
         "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
         "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
         "0.7 < prompt.txt",
-        "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --prompts gsm8k",
     )
 
     target: TargetConfig
     prompt: str | None = None
-    """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
+    """Prompt of the user; `-` reads it from standard input."""
     prompts: str | None = None
     """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
     takes it, or a text file; `-` reads standard input. A line of text or standard input is a
     prompt, or a JSON row."""
-    chat: bool = False
-    """Read your next message after each reply, from the terminal or a line of standard input; every
-    reply follows on the conversation so far."""
     drafter: str = "none"
     """Folder of a drafter or of a draft model, or none, ngram;
     settings follow a colon: ngram:length=8."""
@@ -350,15 +347,8 @@ class GenerateOptions(SourceOptions):
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
-        if self.prompt is None and self.prompts is None and not self.chat:
-            raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
-        if self.prompts is not None and (self.chat or self.prompt is not None):
-            other = "--chat" if self.chat else "--prompt"
-            raise UserError(f"give either --prompts or {other}, not both")
-        if self.chat and self.prompt == "-":
-            raise UserError(
-                "--chat reads its messages from standard input already; leave out --prompt -"
-            )
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError("give either --prompt WORDS or --prompts FILE")
 
 
 @dataclass

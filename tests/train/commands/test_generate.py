@@ -1,20 +1,13 @@
-"""`draftsmith generate`: prompts of a file or of standard input, chat, colours, characters."""
+"""`draftsmith generate`: prompts of a file or of standard input, colours, characters."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
-import select
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +17,12 @@ from draftsmith.inference.conversations.prompts import words_or_conversations
 from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.evaluation import remarks
 from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands.cli import main
 from draftsmith.train.commands.generate import (
     GREEN,
     RESET,
-    chat,
     compare,
     in_color,
     stream,
@@ -92,94 +83,14 @@ def test_generate_mistakes_are_reported_before_loading_target(
     def refused(*options: str) -> subprocess.CompletedProcess[str]:
         return quick(capsys, "generate", *BASE, *options)
 
-    expect(refused(), "--prompt WORDS, --prompts FILE, or --chat")
-    expect(refused("--prompt", "x", "--prompts", "-"), "either --prompts or --prompt")
-    expect(refused("--chat", "--prompts", "-"), "either --prompts or --chat")
+    expect(refused(), "give either --prompt WORDS or --prompts FILE")
+    expect(refused("--prompt", "x", "--prompts", "-"), "either --prompt WORDS or --prompts")
     expect(refused("--raw"), "no option --raw any more: give a JSON row")
     expect(refused("--prompts", str(tmp_path / "no.jsonl")), "does not exist")
     (tmp_path / "empty.txt").write_text("\n")
     expect(refused("--prompts", str(tmp_path / "empty.txt")), "holds no prompts")
     typed(monkeypatch, "")
     expect(refused("--prompts", "-"), "standard input holds no prompts")
-
-
-def test_a_target_without_a_template_cannot_chat(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, saved_tiny: Path
-) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(saved_tiny, folder)
-    (folder / "chat_template.jinja").unlink()
-    (folder / "model.safetensors").write_bytes(b"not looked at")
-    done = quick(capsys, "generate", "--target", folder, "--chat")
-    expect(done, "has no chat template, so it cannot chat")
-
-
-def test_a_chat_keeps_its_history(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quickstart: Target
-) -> None:
-    """The second reply is that to the conversation so far, whatever drafts."""
-    typed(monkeypatch, "\ndef sub(a, b):\n")
-    main(["generate", *BASE, "--chat", "--prompt", "def add(a, b):", "--drafter", "ngram"])
-    said = capsys.readouterr()
-    assert said.err.count("tokens/s") == 2
-    decoder = Decoder(quickstart, PlainDecoding())
-    messages = [{"role": "user", "content": "def add(a, b):"}]
-    first = decoder.generate(messages, 16)
-    messages.append({"role": "assistant", "content": first.text})
-    messages.append({"role": "user", "content": "def sub(a, b):"})
-    second = decoder.generate(messages, 16)
-    assert said.out == f"{first.text}\n{second.text}\n"
-
-
-def test_a_conversation_that_outgrows_the_target_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed(monkeypatch, "def a():\n" + "word " * 3000 + "\n")
-    expect(quick(capsys, "generate", *BASE, "--chat"), "leaves no room")
-
-
-@pytest.mark.full
-def test_terminal_chat_ends_cleanly_on_ctrl_d_or_ctrl_c(quickstart: Target) -> None:
-    """Ctrl-D ends it with status 0, and Ctrl-C as it ends every command."""
-    code = "from draftsmith.train.commands.cli import main; main()"
-    for key, status in ((b"\x04", 0), (b"\x03", 130)):
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "generate", *BASE, "--chat"],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "NO_COLOR": "1"},
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(theirs)
-        said = until(ours, b"> ")
-        os.write(ours, b"def add(a, b):\n")
-        said += until(ours, b"tokens/s.*> ")
-        for _ in range(10):  # a key that comes between the prompt and the read is lost
-            if process.poll() is None:
-                os.write(ours, key)
-                said += until(ours, None, 5.0)
-        assert process.wait(60) in (status, -signal.SIGINT * bool(status)), said
-        assert b"Traceback" not in said and GREEN.encode() not in said
-
-
-def until(terminal: int, pattern: bytes | None, seconds: float = 120.0) -> bytes:
-    """Return what the terminal shows up to `pattern`; without one all that comes in `seconds`."""
-    said, deadline = b"", time.monotonic() + seconds
-    while pattern is None or not re.search(pattern, said, re.DOTALL):
-        if time.monotonic() > deadline:
-            assert pattern is None, said
-            break
-        if not select.select([terminal], [], [], 1.0)[0]:
-            continue
-        try:
-            piece = os.read(terminal, 1024)
-        except OSError:  # the other end is closed
-            piece = b""
-        if not piece:
-            assert pattern is None, said
-            break
-        said += piece
-    return said
 
 
 @pytest.mark.parametrize(
@@ -214,21 +125,6 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
         assert shown.count(GREEN) == shown.count(RESET) <= 1
         shown.encode()  # no half of a surrogate pair
     assert transcript.reply.text == text
-
-
-def test_the_chat_command_reads_lines_of_a_pipe(
-    monkeypatch: pytest.MonkeyPatch, quickstart: Target
-) -> None:
-    asked: list[Any] = []
-    decoder = Decoder(quickstart, PlainDecoding())
-    encode = decoder.encode
-    monkeypatch.setattr(
-        decoder, "encode", lambda given, **more: asked.append([*given]) or encode(given, **more)
-    )
-    typed(monkeypatch, "a\nb\n")
-    chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
-    assert [len(messages) for messages in asked] == [1, 3]
-    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
 
 
 def test_comparison_reports_first_difference_and_slower_drafter(

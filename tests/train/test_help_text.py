@@ -51,7 +51,8 @@ def test_an_option_stays_with_its_value() -> None:
     assert wrapped(pairs_together(command), 31, "", "  ", " \\") == [
         "draftsmith generate \\",
         "  --prompt 'def add(a, b):' \\",
-        "  --compare --prompts - --seed 5",
+        "  --compare --prompts - \\",
+        "  --seed 5",
     ]
 
 

@@ -91,9 +91,7 @@ def hint_for(word: str) -> str:
         meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
     meant |= OTHER_COMMANDS
     if close := difflib.get_close_matches(word, meant, n=1):
-        # One that is written like a command by chance is not preferred to the word itself.
-        found = meant.get(word, meant[close[0]])
-        return f"did you mean {' or '.join(map(repr, dict.fromkeys(found)))}?"
+        return f"did you mean {' or '.join(map(repr, dict.fromkeys(meant[close[0]])))}?"
     return f"there are: {', '.join(known)}"
 
 

@@ -49,27 +49,26 @@ def run(options: Options) -> None:
     """Decode the prompts, stream the replies, and print a line about each on stderr.
 
     Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
-    loaded; standard input with several prompts is read as it comes.
+    loaded.
     """
     check_spec(options.drafter)
     check_template_kwargs(options.chat_template_kwargs)
     if options.profile is not None:
         read_profile(options.profile)
-    given: Iterable[tuple[str, str | Conversation]] = []
+    given: list[tuple[str, str | Conversation]]
     if options.prompts is not None:
         source = options.source(options.prompts)
         check_source(source)
         # Conversations get the template's arguments of the options.
         variables = options.chat_template_kwargs
-        given = (
+        given = [
             (name, one if isinstance(one, str) else one.with_arguments(variables))
             for name, one in words_or_conversations(source, sys.stdin.buffer)
-        )
-        if options.prompts != STANDARD_INPUT:
-            given = list(given)
-            if not given:
-                raise UserError(f"{options.prompts} holds no prompts; give at least one")
-            check_conversations(given, options)
+        ]
+        if not given:
+            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
+            raise UserError(f"{name} holds no prompts; give at least one")
+        check_conversations(given, options)
     else:
         given = [("prompt", one_prompt(options.prompt or ""))]
     decoder = load(options)
@@ -78,14 +77,10 @@ def run(options: Options) -> None:
         # cannot be changed.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    count, accepted = 0, False
     for number, (name, prompt) in enumerate(given):
-        accepted |= answer_turns(decoder, options, number, name, prompt)
-        count += 1
-    if not count:
-        raise UserError("standard input holds no prompts; give at least one line")
-    if accepted:
-        print_legend()
+        answer_turns(decoder, options, number, name, prompt)
+    if in_color():
+        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
 
 
 def one_prompt(text: str) -> str:
@@ -136,11 +131,10 @@ def load(options: Options) -> Decoder:
 
 def answer_turns(
     decoder: Decoder, options: Options, number: int, name: str, given: str | Conversation
-) -> bool:
+) -> None:
     """Stream the reply to a prompt, and those to the later turns of its conversation.
 
     `number` is the prompt's among all, which its noise belongs to, as in `draftsmith evaluate`.
-    Returns whether a draft was accepted.
     """
     target = decoder.target
     if isinstance(given, str):
@@ -150,17 +144,15 @@ def answer_turns(
         conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
-    turn, accepted = 0, False
+    turn = 0
     while (prompt := following) is not None:
         if options.prompts is not None:
             print(f"--- {name}: {heading(prompt.conversation)}", file=sys.stderr)
         reply = answer(decoder, Request(prompt.token_ids, number, turn), options)
-        accepted |= any(step.accepted for step in reply.rounds)
         following = next_turn(
             prompt, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
         )
         turn += 1
-    return accepted
 
 
 def heading(conversation: Conversation | None) -> str:
@@ -177,12 +169,6 @@ def in_color() -> bool:
     NO_COLOR (https://no-color.org), if it is set and not empty, turns the colour off there.
     """
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def print_legend() -> None:
-    """Print what the colour means, if there is one, on stderr."""
-    if in_color():
-        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
 
 
 def answer(decoder: Decoder, request: Request, options: Options) -> Reply:

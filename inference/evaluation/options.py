@@ -7,15 +7,15 @@ a mistyped option needs only this module. The docstrings are the help texts of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ...heads.errors import UserError
 from ..costs import known_gpu
-from ..settings import RowOptions, Sampling, TargetConfig
+from ..settings import RowOptions, Sampling, TargetConfig, TemplateOptions
 
 
 @dataclass
-class EvaluateOptions(RowOptions):
+class EvaluateOptions(RowOptions, TemplateOptions):
     """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
@@ -38,9 +38,6 @@ class EvaluateOptions(RowOptions):
     """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
     from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
     on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
-    of a row win."""
     features: str | None = None
     """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
     texts (greedy)."""

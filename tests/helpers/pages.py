@@ -23,8 +23,8 @@ import yaml
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import parse_spec
+from draftsmith.train.command_line.fields import from_word
 from draftsmith.train.command_line.parse import Values, given_options
-from draftsmith.train.command_line.values import from_word
 from draftsmith.train.commands.verbs import GROUPS, options_of_verb
 from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import ROOT

@@ -42,7 +42,7 @@ WRONG = [
     (f"{EAGLE} --seed 1.5", "--seed takes a whole number, not 1.5"),
     (f"{EAGLE} --precision fp12", "--precision takes no or bf16, not fp12"),
     (f"{EAGLE} --heads.norm-output maybe", "--heads.norm-output takes true or false, not maybe"),
-    (f"{EAGLE} --heads 5", "--heads takes options of its own, such as --heads.version, or a file"),
+    (f"{EAGLE} --heads 5", "--heads takes options of its own, such as --heads.version, not 5"),
     (
         f"{EAGLE} --data.sources '{{a: 1}}'",
         "--data.sources takes files with commas between them, or",

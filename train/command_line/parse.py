@@ -23,17 +23,23 @@ from ..endings import fail
 from ..method import METHODS, MethodName, run_class_named
 from .fields import (
     SWITCHES,
+    TABLES,
+    WrongValue,
+    converted,
     fields_of,
     former_hint,
+    from_python,
+    from_word,
     item_of,
     joined,
     known_name,
     near,
     positional,
+    shown,
+    takes,
     written,
-)
+)  # fmt: skip
 from .help_text import help_page
-from .values import TABLES, WrongValue, converted, from_python, from_word, shown, takes
 
 T = TypeVar("T")
 # What options take of which the type does not say it.

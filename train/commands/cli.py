@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from ...heads.errors import UserError
 from ..command_line.fields import former_names
 from ..command_line.help_text import wrapped
-from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .threads import choose_threads
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
@@ -129,9 +128,6 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
 
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}", partial(_resolved, method))
     choose_threads(run, training=True)
-    if prog == "draftsmith train" and not quiet():
-        words = shlex.join(argv)
-        print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
 
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import EngineName
@@ -17,6 +17,7 @@ from ...inference.settings import (
     Sampling,
     SourceOptions,
     TargetConfig,
+    TemplateOptions,
     check_url,
 )
 from ..command_line.parse import RunFile
@@ -100,7 +101,7 @@ class ServerOptions:
 
 
 @dataclass
-class RegenerateOptions(RowOptions):
+class RegenerateOptions(RowOptions, TemplateOptions):
     """Let the target write the replies of a data set.
 
     Prompts are kept, and everything that an assistant said is replaced.
@@ -132,8 +133,6 @@ class RegenerateOptions(RowOptions):
     """Number of rows to take, from the first one on; all if not given."""
     batch_size: int = 32
     """Number of prompts that are decoded together in this process."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as enable_thinking."""
     share: str | None = None
     """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
     conversations. It adds a file to the folder `out`. What any file there has is not answered
@@ -308,7 +307,7 @@ class StitchOptions:
 
 
 @dataclass
-class GenerateOptions(SourceOptions):
+class GenerateOptions(SourceOptions, TemplateOptions):
     """Decode prompts, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
@@ -339,8 +338,6 @@ class GenerateOptions(SourceOptions):
     """Largest number of tokens of the reply."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
     compare: bool = False
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
 

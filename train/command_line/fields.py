@@ -222,7 +222,8 @@ def from_python(value: Any) -> Any:
         return {key: from_python(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [from_python(one) for one in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+    to_list = getattr(value, "tolist", None)  # of numpy and torch
+    return value if to_list is None else to_list()
 
 
 def converted(kind: Any, given: Any) -> Any:

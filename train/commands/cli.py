@@ -120,10 +120,8 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         print("\n".join([*lines, "", f"{prog} METHOD --help-all explains every option.", own]))
         return
     if method not in METHODS and ":" not in method:
-        # The one other command that is launched.
-        hint = " (or data extract)" if prog != "draftsmith train" else ""
-        if close := difflib.get_close_matches(method, METHODS, n=1):
-            hint = f"; did you mean {close[0]!r}?"
+        close = difflib.get_close_matches(method, METHODS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         fail(f"name a method to train: {methods}, or module:Class of your own{hint}")
 
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}", partial(_resolved, method))

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .heads.exchange.hub import Drafter as Drafter
     from .inference.api import Decoder as Decoder
     from .inference.api import Reply as Reply
+    from .inference.api import load as load
     from .inference.proposer import Proposer as Proposer
     from .inference.settings import Sampling as Sampling
     from .train.callbacks import Callback as Callback
     from .train.commands.python import evaluate as evaluate
     from .train.commands.python import export as export
-    from .train.commands.python import load as load
     from .train.commands.python import train as train
 
     __version__: str
@@ -43,7 +43,7 @@ _MODULES = {
     "UserError": ".heads.errors",
     "evaluate": ".train.commands.python",
     "export": ".train.commands.python",
-    "load": ".train.commands.python",
+    "load": ".inference.api",
 }
 __all__ = [
     "Callback", "Decoder", "Drafter", "Proposer", "Reply", "Sampling", "UserError", "__version__",

@@ -400,7 +400,7 @@ def load(
     *,
     profile: str | PathLike[str] | None = None,
     temperature: float = 0.0,
-    batch: int = 1,
+    batch_size: int = 1,
     compile: bool = False,
     tokenizer: Any = None,
     **options: Any,
@@ -414,9 +414,9 @@ def load(
     `"ngram:length=8"`.
 
     With the `profile` (a file that draftsmith tune wrote) the drafter has the settings that were
-    best for this `temperature` (0 is greedy) and `batch` (prompts decoded together). They choose
-    the profile's row only: `Decoder.generate` takes a temperature itself. `compile` compiles the
-    rounds, which takes a minute or two at first.
+    best for this `temperature` (0 is greedy) and `batch_size` (prompts decoded together). They
+    choose the profile's row only: `Decoder.generate` takes a temperature itself. `compile` compiles
+    the rounds, which takes a minute or two at first.
 
     `options` are for a target by its path or name, and are the fields of `TargetConfig`:
 
@@ -465,7 +465,7 @@ def load(
     if isinstance(named, str):
         tuned = None
         if profile is not None:
-            tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch)
+            tuned = TuningProfile(fspath(profile), loaded).setting(named, temperature, batch_size)
         named = load_proposer(named, loaded, log.warning, tuned, choose=True)
     return Decoder(loaded, checked_proposer(with_name(named), type(named).__name__, loaded))
 

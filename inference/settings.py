@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -151,6 +151,14 @@ class RowOptions(SourceOptions):
 
     bad_rows: BadRows = "stop"
     """Treatment of a malformed row: stop the command, or skip the row; it is named either way."""
+
+
+@dataclass(kw_only=True)
+class TemplateOptions:
+    """Options of a command that renders conversations."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
 
 
 @dataclass

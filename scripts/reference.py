@@ -23,9 +23,9 @@ from draftsmith.train.command_line.fields import (
     item_of,
     joined,
     options_of_class,
+    takes,
 )
 from draftsmith.train.command_line.help_text import pairs_together, usage_of, wrapped
-from draftsmith.train.command_line.values import takes
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, run_class_named
 

@@ -44,7 +44,7 @@ LAYERS = (  # packages of one line may import each other and all lines above
     ("train", "train.command_line", "train.data"),
     ("train.methods",),
     ("train.planning",),
-    ("train.commands", "train.commands.mtp"),
+    ("train.commands",),
     ("draftsmith",),
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}

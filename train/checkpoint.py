@@ -212,7 +212,7 @@ def find_resume(
 # be named in another way: its weights are compared (`RunFolder.check_identity`).
 FREE_TO_CHANGE = {
     "target.path", "target.adapter",
-    "batch_rows", "for_", "log_every", "tracker", "push", "checkpoints.keep", "evaluation.every",
+    "batch_rows", "for_", "log_every", "tracker", "checkpoints.keep", "evaluation.every",
     "features.store", "features.server", "features.server_model",
     "features.server_layers",
 }  # fmt: skip

@@ -333,10 +333,6 @@ class RunConfig:
     tracker: Tracker = "none"
     """Tracker of accelerate that gets the metrics and this configuration besides the log. Each
     reads its own variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
-    push: str | None = None
-    """Repository on the hub that gets the best drafter at the end of the training, exported with
-    its card as draftsmith export does it, such as me/eagle3-mine; private if it is new. The engine
-    is the first of `for`, or else the first that takes the drafter."""
 
     def __post_init__(self) -> None:
         if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:

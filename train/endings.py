@@ -203,11 +203,6 @@ def _interrupt(number: int, _frame: object) -> None:
     raise Ended if number == signal.SIGTERM else KeyboardInterrupt
 
 
-def forget_interrupts() -> None:
-    """Forget the interrupts so far, to which a command has responded without ending."""
-    _INTERRUPTED.clear()
-
-
 def say_stopped(what_is_left: str) -> int:
     """Print the last line of a command that a signal has stopped, and return its status."""
     if signal.SIGTERM in _INTERRUPTED:

@@ -16,11 +16,12 @@ from ..conversations.templates import check_template_kwargs
 from ..drafters import check_spec
 from ..keys import headers_with_key
 from ..profile import read_profile
-from ..settings import TargetConfig, check_url
+from ..settings import Sampling, TargetConfig, check_url
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting
 from .options import EvaluateOptions as Options
+from .options import TuneOptions
 
 N = TypeVar("N", int, float)
 
@@ -45,15 +46,21 @@ def check(options: Options) -> list[Setting]:
     for spec in options.drafter:
         check_spec(spec)
     check_json(options.json)
-    sizes = numbers(options.batch_size, "--batch-size", int, 1)
-    temperatures = numbers(options.temperatures, "--temperatures", float) or [
-        options.sampling.temperature
+    return [
+        Setting(sampling, size, options.max_new_tokens, options.repeats)
+        for sampling, size in product(*swept(options))
     ]
-    settings = []
-    for temperature, size in product(temperatures, sizes):
-        sampling = replace(options.sampling, temperature=temperature)
-        settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
-    return settings
+
+
+def swept(options: Options | TuneOptions) -> tuple[list[Sampling], list[int]]:
+    """Return the sampling for each temperature of a command, and its batch sizes.
+
+    Raises `UserError`.
+    """
+    if (fewest := min(options.batch_size, default=0)) < 1:
+        raise UserError(f"--batch-size must be at least 1, not {fewest}")
+    temperatures = options.temperature or [options.sampling.temperature]
+    return [replace(options.sampling, temperature=one) for one in temperatures], options.batch_size
 
 
 def prompts_of(
@@ -87,7 +94,7 @@ def check_server(options: Options) -> None:
     """Raise `UserError` for options that do not go with `server`, or only with it."""
     if options.server is None:
         of_server = ("concurrency", "server_model")
-        if given := [name for name in of_server if getattr(options, name) is not None]:
+        if given := [name for name in of_server if getattr(options, name)]:
             raise UserError(
                 f"--{given[0].replace('_', '-')} is of a server; name it with --server "
                 "http://127.0.0.1:8000"
@@ -95,12 +102,12 @@ def check_server(options: Options) -> None:
         return
     check_url(options.server, "--server")
     headers_with_key()
-    if options.batch_size != "1":
+    if options.batch_size != [1]:
         raise UserError(
             "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
             "measured one by one"
         )
-    if min(numbers(options.concurrency, "--concurrency", int), default=1) < 1:
+    if min(options.concurrency, default=1) < 1:
         raise UserError("--concurrency must be at least 1")
 
 

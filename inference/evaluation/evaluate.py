@@ -41,7 +41,7 @@ from ..proposer import Proposer
 from ..settings import Sampling
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
-from .checks import check, numbers, prompts_of
+from .checks import check, prompts_of
 from .engines import AS_IN, ImitatedEngine, as_in_engine
 from .figures import figures_of_setting
 from .journal import Journal, kept
@@ -100,7 +100,7 @@ def measured(
     served = None
     # the server comes first: its address may be wrong, and measuring drafters here takes long
     if options.server is not None:
-        at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
+        at_once = options.concurrency or list(CONCURRENCY)
         samplings = [setting.sampling for setting in settings]
         served = live_report.measure(options, samplings, at_once, rows)
     if served is None or options.drafter or own:

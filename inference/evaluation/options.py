@@ -7,15 +7,15 @@ a mistyped option needs only this module. The docstrings are the help texts of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ...heads.errors import UserError
 from ..costs import known_gpu
-from ..settings import BadRows, Sampling, SourceOptions, TargetConfig
+from ..settings import RowOptions, Sampling, SourceOptions, TargetConfig, TemplateOptions
 
 
 @dataclass
-class EvaluateOptions(SourceOptions):
+class EvaluateOptions(RowOptions, TemplateOptions):
     """Acceptance and speed of drafters on held-out prompts, with plain decoding in the same loop.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
@@ -25,7 +25,7 @@ class EvaluateOptions(SourceOptions):
         "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts "
         "held_out.jsonl --json out.json",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --drafter ngram:length=8"
-        " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-size 1,8",
+        " --no-baselines --prompts held_out.jsonl --temperature 0,1 --batch-size 1,8",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
         "held_out.jsonl",
         "draftsmith evaluate --target TARGET --drafter runs/eagle/best --prompts gsm8k --limit 80",
@@ -38,11 +38,6 @@ class EvaluateOptions(SourceOptions):
     """Prompts or conversations: mt-bench, gsm8k, humaneval or spec-bench, whose questions are read
     from the hub or their project; a JSON, JSONL or parquet file, a folder of them, or a data set
     on the hub. MT-Bench's and Spec-Bench's questions are taken with all their turns."""
-    bad_rows: BadRows = "stop"
-    """Treatment of a malformed row: stop the command, or skip the row and name it."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template of all prompts, such as '{"enable_thinking": false}'; those
-    of a row win."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a draft model's folder, or ngram, or
     module:Class of your own; settings follow a colon: ngram:length=8. May be given several times.
@@ -53,7 +48,7 @@ class EvaluateOptions(SourceOptions):
     DRAFTSMITH_SERVER_KEY holds the API key that it wants."""
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
-    concurrency: str | None = None
+    concurrency: list[int] = field(default_factory=list)
     """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
     profile: str | None = None
     """Profile that draftsmith tune wrote: drafters in it are measured with its settings as well."""
@@ -64,13 +59,13 @@ class EvaluateOptions(SourceOptions):
     """Measure ngram too."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
-    temperatures: str | None = None
-    """Several temperatures, in place of sampling.temperature: 0,1."""
+    temperature: list[float] = field(default_factory=list)
+    """Temperature, 0 for greedy decoding; several, such as 0,1, are each measured."""
     limit: int | None = None
     """Number of prompts to use, drawn evenly over their categories; all if not given."""
     max_new_tokens: int = 128
     """Longest reply, in tokens."""
-    batch_size: str = "1"
+    batch_size: list[int] = field(default_factory=lambda: [1])
     """Prompts decoded together; several numbers, such as 1,4,16, are each measured at every
     temperature."""
     repeats: int = 3
@@ -183,9 +178,9 @@ class TuneOptions(SourceOptions):
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
     """A trained drafter's folder, a draft model's folder, or ngram. May be given several times."""
-    temperatures: str | None = None
-    """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
-    batch_size: str = "1"
+    temperature: list[float] = field(default_factory=list)
+    """Temperatures to tune for, such as 0,0.7; 0, greedy decoding, if not given."""
+    batch_size: list[int] = field(default_factory=lambda: [1])
     """Batch sizes to tune for: 1,4,16."""
     budget: float = 5.0
     """Minutes that tuning may take, roughly: prompts and reply lengths are cut to fit. 0 sets no

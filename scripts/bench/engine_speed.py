@@ -77,7 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         options.wanted = [None, *numbers(options.drafts, "--drafts", int, 1)]
-        if max(numbers(options.concurrency, "--concurrency", int, 1)) > MOST_AT_ONCE:
+        options.concurrency = numbers(options.concurrency, "--concurrency", int, 1)
+        if max(options.concurrency) > MOST_AT_ONCE:
             raise UserError(f"the servers take {MOST_AT_ONCE} requests at once; ask for no more")
         if options.engine == "vllm" and options.dtype not in TYPES:
             raise UserError(f"vLLM has no target in {options.dtype}; give {' or '.join(TYPES)}")

@@ -334,7 +334,7 @@ def measurements(plan: Plan) -> list[Step]:
     drafters = [option for m in plan.methods for option in ("--drafter", plan.at(f"{m}/best"))]
     prompts = ["--prompts", plan.at("held_out.prompts.jsonl")]
     short = ["--max-new-tokens", str(plan.tokens)]
-    settings = ["--temperatures", "0,1", "--batch-size", "1,4", "--repeats", "1"]
+    settings = ["--temperature", "0,1", "--batch-size", "1,4", "--repeats", "1"]
     report, profile = plan.at("evaluation.json"), plan.at("profile.json")
     trained = [f"train {m}" for m in plan.methods]
     evaluate = ["evaluate", *plan.its_target, *drafters, *prompts, *short]

@@ -95,7 +95,7 @@ temperatures() { # trees are named: one tree for all settings, of as many nodes 
         ways+=(--drafter "$(drafter_of "$name"):dtype=bfloat16,$tree")
     done
     draftsmith evaluate --target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 32 --repeats 1 --no-baselines \
-        --limit 8 --temperatures 0,0.7,1 --batch-size 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
+        --limit 8 --temperature 0,0.7,1 --batch-size 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
 }
 
 long() {

@@ -18,7 +18,7 @@ from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.commands.mtp.extract import find_layer, read_for
+from draftsmith.train.commands.mtp import find_layer, read_for
 from tests.conftest import tiny_target
 from tests.helpers import mtp_models
 

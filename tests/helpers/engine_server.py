@@ -289,7 +289,7 @@ def prompts(tmp_path: Path) -> Path:
 def evaluate(url: str, target: Path, prompts: Path, **more: Any) -> dict[str, Any]:
     """The report that is written."""
     out = prompts.with_name("out.json")
-    more = {"concurrency": "1", "repeats": 1, "max_new_tokens": 32, **more}
+    more = {"concurrency": [1], "repeats": 1, "max_new_tokens": 32, **more}
     run(
         Options(
             TargetConfig(str(target), device="cpu"), str(prompts), server=url, json=str(out), **more

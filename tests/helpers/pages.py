@@ -23,8 +23,8 @@ import yaml
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import parse_spec
-from draftsmith.train.command_line.parse import COMMAND_LINE, Values, given_options
-from draftsmith.train.command_line.values import from_word
+from draftsmith.train.command_line.fields import from_word
+from draftsmith.train.command_line.parse import Values, given_options
 from draftsmith.train.commands.verbs import GROUPS, options_of_verb
 from draftsmith.train.method import METHODS, method_named, run_class_named
 from tests.conftest import ROOT
@@ -194,12 +194,12 @@ def check_command(words: list[str], complete: bool) -> None:
         ) and name not in values.run_types.keys() - values.types:
             kind = kind or Any
             plain = from_word(kind, value) if isinstance(value, str) else value
-            values.put(name, plain, COMMAND_LINE, name in given)
+            values.put(name, plain, name in given)
         if name == "drafter":
             parse_spec(value)
         given.add(name)
     if complete and not {"print_config"} & given:
-        values.check_complete(COMMAND_LINE)
+        values.check_complete()
         values.made()
 
 
@@ -216,7 +216,7 @@ def check_yaml(text: str) -> None:
         values = Values(run_class_named(method))
         try:
             for name, value in content.items():
-                values.put(name, value, COMMAND_LINE)
+                values.put(name, value)
             values.made()
             return
         except UserError as error:

@@ -15,8 +15,8 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands.mtp import extract
-from draftsmith.train.commands.mtp.options import ExtractLayerOptions
+from draftsmith.train.commands import mtp
+from draftsmith.train.commands.options import ExtractLayerOptions
 from tests.conftest import QUICKSTART
 from tests.helpers.exported import DRAFTS, REPLY, Counts, counts_like_each, unseen_functions
 from tests.helpers.llamacpp import (
@@ -64,7 +64,7 @@ def prompts(hybrid: Target, prompts_file: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     layer = tmp_path_factory.mktemp("drafters") / "mtp"
-    extract.run(ExtractLayerOptions(str(HYBRID), str(layer)))
+    mtp.run(ExtractLayerOptions(str(HYBRID), str(layer)))
     return {"mtp": layer, "draft model": DRAFT_MODEL}
 
 

@@ -132,7 +132,7 @@ def prompts(tmp_path: Path) -> Path:
 def evaluate(url: str, prompts: Path, drafter: str, **more: Any) -> dict[str, Any]:
     out = prompts.with_name("out.json")
     given: dict[str, Any] = {
-        "concurrency": "1,8",
+        "concurrency": [1, 8],
         "repeats": 1,
         "max_new_tokens": REPLY,
         "baselines": False,

@@ -94,7 +94,7 @@ def evaluate(folder: Path, target: Path) -> list[str]:
         "--drafter",
         str(DRAFTER),
     ]
-    sized = ["--max-new-tokens", "48", "--repeats", "2", "--temperatures", "0,1", "--no-baselines"]
+    sized = ["--max-new-tokens", "48", "--repeats", "2", "--temperature", "0,1", "--no-baselines"]
     return [PYTHON, *CLI, *base, *sized, "--json", str(folder / "out.json")]
 
 

@@ -268,9 +268,7 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
     main(["doctor", "--config", str(config), "--json", "-"])
     findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
     assert {f["status"] for f in findings.values()} <= {"ok", "warning"}
-    assert (
-        "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
-    )
+    assert "two<e>" in findings["chat template"]["found"] and findings["config"]["status"] == "ok"
     given = config.read_text()
     for wrong, says in (
         (given.replace("160", "999"), "data.max_length is 999, but the target has 256 positions"),
@@ -279,7 +277,7 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
         config.write_text(wrong)
         done = quick(capsys, "doctor", "--config", config, "--json", "-")
         (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
-        assert done.returncode == 2 and error["check"] == "config and target"
+        assert done.returncode == 2 and error["check"] == "config"
         assert says in error["found"]
     for extra, says in (
         (("--set", "data.max_length=999"), "the target has 256 positions"),
@@ -288,12 +286,13 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
         config.write_text(given)
         done = quick(capsys, "doctor", "--config", config, "--json", "-", *extra)
         (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
-        assert error["check"] == "config and target" and says in error["found"]
+        assert error["check"] == "config" and says in error["found"]
     expect(quick(capsys, "doctor", "--set", "epochs=2"), "name it with --config")
     write(tmp_path / "train.jsonl", [])
     done = quick(capsys, "doctor", "--config", config, "--json", "-")
     assert done.returncode == 2
-    assert {f["check"] for f in json.loads(done.stdout) if f["status"] == "error"} == {"data train"}
+    (error,) = (f for f in json.loads(done.stdout) if f["status"] == "error")
+    assert error["check"] == "config" and "train.jsonl holds no rows" in error["found"]
     done = quick(capsys, "doctor", "--target", "/no/such/folder", "--json", "-")
     assert done.returncode == 2 and "does not exist" in done.stdout
 

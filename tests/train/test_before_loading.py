@@ -35,8 +35,6 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         ((*GENERATE, "--drafter", f"{DSPARK}:bad=1"), SETTING),
         ((*GENERATE, "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
         ((*GENERATE, "--profile", "missing.json"), "cannot read missing.json"),
-        (("generate", "--chat", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
-        (("generate", "--chat", "--drafter", f"{DSPARK}:bad=1"), SETTING),
         (("generate", "--prompt", "  "), "the prompt is empty"),
         (("generate", "--prompts", "EMPTY"), "empty.jsonl:1: the prompt is empty; fix or remove"),
         ((*EVALUATE, "--drafter", f"{DSPARK}:bad=1"), SETTING),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from huggingface_hub import constants
 
 import draftsmith
 from draftsmith.train.config import Tracker
 from draftsmith.train.log_lines import flat, spelled
-from tests.helpers.fake_hub import Hub
 from tests.helpers.training import make_config
 
 
@@ -71,79 +69,6 @@ def test_training_ended_by_callback_can_be_resumed(tmp_path: Path, saved_tiny: P
     assert [step for name, step, _ in rest.events if name == "step"] == [4]
     with pytest.raises(draftsmith.UserError, match=r"objects of draftsmith.Callback, not builtin"):
         draftsmith.train("medusa", config=config, callbacks=[print])  # type: ignore[list-item]
-
-
-@pytest.fixture
-def online(hub: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The stand-in in place of the hub, with a token."""
-    Hub.files.clear()
-    Hub.created.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub)
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    yield hub
-
-
-def test_the_best_drafter_is_pushed_and_a_failing_push_ends_nothing(
-    tmp_path: Path,
-    saved_tiny: Path,
-    online: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = make_config(tmp_path, saved_tiny, **SHORT)
-    given: dict[str, Any] = {"config": config, "push": "me/medusa"}
-    with caplog.at_level("INFO"):
-        best = draftsmith.train("medusa", **given)
-    assert [line for line in caplog.messages if line.startswith("pushed: http")]
-    assert len(Hub.created) == 1
-    assert "private" in (
-        Hub.created[0].get("visibility"),
-        *(["private"] * Hub.created[0].get("private", False)),
-    )
-    assert {"README.md", "config.json", "draftsmith.json"} <= Hub.files.keys()
-    assert b"# Medusa" in Hub.files["README.md"]
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert draftsmith.train("medusa", **given) == best
-    (warning,) = [line for line in caplog.messages if line.startswith("not pushed: ")]
-    assert "the hub does not take it as me/medusa" in warning
-    again = f"draftsmith export --drafter {best.resolve()} --to vllm --out {tmp_path}/run/pushed"
-    assert warning.endswith(f"to repeat it: {again} --push me/medusa")
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "token", "says"),
-    [
-        ("medusa", "mine", "hf_x", "push is 'mine', which is no repository; write OWNER/NAME"),
-        ("medusa", "me/a b", "hf_x", "push is 'me/a b', which is no repository"),
-        ("medusa", "me/mine", None, "push needs a token; log in with hf auth login"),
-        ("mtp", "me/mine", "hf_x", "mtp stitch"),
-    ],
-)
-def test_what_cannot_be_pushed_is_refused_before_anything_is_loaded(
-    method: str,
-    name: str,
-    token: str | None,
-    says: str,
-    tmp_path: Path,
-    saved_tiny: Path,
-    online: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if token is None:
-        monkeypatch.delenv("HF_TOKEN")
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    config = make_config(tmp_path, saved_tiny, method, **SHORT)
-    with pytest.raises(draftsmith.UserError, match="push") as error:
-        draftsmith.train(method, config=config, push=name)
-    assert says in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists() and not Hub.created
-
-
-def test_a_push_is_refused_offline(tmp_path: Path, saved_tiny: Path) -> None:
-    config = make_config(tmp_path, saved_tiny, **SHORT)
-    with pytest.raises(draftsmith.UserError, match="unset HF_HUB_OFFLINE, or leave push out"):
-        draftsmith.train("medusa", config=config, push="me/mine")
 
 
 def test_trackers_are_those_of_accelerate() -> None:

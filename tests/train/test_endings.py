@@ -86,7 +86,7 @@ def test_an_error_in_place_of_an_interrupt_is_an_interrupt(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        endings.forget_interrupts()
+        endings._INTERRUPTED.clear()
     assert ended.value.code == 143
     assert capsys.readouterr().err == f"ended by SIGTERM; {left}\n"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.train.command_line.fields import Option, fields_of, item_of
-from draftsmith.train.command_line.former_names import former_names
+from draftsmith.train.command_line.fields import Option, fields_of, former_names, item_of
 from draftsmith.train.commands.verbs import VERBS, options_of_verb
 from draftsmith.train.method import METHODS, run_class_named
 

@@ -47,11 +47,12 @@ def test_help_page_fits_width_without_splitting_code_or_options(
 
 
 def test_an_option_stays_with_its_value() -> None:
-    command = "draftsmith generate --prompt 'def add(a, b):' --chat --prompts - --seed 5"
+    command = "draftsmith generate --prompt 'def add(a, b):' --compare --prompts - --seed 5"
     assert wrapped(pairs_together(command), 31, "", "  ", " \\") == [
         "draftsmith generate \\",
         "  --prompt 'def add(a, b):' \\",
-        "  --chat --prompts - --seed 5",
+        "  --compare --prompts - \\",
+        "  --seed 5",
     ]
 
 

@@ -14,7 +14,7 @@ from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.commands.cli import main
 from draftsmith.train.method import method_named
 from draftsmith.train.outline import target_of_run
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import QUICKSTART
 from tests.helpers.training import METHODS, make_config, weights
 
 # Without the options that METHODS sets for speed: what is left to the target has to be found.
@@ -56,12 +56,6 @@ def test_what_is_derived_is_printed(
     before = run.as_json()
     chosen.resolve(run, target_of_run(run))
     assert run.as_json() == before, "nothing is left to fill in"
-
-
-def test_a_known_shape_stands_in_for_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(ROOT / "configs" / "eagle" / "qwen3-8b.yaml")
-    values = yaml.safe_load(printed(capsys, "eagle", "--config", config))
-    assert values["heads"]["taps"] == [2, 18, 33] and values["objective"]["steps"] == 7
 
 
 def test_what_cannot_be_resolved_is_printed_with_the_reason(

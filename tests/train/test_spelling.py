@@ -14,8 +14,8 @@ from draftsmith.inference.costs import GPUS
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.options import SimulateOptions
 from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
+from draftsmith.train.command_line.fields import sized
 from draftsmith.train.command_line.parse import Values, given_options, options_from, parse
-from draftsmith.train.command_line.values import sized
 from draftsmith.train.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
 from draftsmith.train.config import Source
 from draftsmith.train.method import run_class_named

@@ -26,8 +26,7 @@ INDENT = 24  # column of the explanations
 TIE = "\0"  # a space at which no line ends
 NUMBERS = "N,N,..."
 FORMS = {
-    NUMBERS: "acceptance batch batch_size concurrency context contexts taps "
-    "temperatures",
+    NUMBERS: "acceptance",
     "FILE": "config data json profile prompts report reports vocab_data",
     "FOLDER": "adapter features from init_from out path store target",
     "ADDRESS": "host", "DEVICE": "device", "DRAFTER": "drafter", "ENGINE": "like",

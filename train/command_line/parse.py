@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_origin
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import yaml
@@ -23,45 +23,29 @@ from ..endings import fail
 from ..method import METHODS, MethodName, run_class_named
 from .fields import (
     SWITCHES,
+    TABLES,
+    WrongValue,
+    converted,
     fields_of,
     former_hint,
+    from_python,
+    from_word,
     item_of,
     joined,
     known_name,
     near,
     positional,
+    shown,
+    takes,
     written,
-)
+)  # fmt: skip
 from .help_text import help_page
-from .values import TABLES, WrongValue, converted, from_python, from_word, shown, takes
 
 T = TypeVar("T")
 # What options take of which the type does not say it.
 USUAL_FIRST = ("target.path", "target", "prompt", "drafter", "config", "prompts", "data", "out")
 """Options that a user expects not to have to name, the most usual first."""
 VALUES = {"config": "a YAML file", "json": "a file to write, or - for standard output"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place where options are given, and how it names a known field and an unknown one."""
-
-    name: Callable[[str], str]
-    quote: Callable[[str], str] = repr
-    unknown: str = "unknown option "
-    wrong: str = ""
-    """Words before the name in a message about a value."""
-
-
-def argument(name: str) -> str:
-    """Return an option as a function of `import draftsmith` takes it: `**{"optim.lr": ...}`."""
-    name = {"target.path": "target", "data.sources": "data"}.get(name, name)
-    name = name.removeprefix("target.").removeprefix("sampling.")
-    return f'**{{"{name}": ...}}' if "." in name else name
-
-
-COMMAND_LINE = Place(written, quote=written)
-PYTHON = Place(argument)
 
 
 @dataclass
@@ -96,48 +80,76 @@ class Values(Generic[T]):
         mine = known_name(name, self.types, self.config_class)
         return mine if mine in self.types else known_name(name, self.run_types)
 
-    def check_known(self, name: str, place: Place) -> None:
+    def check_known(self, name: str, file: str = "") -> None:
         """Raise `UserError` for an option that there is not, with what may be meant by it."""
         if name in self.types:
             return
-        plain = name.replace("-", "_")
+        plain, said = name.replace("-", "_"), repr(name) if file else written(name)
         if hint := former_hint(plain, self.types, self.config_class):
-            raise UserError(f"there is no option {place.quote(name)} any more: {hint}")
-        if name == "set" and place is COMMAND_LINE:
+            raise UserError(f"there is no option {said} any more: {hint}")
+        if name == "set" and not file:
             meant = "; write each key as an option, such as --optim.lr 1e-5"
         else:
-            similar = [place.name(one) for one in near(plain, self.types | self.run_types)]
+            similar = near(plain, self.types | self.run_types)
+            similar = similar if file else [*map(written, similar)]
             meant = f"; did you mean {' or '.join(similar)}?" if similar else ""
-        raise UserError(f"{place.unknown}{place.quote(name)}{meant}")
+        unknown = f"{file} has an unknown key" if file else "unknown option"
+        raise UserError(f"{unknown} {said}{meant}")
 
-    def put(self, name: str, value: Any, place: Place, append: bool = False) -> None:
-        """Set an option, or each one that a table names; `append` to a list. Raises `UserError`."""
+    def put(self, name: str, value: Any, append: bool = False, file: str = "") -> None:
+        """Set an option, or each one that a table names; `append` to a list.
+
+        Raises `UserError`, with the option as it is typed, or as the YAML file of that path has it.
+        """
         if not isinstance(value, Mapping):
             name = known_name(name, self.types, self.config_class)
         table, _, key = name.rpartition(".")
         if self.types.get(table) in TABLES:
             name, value = table, {**self.flat[table], key: value}
-        self.check_known(name, place)
+        self.check_known(name, file)
         kind = self.types[name]
         if is_dataclass(kind) and isinstance(value, Mapping):
             for one, inner in value.items():
-                self.put(f"{name}.{one}", inner, place)
+                self.put(f"{name}.{one}", inner, file=file)
             return
+        said = f"{file}: {name}" if file else written(name)
         try:
             if is_dataclass(kind):
                 raise WrongValue(f" takes {takes(kind, name)}, not {shown(value)}")
             value = converted(kind, value)
         except WrongValue as wrong:
-            raise UserError(f"{place.wrong}{place.name(name)}{wrong}") from wrong
+            raise UserError(f"{said}{wrong}") from wrong
+        if item_of(kind) is not None:
+            value = [entry(kind, one, said) for one in value]
         self.flat[name] = self.flat[name] + value if append else value
+        # The first of several temperatures of a command is also that of its sampling settings,
+        # which do not take a `top_p` and the like without one.
+        if value and name == "temperature" and isinstance(value, list):
+            self.flat[f"sampling.{name}"] = value[0]
 
     def read(self, path: str) -> None:
         """Set the options of a YAML file. Raises `UserError`."""
         if Path(path).is_dir():
             raise UserError(f"--config takes {VALUES['config']}, not {path}")
-        file = Place(str, repr, f"{path} has an unknown key ", f"{path}: ")
         for name, value in read_yaml(Path(path)).items():
-            self.put(str(name), value, file)
+            self.put(str(name), value, file=path)
+
+    def take(self, argv: Sequence[str]) -> set[str]:
+        """Set the options of a command line, and return their names. Raises `UserError`."""
+        given = set()
+        for name, value in given_options(argv, self):
+            if name == "config" and name not in self.types:
+                self.read(value)
+            elif name in self.run_types and name not in self.types:
+                word = value if isinstance(value, str) else str(value).lower()
+                self.put("set", [f"{name}={word}"], "set" in given)
+                name = "set"
+            elif name != "print_config":
+                kind = self.types.get(name, Any)
+                plain = from_word(kind, value) if isinstance(value, str) else value
+                self.put(name, plain, name in given)
+            given.add(name)
+        return given
 
     def nested(self) -> dict[str, Any]:
         """Return the values as tables in tables; those that are missing are None."""
@@ -148,10 +160,10 @@ class Values(Generic[T]):
             tables[table][last] = tables[name]
         return tables[""]
 
-    def check_complete(self, place: Place) -> None:
+    def check_complete(self) -> None:
         """Raise `UserError` where an option has no value that needs one."""
         options = [name for name, kind in self.types.items() if not is_dataclass(kind)]
-        if names := [place.name(name) for name in options if name not in self.flat]:
+        if names := [written(name) for name in options if name not in self.flat]:
             raise UserError(f"{joined(names)} {'is' if len(names) == 1 else 'are'} missing")
 
     def made(self) -> T:
@@ -160,6 +172,24 @@ class Values(Generic[T]):
             return msgspec.convert(self.nested(), self.config_class)
         except msgspec.ValidationError as error:  # caused by the `UserError` of a `__post_init__`
             raise (error.__cause__ or error) from None
+
+
+def entry(kind: Any, value: Any, said: str) -> dict[str, Any]:
+    """Return an entry of a list of type `kind`, of dataclasses; a text is its first field.
+
+    Raises `UserError`, in which the list is called `said`.
+    """
+    item = item_of(kind)
+    value = {fields(item)[0].name: value} if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise UserError(f"{said} takes {takes(kind)}, not {shown(value)}")
+    values = Values(item)
+    for key, one in value.items():
+        values.put(str(key), one, file=said)
+    if missing := [name for name in values.types if name not in values.flat]:
+        label = " (name is a label, not the data set's name)" if "name" in value else ""
+        raise UserError(f"{said}: {missing[0]} is missing{label}")
+    return values.nested()
 
 
 def as_given(values: Values[Any]) -> str:
@@ -181,24 +211,12 @@ def parse(
     if wanted := {"-h", "--help", "--help-all"} & {*argv}:
         print(help_page(config_class, prog, "--help-all" in wanted))
         raise SystemExit(0)
-    values, given = Values(config_class), set()
+    values = Values(config_class)
     try:
-        for name, value in given_options(argv, values):
-            if name == "config" and name not in values.types:
-                values.read(value)
-            elif name in values.run_types and name not in values.types:
-                word = value if isinstance(value, str) else str(value).lower()
-                values.put("set", [f"{name}={word}"], COMMAND_LINE, append="set" in given)
-                name = "set"
-            elif name != "print_config":
-                kind = values.types.get(name, Any)
-                plain = from_word(kind, value) if isinstance(value, str) else value
-                values.put(name, plain, COMMAND_LINE, name in given)
-            given.add(name)
-        if "print_config" in given:
+        if "print_config" in values.take(argv):
             print(shown(values), end="")
             raise SystemExit(0)
-        values.check_complete(COMMAND_LINE)
+        values.check_complete()
     except UserError as error:
         fail(f"{error} (see {prog} --help)")
     try:
@@ -210,22 +228,12 @@ def parse(
 def config_with(config_class: type[T], path: str, changes: list[str]) -> T:
     """Return the config of the YAML file `path` with `changes`, each KEY=VALUE as in `--set`.
 
-    Raises `UserError`, also for a change without a value.
+    Raises `UserError`.
     """
-    if wrong := [change for change in changes if "=" not in change]:
-        raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
-    values, given = Values(config_class), set()
+    values = Values(config_class)
     values.read(path)
-    for change in changes:
-        key, _, value = change.partition("=")
-        name = known_name(key.replace("-", "_"), values.types)
-        kind = values.types.get(name, Any)
-        again = name in given
-        if again and get_origin(kind) is not list:
-            raise UserError(f"{written(name)} is given twice; it takes one value")
-        values.put(name, from_word(kind, value), COMMAND_LINE, again)
-        given.add(name)
-    values.check_complete(COMMAND_LINE)
+    values.take([f"--{change}" for change in changes])
+    values.check_complete()
     return values.made()
 
 
@@ -243,8 +251,8 @@ def options_from(
     for name, value in from_python(given).items():
         part = is_dataclass(values.types.get(name))
         name = "data.sources" if name == "data" and part and not isinstance(value, dict) else name
-        values.put(name, value, PYTHON)
-    values.check_complete(PYTHON)
+        values.put(name, value)
+    values.check_complete()
     return values.made()
 
 
@@ -300,7 +308,7 @@ def given_options(argv: Sequence[str], values: Values[Any]) -> Iterator[tuple[st
         if value is None and name not in types and types.get(off) in SWITCHES:
             name, value = off, False
         if name not in types and types.get(name.rpartition(".")[0]) not in TABLES:
-            values.check_known(name, COMMAND_LINE)
+            values.check_known(name)
         kind = types.get(name)
         if value is None and kind not in SWITCHES:
             what = VALUES.get(name) or takes(kind, name)

@@ -1,7 +1,7 @@
 """How much a command says, by --quiet and --verbose, which every command takes.
 
-Quiet: warnings, errors and results; verbose: also our debug lines and what transformers and
-datasets tell about their work. TRANSFORMERS_VERBOSITY and DATASETS_VERBOSITY win for those two.
+Quiet: warnings, errors and results; verbose: also our debug lines. TRANSFORMERS_VERBOSITY wins for
+what transformers says.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def quiet() -> bool:
 
 
 def set_up_logging(main: bool) -> None:
-    """Let logging, progress, transformers and datasets say as much as was asked for, on stderr.
+    """Let logging, progress and transformers say as much as was asked for, on stderr.
 
     Other ranks than the `main` one say warnings alone. Imports transformers.
     """
@@ -52,13 +52,9 @@ def set_up_logging(main: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # It reports at every save that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    libraries = {"quiet": logging.ERROR, "usual": None, "verbose": usual}[_chosen[0]]
     if _chosen[0] == "verbose" and main:
         logging.getLogger("draftsmith").setLevel(logging.DEBUG)
-    if libraries is not None:
-        if "TRANSFORMERS_VERBOSITY" not in os.environ:
-            transformers_logging.set_verbosity(libraries)
-        if "DATASETS_VERBOSITY" not in os.environ:
-            logging.getLogger("datasets").setLevel(libraries)
+    if quiet() and "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers_logging.set_verbosity_error()
     if quiet() or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

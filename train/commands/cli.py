@@ -10,21 +10,24 @@ import importlib
 import shlex
 import shutil
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...heads.errors import UserError
+from ..command_line.fields import former_names
 from ..command_line.help_text import wrapped
-from ..command_line.verbosity import quiet
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 from .threads import choose_threads
 from .verbs import GROUPS, USUAL_STEPS, VERBS, options_of_verb, purpose_of
 
 if TYPE_CHECKING:
+    from ..command_line.parse import Values
     from ..config import RunConfig
 
 OTHER_COMMANDS = {
-    "chat": ["serve", "generate --chat"], "bench": ["evaluate"], "benchmark": ["evaluate"],
+    "chat": ["serve"], "bench": ["evaluate"], "benchmark": ["evaluate"],
     "version": ["--version"], "convert": ["import", "export"], "run": ["generate"],
 }  # fmt: skip
 """Commands of other tools, and ours for the same."""
@@ -49,7 +52,6 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "train":
         _train_main(argv[1:], "draftsmith train")
         return
-    from ..command_line.former_names import former_names
     from ..command_line.parse import parse
 
     verb_words = 2 if argv[0] in GROUPS and len(argv) > 1 and not argv[1].startswith("-") else 1
@@ -88,9 +90,7 @@ def hint_for(word: str) -> str:
         meant.setdefault(verb.rpartition(" ")[2], []).append(verb)
     meant |= OTHER_COMMANDS
     if close := difflib.get_close_matches(word, meant, n=1):
-        # One that is written like a command by chance is not preferred to the word itself.
-        found = meant.get(word, meant[close[0]])
-        return f"did you mean {' or '.join(map(repr, dict.fromkeys(found)))}?"
+        return f"did you mean {' or '.join(map(repr, dict.fromkeys(meant[close[0]])))}?"
     return f"there are: {', '.join(known)}"
 
 
@@ -120,40 +120,45 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         print("\n".join([*lines, "", f"{prog} METHOD --help-all explains every option.", own]))
         return
     if method not in METHODS and ":" not in method:
-        # The one other command that is launched.
-        hint = " (or data extract)" if prog != "draftsmith train" else ""
-        if close := difflib.get_close_matches(method, METHODS, n=1):
-            hint = f"; did you mean {close[0]!r}?"
+        close = difflib.get_close_matches(method, METHODS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         fail(f"name a method to train: {methods}, or module:Class of your own{hint}")
 
-    def shown(values: Any) -> str:
-        from .printed import config_text
-
-        return config_text(method, values)
-
-    run = parse(run_class_named(method), argv[1:], f"{prog} {method}", shown)
+    run = parse(run_class_named(method), argv[1:], f"{prog} {method}", partial(_resolved, method))
     choose_threads(run, training=True)
-    if prog == "draftsmith train" and not quiet():
-        words = shlex.join(argv)
-        print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
 
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.
         from ..loop import train
         from ..method import method_named
-        from .pushing import pushing
 
-        chosen = method_named(method)
-        best = train(run, chosen, pushing(run, chosen))
+        best = train(run, method_named(method))
         if is_main_rank():
             say_what_came_out(best, run, method)
 
     guarded(start, lambda: "the same command continues from the last checkpoint")
 
 
+def _resolved(method: str, values: Values[RunConfig]) -> str:
+    """Return the config file of a run with what its target determines, or else as it was given.
+
+    A comment says why it is not resolved. What only the data determine is null.
+    """
+    from ..command_line.parse import as_given
+    from ..method import method_named
+    from ..outline import target_of_run
+
+    try:
+        values.check_complete()
+        run = values.made()
+        method_named(method).resolve(run, target_of_run(run))
+    except UserError as error:
+        return f"# Not resolved: {error}.\n{as_given(values)}"
+    return run.as_yaml()
+
+
 def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
-    from ...heads.errors import UserError
     from ...inference.console import Console, warn
     from ...inference.targets.target_files import names_a_folder
     from ..log_lines import summary

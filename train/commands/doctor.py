@@ -5,37 +5,91 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from typing import Any, Literal
 
 import psutil
 import torch
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
+from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Console, several
+from ...inference.conversations.formats import conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rows import Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import endless
-from ...inference.settings import TargetConfig
+from ...inference.settings import RowSource, TargetConfig
 from ...inference.targets.target import Target, load_target
 from ...inference.targets.target_files import gigabytes
 from ..command_line.parse import config_with
-from ..config import RunConfig, Source
+from ..config import RunConfig
 from ..data.features import LiveTarget
+from ..data.tables import check_tokens
+from ..data.templates import Encoded, encode
 from ..estimate import check_engines
-from ..loop import check_beginning, check_with_target
-from ..method import AnyMethod, method_for, method_named
-from ..outline import target_of_run
+from ..loop import check_before_loading, check_with_target
+from ..method import method_for, method_named
 from ..provenance import versions
-from .learned import PROBE, ShownSequence, first_rows, sequences_of
 from .options import DoctorOptions as Options
 
 GIB = 2**30
+MOST_ROWS = 3  # of a file
+BEGIN, END = "[[", "]]"  # around what is learned, where there is no colour
+PROBE: JsonObject = {
+    "messages": [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+}
+"""Row of two replies, by which a template is tried without data."""
+
+
+@dataclass
+class Run:
+    """Tokens that are side by side and are all learned, or all not."""
+
+    text: str
+    learned: bool
+
+
+@dataclass
+class ShownSequence:
+    """One of the sequences that a row becomes, as text."""
+
+    tokens: int
+    learned: int
+    """Number of tokens that are learned."""
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, encoded: Encoded, tokenizer: Any) -> ShownSequence:
+        """Return a sequence as text, special tokens included."""
+        marked, runs = zip(encoded.token_ids, encoded.mask, strict=True), []
+        for learned, group in groupby(marked, key=lambda pair: pair[1]):
+            runs.append(Run(tokenizer.decode([token for token, _ in group]), learned))
+        return cls(len(encoded.token_ids), sum(encoded.mask), runs)
+
+    def drawn(self, color: bool) -> Text:
+        """Return the text with what is learned in green, or in brackets without `color`.
+
+        Line breaks that are learned get a sign, since neither shows them.
+        """
+        text = Text()
+        for run in self.runs:
+            if run.learned:
+                seen = run.text.replace("\n", "\u21b5\n")
+                text.append(seen if color else f"{BEGIN}{seen}{END}", style="green")
+            else:
+                text.append(run.text)
+        return text
 
 
 @dataclass
@@ -65,8 +119,8 @@ def run(options: Options) -> None:
     template_kwargs: JsonObject = {}
     if options.config is not None:
         # A target that was named is checked in place of the config's.
-        run_findings, config = check_run(options, options.config)
-        findings += run_findings
+        finding, config = check_run(options, options.config)
+        findings.append(finding)
         target = config.target
         template_kwargs = config.data.chat_template_kwargs
     if target.path:
@@ -138,8 +192,8 @@ def tried(check: str, good: str, act: Callable[[], object]) -> Finding:
     return Finding(check, "ok", good)
 
 
-def check_run(options: Options, path: str) -> tuple[list[Finding], RunConfig]:
-    """Return the findings about the config file `path` and its data sources, and the run.
+def check_run(options: Options, path: str) -> tuple[Finding, RunConfig]:
+    """Return what training would refuse of the config file `path` at once, and its run.
 
     Options of the target and changes of keys replace the config's. Raises `UserError` if the file
     is not a config of the method.
@@ -151,39 +205,16 @@ def check_run(options: Options, path: str) -> tuple[list[Finding], RunConfig]:
     config = config_with(method.run_class, path, changes)
     if target.path:
         config.target = target
-    findings = [Finding("config", "ok", f"{path} parses as a run of {name}")]
-    findings += [check_source(source) for source in config.data.sources]
-    if (begin := config.init_from) is not None:
-        is_drafter = f"{begin} is a drafter"
-        findings.append(tried("init_from", is_drafter, lambda: check_beginning(begin, method)))
-    # What training checks before it loads the target; last, since it resolves the run. Where the
-    # target's config cannot be read, the finding about the target says so.
-    with suppress(UserError):
-        target_of_run(config)
-        fits = "the settings fit the target"
-        findings.append(tried("config and target", fits, lambda: check_fit(config, method)))
-    return findings, config
 
+    def check() -> None:
+        check_before_loading(config, method)
+        for source in config.data.sources:
+            if source_files(source) is not None:  # the hub is not asked
+                first_rows(source)
+        check_with_target(config, method, 1)
+        check_engines(config, method)
 
-def check_fit(config: RunConfig, method: AnyMethod) -> None:
-    """Raise `UserError` where training would before it loads the target."""
-    check_with_target(config, method, 1)
-    check_engines(config, method)
-
-
-def check_source(source: Source) -> Finding:
-    """Return the finding about a source of data, of which one row is read."""
-    check, path = f"data {source.name or source.path}", source.path
-    try:
-        if source_files(source) is None:
-            return Finding(check, "ok", f"{path} is no local file; it will be asked of the hub")
-        # One row is enough to see that the file can be read and has the form of its name.
-        next(rows_of(source))
-    except StopIteration:
-        return Finding(check, "error", f"{path} is empty; give it at least one row")
-    except UserError as error:
-        return Finding(check, "error", str(error))
-    return Finding(check, "ok", f"{path} can be read")
+    return tried("config", f"{path} is a run of {name} that fits its target", check), config
 
 
 def check_target(
@@ -251,3 +282,31 @@ def check_row(
     counts = [f"{one.learned} of {one.tokens} tokens" for one in sequences if one.learned]
     status = "ok" if counts else "warning"
     return RowFinding(f"chat {name}", status, f"learned: {', '.join(counts) or 'none'}", sequences)
+
+
+def first_rows(source: str | RowSource | Literal[True]) -> list[tuple[str, Any]]:
+    """Return names and values of the first rows of a source; true stands for the probe.
+
+    Raises `UserError` for a source that cannot be read or has no rows.
+    """
+    rows = [("probe", PROBE)] if source is True else [*islice(rows_of(source), MOST_ROWS)]
+    if not rows:
+        raise UserError(f"{source} holds no rows; give at least one row")
+    return rows
+
+
+def sequences_of(
+    row: Any, target: Target, template_kwargs: JsonObject, notes: Notes | None = None
+) -> list[ShownSequence]:
+    """Return the sequences that training makes of a row.
+
+    `template_kwargs` are arguments of the chat template for all rows; `notes` get what is said once
+    about a source. Raises `RowError` for a row that is malformed or that the template cannot
+    render, `UserError` for a target without one.
+    """
+    conversation = conversation_of(row)
+    check_tokens(conversation, tokenizer_hash(target.tokenizer), target.vocab_size)
+    encoded = encode(
+        conversation, target.tokenizer, target.eos_ids, target.name, template_kwargs, notes
+    )
+    return [ShownSequence.of(one, target.tokenizer) for one in encoded]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +53,9 @@ from ..data.batches import Batches, collate
 from ..data.features import FeatureSource, LiveTarget
 from ..data.served import ServedFeatures, ServedTarget, served_texts
 from ..data.store import (
-    AGAIN,
     ShardWriter,
     announce,
     missing_shards,
-    shard_done,
     shard_path,
     shards_of_ring,
     wanted,
@@ -76,8 +73,6 @@ from .options import ExtractOptions as Options
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-LEAST_PATIENCE_S = 60.0
-"""Seconds without a new shard, beyond three times the slowest, after which workers are lost."""
 Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 """Held-out texts, sizes of the taps, and the tensors of `sample.safetensors`."""
 
@@ -130,7 +125,7 @@ class Extraction:
     accelerator: Accelerator
 
     def run(self) -> None:
-        """Write what is missing of the store, and wait until other workers have done so too."""
+        """Write what is missing of the store, or this worker's share of that."""
         store, config, target, layout = self.store, self.config, self.target, self.layout
 
         def check(identity: str) -> None:
@@ -156,11 +151,8 @@ class Extraction:
         else:
             assert isinstance(target, Target), "a store is extracted from a target that runs"
             source = LiveTarget(target, tuple(layout.taps))
-        slowest = self.write_shards(source, batches)
+        self.write_shards(source, batches)
         if self.accelerator.is_main_process:
-            if layout.ring is None:
-                patience_s = 3 * slowest + LEAST_PATIENCE_S
-                wait_for_others(store, shards_of(layout, batches), patience_s)
             size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
             log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
 
@@ -247,11 +239,11 @@ class Extraction:
             },
         }
 
-    def write_shards(self, source: FeatureSource, batches: Batches) -> float:
+    def write_shards(self, source: FeatureSource, batches: Batches) -> None:
         """Write the shards of this worker that are missing.
 
         Workers of a target whose forward passes they make together go through equally many shards
-        in step, and some of them drop the last. Returns the seconds that the slowest shard took.
+        in step, and some of them drop the last.
         """
         layout, store, together = self.layout, self.store, self.target.together
         whole, rows = layout.ring is None, self.config.batch_rows
@@ -266,9 +258,7 @@ class Extraction:
         else:
             assigned = ((index, True) for index in shards_of_ring(store, layout, rank, ranks))
         progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
-        slowest = 0.0
         for index, to_write in assigned:
-            begun = time.monotonic()
             first = index * layout.rows_per_shard
             end = first + layout.rows_per_shard
             # The last shard of a whole store may have fewer rows; the stream of a ring has no end.
@@ -289,9 +279,7 @@ class Extraction:
             progress.update(ranks if whole else 1)
             if not whole:
                 progress.now(f"row {wanted(store)[0]} is wanted next")
-            slowest = max(slowest, time.monotonic() - begun)
         progress.close()
-        return slowest
 
 
 def shards_of(layout: StoreLayout, batches: Batches) -> int:
@@ -314,26 +302,6 @@ def assigned_shards(
     if together and rank >= (len(missing) % ranks or ranks):
         assigned.append((missing[-1], False))
     return assigned
-
-
-def wait_for_others(store: Path, shards: int, patience_s: float) -> None:
-    """Wait until the other workers have written their shards.
-
-    The disk is watched, and no worker waits for another's message: one on a lost machine would
-    never answer. Raises `UserError` if shards are missing and none came for `patience_s`.
-    """
-    missing = missing_shards(store, shards)
-    since = time.monotonic()
-    while missing:
-        if time.monotonic() - since > patience_s:
-            raise UserError(
-                f"{store} lacks {len(missing)} of {shards} shards, and none came for "
-                f"{patience_s:.0f} s: a worker was lost; {AGAIN}, with any number of workers"
-            )
-        time.sleep(min(1.0, patience_s / 10))
-        left = [index for index in missing if not shard_done(shard_path(store, index))]
-        if len(left) < len(missing):
-            missing, since = left, time.monotonic()
 
 
 def refuse_another(store: Path, facts: JsonObject) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from ...heads.errors import UserError
 from ...heads.exchange.engines import EngineName
@@ -17,6 +17,7 @@ from ...inference.settings import (
     Sampling,
     SourceOptions,
     TargetConfig,
+    TemplateOptions,
     check_url,
 )
 from ..command_line.parse import RunFile
@@ -100,7 +101,7 @@ class ServerOptions:
 
 
 @dataclass
-class RegenerateOptions(RowOptions):
+class RegenerateOptions(RowOptions, TemplateOptions):
     """Let the target write the replies of a data set.
 
     Prompts are kept, and everything that an assistant said is replaced.
@@ -132,8 +133,6 @@ class RegenerateOptions(RowOptions):
     """Number of rows to take, from the first one on; all if not given."""
     batch_size: int = 32
     """Number of prompts that are decoded together in this process."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as enable_thinking."""
     share: str | None = None
     """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
     conversations. It adds a file to the folder `out`. What any file there has is not answered
@@ -262,8 +261,48 @@ class ImportOptions:
 
 
 @dataclass
-class GenerateOptions(SourceOptions):
-    """Decode prompts, or chat, and show which drafts were accepted.
+class ExtractLayerOptions:
+    """Make a drafter of the MTP layer in a target's checkpoint, or in that of its base model.
+
+    A base model's layer is as it was; train it on with `draftsmith train mtp --init-from`.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp extract --from Qwen/Qwen3.5-0.8B --out drafters/mtp",
+        "draftsmith mtp extract --from FINE_TUNE --base Qwen/Qwen3.5-0.8B --out drafters/mtp",
+    )
+
+    from_: str
+    """Folder of the target, or its name on the hub."""
+    out: str
+    """Folder of the drafter to write."""
+    base: str | None = None
+    """Folder or name of the model that the target was tuned from, to take its layer in place of the
+    target's own, which was lost."""
+
+
+@dataclass
+class StitchOptions:
+    """Write an MTP layer into a copy of its target's checkpoint, for engines.
+
+    All other tensors and files are copied as they are.
+    """
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith mtp stitch --drafter runs/mtp/best --into FINE_TUNE --out model-with-mtp",
+    )
+
+    drafter: str
+    """Folder of the drafter."""
+    into: str = field(metadata={"form": "FOLDER"})
+    """Folder of the target."""
+    out: str
+    """Folder to write."""
+
+
+@dataclass
+class GenerateOptions(SourceOptions, TemplateOptions):
+    """Decode prompts, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
 
@@ -274,19 +313,16 @@ class GenerateOptions(SourceOptions):
         "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
         "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
         "0.7 < prompt.txt",
-        "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --prompts gsm8k",
     )
 
     target: TargetConfig
     prompt: str | None = None
-    """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
+    """Prompt of the user; `-` reads it from standard input."""
     prompts: str | None = None
     """Prompts that are decoded one after the other: a benchmark or a file as `draftsmith evaluate`
     takes it, or a text file; `-` reads standard input. A line of text or standard input is a
     prompt, or a JSON row."""
-    chat: bool = False
-    """Read your next message after each reply, from the terminal or a line of standard input; every
-    reply follows on the conversation so far."""
     drafter: str = "none"
     """Folder of a drafter or of a draft model, or none, ngram;
     settings follow a colon: ngram:length=8."""
@@ -296,23 +332,14 @@ class GenerateOptions(SourceOptions):
     """Largest number of tokens of the reply."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as '{"enable_thinking": false}'; those of a row win."""
     compare: bool = False
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
-        if self.prompt is None and self.prompts is None and not self.chat:
-            raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
-        if self.prompts is not None and (self.chat or self.prompt is not None):
-            other = "--chat" if self.chat else "--prompt"
-            raise UserError(f"give either --prompts or {other}, not both")
-        if self.chat and self.prompt == "-":
-            raise UserError(
-                "--chat reads its messages from standard input already; leave out --prompt -"
-            )
+        if (self.prompt is None) == (self.prompts is None):
+            raise UserError("give either --prompt WORDS or --prompts FILE")
 
 
 @dataclass

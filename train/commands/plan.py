@@ -26,8 +26,6 @@ from ..planning.options import folder_of, name_of
 from ..planning.verdict import DECODE_SHARE, MFU, Need, plan_for, steps_of, verdict
 
 MOST_GPUS = 8  # that a plan is for if nothing is said
-# A judgement: recipes here take some 9,000 steps. Fewer updates learn less from the same data.
-FEW_STEPS = 2000
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -62,22 +60,8 @@ def steps_note(steps: dict[str, int], options: Options, config: RunConfig) -> st
         f"A step has {several(steps['rows'], 'packed row')}, {steps['positions']:,} positions: on "
         f"each GPU {several(division.passes, 'forward pass')} of {several(division.rows, 'row')}. "
         f"{several(steps['steps'], 'step')} ({steps['warmup']:,} of warm-up), "
-        f"{several(steps['evaluations'], 'evaluation')}.{few_steps(steps, config)}"
+        f"{several(steps['evaluations'], 'evaluation')}."
     )
-
-
-def few_steps(steps: dict[str, int], config: RunConfig) -> str:
-    """Return what is said of a run of few steps, and nothing of a longer one."""
-    if steps["steps"] >= FEW_STEPS or steps["rows"] == 1:
-        return ""
-    said = (
-        f" {several(steps['steps'], 'step')} are few: fewer rows a step make more of them (--set "
-        "rows_per_step=N), on as many GPUs as N can be shared by."
-    )
-    if config.optim.optimizer == "adamw":
-        # Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
-        said += " With k times the rows a step, AdamW's rate is usually raised by the root of k."
-    return said
 
 
 def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:

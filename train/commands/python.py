@@ -1,24 +1,24 @@
-"""The functions of `import draftsmith`: what the commands do, from Python."""
+"""The functions of `import draftsmith`: what the commands do, from Python.
+
+Messages name options as the command line does: `--data.max-length` is `data.max_length` here.
+"""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import wraps
 from os import PathLike
 from pathlib import Path
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter, upload
 from ...heads.files import check_output_folder
-from ...inference import api
 from ...inference.conversations.rows import given_rows, write_rows
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
@@ -27,55 +27,16 @@ from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
 from ..callbacks import Callback
-from ..command_line.parse import argument, options_from
+from ..command_line.parse import options_from
 from ..config import Data, Source
 from ..endings import SIGNALS
 from ..method import AnyMethod
 
 AnyPath = str | PathLike[str]
-P = ParamSpec("P")
-R = TypeVar("R")
 ROWS_FILE = "rows.jsonl"
 """File of a run's folder for rows that were given as objects."""
 
-NAMED = re.compile(r"`[^`]*`|draftsmith [a-z]+ [^;)`]*|--(no-)?([a-z][\w.-]*)")
-"""Options in messages; commands and pieces of code stay as they are, also where Python called."""
 
-
-def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with errors that name arguments where a command's name options."""
-
-    @wraps(function)
-    def called(*arguments: P.args, **options: P.kwargs) -> R:
-        try:
-            return function(*arguments, **options)
-        except UserError as error:
-            error.args = (in_python(str(error)),)
-            raise
-
-    return called
-
-
-def in_python(message: str) -> str:
-    """Return a message about options of draftsmith as one about arguments of the same names.
-
-    >>> in_python("give --target.dtype bfloat16, or leave out --no-baselines")
-    'give dtype bfloat16, or leave out baselines=False'
-    """
-
-    def renamed(found: re.Match[str]) -> str:
-        if found[2] is None:
-            return found[0]
-        return argument(found[2].replace("-", "_")) + "=False" * (found[1] is not None)
-
-    # What messages give in both forms, `split (--split)`, is one now.
-    return re.sub(r"\b(\w+) \(\1\)", r"\1", NAMED.sub(renamed, message))
-
-
-load = naming_arguments(api.load)
-
-
-@naming_arguments
 def train(
     method: str | type[AnyMethod],
     target: AnyPath | None = None,
@@ -118,7 +79,6 @@ def train(
     """
     from ..loop import train as run_training
     from ..method import method_named
-    from .pushing import pushing
 
     chosen = method_named(method)
     if "callback" in options:
@@ -148,13 +108,12 @@ def train(
         run.data.sources[0].path = str(file)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        return run_training(run, chosen, [*callbacks, *pushing(run, chosen)])
+        return run_training(run, chosen, callbacks)
     finally:  # the calling program, such as a notebook, handles its signals again
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-@naming_arguments
 def evaluate(
     target: AnyPath | TargetConfig | Target | PreTrainedModel,
     drafter: AnyPath | Drafter | Proposer | Sequence[AnyPath | Drafter | Proposer],
@@ -174,8 +133,8 @@ def evaluate(
 
     `options` are those of the command:
 
-    - `temperature: float` (0, greedy), `top_p: float`, `top_k: int`, `seed: int`, or
-      `temperatures: list[float]` to measure several.
+    - `temperature: float` (0, greedy), or a list of several; `top_p: float`, `top_k: int`,
+      `seed: int`.
     - `max_new_tokens: int` (128), `batch_size: int` (1), or a list of several.
     - `limit: int`: number of prompts, drawn evenly over their categories; all if not given.
     - `repeats: int` (3): timed runs of every request, of which the one of median time counts.
@@ -209,8 +168,6 @@ def evaluate(
     others = [_path_of(one) for one in several if not isinstance(one, Proposer)]
     if wrong := [one for one in others if not isinstance(one, str | PathLike)]:
         raise UserError(f"drafter is a folder, a name or a proposer, not {type(wrong[0]).__name__}")
-    if isinstance(options.get("batch_size"), int):
-        options["batch_size"] = [options["batch_size"]]
     values = {"drafter": others, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):
@@ -222,7 +179,6 @@ def evaluate(
     return measured(made, loaded, own, rows)
 
 
-@naming_arguments
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
     """Write a drafter as a serving engine loads it, and return the command that serves it.
 

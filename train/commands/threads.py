@@ -27,8 +27,11 @@ import psutil
 
 from ...inference.evaluation.journal import journal_path
 
-NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+CHOICES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT",
+    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME",
+)  # fmt: skip
+"""Variables by which a user chooses; with one of them nothing is chosen here."""
 FIRST_LOOK_S, SECOND_LOOK_S = 0.15, 0.6
 EVERY_S = 0.01  # between two readings of the number of running processes
 SPARE = 0.5  # running processes beyond the cores that a quiet machine shows for a moment
@@ -40,36 +43,29 @@ def choose_threads(options: Any, training: bool = False) -> None:
 
     `training` is true for a command whose time goes into training steps.
     Nothing is chosen once torch is imported, for a command that loads no target, for one of several
-    ranks, or in place of what the environment says.
+    ranks, or where the environment says anything about threads.
     """
-    given = next((os.environ[name] for name in NUMBERS if name in os.environ), None)
-    waits = any(name in os.environ for name in WAITS)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if "torch" in sys.modules or not hasattr(options, "target") or ranks > 1:
-        return
-    if given == "1" or (given is not None and waits):
+    chosen = any(name in os.environ for name in CHOICES)
+    if "torch" in sys.modules or not hasattr(options, "target") or ranks > 1 or chosen:
         return
     cores, wanted = os.cpu_count() or 1, usable_cores()
     others = other_processes(FIRST_LOOK_S)
     if crowded(others, wanted, cores):  # a process that was just ending does not count
         others = other_processes(SECOND_LOOK_S)
-    busy = crowded(others, wanted, cores)
-    if given is None:
-        number = stored_threads(options)
-        if busy and number is None:
-            number = crowded_threads(others, wanted, cores, training)
-        if number is not None:
-            os.environ["OMP_NUM_THREADS"] = given = str(number)
+    busy, number = crowded(others, wanted, cores), stored_threads(options)
+    if busy and number is None:
+        number = crowded_threads(others, wanted, cores, training)
+    if number is not None:
+        os.environ["OMP_NUM_THREADS"] = str(number)
     if not busy:
         return
-    chosen = "one thread"
-    if given != "1":
-        chosen = f"{given} threads"
-        if not waits:
-            os.environ["OMP_WAIT_POLICY"] = "passive"
-            chosen += ", which sleep while they wait"
+    said = "one thread"
+    if number != 1:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        said = f"{number} threads, which sleep while they wait"
     load = f"load {others:.1f} on {cores} core{'s' if cores != 1 else ''}"
-    print(f"the machine is busy ({load}): {chosen}; read tau, not tokens/s", file=sys.stderr)
+    print(f"the machine is busy ({load}): {said}; read tau, not tokens/s", file=sys.stderr)
 
 
 def crowded(others: float, wanted: int, cores: int) -> bool:

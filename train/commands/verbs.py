@@ -23,9 +23,8 @@ VERBS = {
     "tune": ("inference.evaluation.tuning.tune", "inference.evaluation.options.TuneOptions"),
     "generate": ("train.commands.generate", "train.commands.options.GenerateOptions"),
     "serve": ("inference.serving.serve", "inference.serving.options.ServeOptions"),
-    "mtp doctor": ("train.commands.mtp.doctor", "train.commands.mtp.options.ExamineOptions"),
-    "mtp extract": ("train.commands.mtp.extract", "train.commands.mtp.options.ExtractLayerOptions"),
-    "mtp stitch": ("train.commands.mtp.stitch", "train.commands.mtp.options.StitchOptions"),
+    "mtp extract": ("train.commands.mtp", "train.commands.options.ExtractLayerOptions"),
+    "mtp stitch": ("train.commands.mtp", "train.commands.options.StitchOptions"),
     "doctor": ("train.commands.doctor", "train.commands.options.DoctorOptions"),
 }
 """The module of each command, and the dataclass of its options. The module has `run(options)`, and

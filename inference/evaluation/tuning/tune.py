@@ -34,7 +34,7 @@ from ...drafters import check_spec, load_proposer, refuse_own
 from ...profile import key_of, machine_of
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
-from ..checks import numbers, tokenizer_of
+from ..checks import swept, tokenizer_of
 from ..evaluate import comparable_facts, origin
 from ..journal import Journal, kept
 from ..names import distinct_labels
@@ -158,10 +158,8 @@ def check(options: Options) -> tuple[list[Sampling], list[int]]:
         )
     check_source(options.source(options.prompts))
     check_output(options.out, "--out")
-    batches = sorted(set(numbers(options.batch_size, "--batch-size", int, 1)))
-    temperatures = numbers(options.temperatures, "--temperatures", float)
-    temperatures = temperatures or [options.sampling.temperature]
-    return [replace(options.sampling, temperature=t) for t in temperatures], batches
+    samplings, batches = swept(options)
+    return samplings, sorted({*batches})
 
 
 def show(profile: JsonObject, console: Console) -> None:

@@ -194,7 +194,7 @@ def measure(drafters: list[Path], prompts: str, out: Path) -> list[list[float]]:
     """Return the tau of each drafter at each of `TEMPERATURES`, in our decode loop."""
     command = ["draftsmith", "evaluate", "--target", "scripts/quickstart/target"]
     command += ["--no-baselines", "--prompts", prompts, "--max-new-tokens", "128"]
-    command += ["--temperatures", ",".join(map(str, TEMPERATURES)), "--json", str(out)]
+    command += ["--temperature", ",".join(map(str, TEMPERATURES)), "--json", str(out)]
     for drafter in drafters:
         command += ["--drafter", f"{drafter}:{TREE}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

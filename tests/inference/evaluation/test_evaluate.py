@@ -20,6 +20,7 @@ from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
+from draftsmith.train.command_line.parse import options_from
 from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli
 
@@ -50,7 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         "--max-new-tokens",
         10,
     ]
-    sweep = ["--temperatures", "0,1", "--batch-size", "1,2", "--repeats", "2"]
+    sweep = ["--temperature", "0,1", "--batch-size", "1,2", "--repeats", "2"]
     done = run_cli(
         "evaluate",
         *map(str, shared),
@@ -87,7 +88,7 @@ def test_one_bar_counts_the_prompts_of_all_settings(
     evaluate.run(
         Options(
             target=TargetConfig(str(QUICKSTART), device="cpu"), prompts=str(tmp_path / "p.jsonl"),
-            temperatures="0,1", batch_size="1,2", max_new_tokens=4, repeats=1, baselines=False,
+            temperature=[0, 1], batch_size=[1, 2], max_new_tokens=4, repeats=1, baselines=False,
         )
     )  # fmt: skip
     assert [bar._done for bar in bars] == [8], "two prompts in four settings"
@@ -205,7 +206,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--drafter",
         "ngram:longest=5,name=longer",
     ]
-    sweep = ["--temperatures", "0,1", "--batch-size", "1,3", "--rule", "rejection"]
+    sweep = ["--temperature", "0,1", "--batch-size", "1,3", "--rule", "rejection"]
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
@@ -279,15 +280,16 @@ def test_one_token_replies_pass_and_overlong_prompts_fail(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"batch_size": "1,x"}, "--batch-size takes numbers"),
-        ({"batch_size": "0"}, "at least 1"),
-        ({"temperatures": "hot"}, "--temperatures takes numbers"),
+        ({"batch_size": [1, "x"]}, "--batch-size takes whole numbers with commas"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"temperature": "hot"}, "--temperature takes numbers with commas"),
+        ({"temperature": [0, 0.5], "top_k": 3}, "top_k means nothing at temperature 0"),
     ],
 )
 def test_invalid_evaluation_settings_are_refused_before_loading(
-    tmp_path: Path, options: dict[str, str], why: str
+    tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}")
     with pytest.raises(UserError, match=why):
-        check(Options(target=TargetConfig("t"), prompts=str(prompts), **options))  # type: ignore[arg-type]
+        check(options_from(Options, {"target": "t", "prompts": prompts, **options}))

@@ -106,7 +106,7 @@ def test_killed_evaluation_resumes_from_its_journal(tmp_path: Path) -> None:
         prompts_in(tmp_path),
     ]
     sweep = [
-        "--temperatures",
+        "--temperature",
         "0,1",
         "--max-new-tokens",
         "24",

@@ -88,7 +88,7 @@ def test_concurrency_keeps_that_many_requests_in_flight(
     """Every request waits until 16 are there: were there fewer in flight, none would be
     answered."""
     url, plan = serve(engine=engine, together=threading.Barrier(16))
-    (s,) = evaluate(url, saved_tiny, prompts, concurrency="16", max_new_tokens=10)["server"][
+    (s,) = evaluate(url, saved_tiny, prompts, concurrency=[16], max_new_tokens=10)["server"][
         "settings"
     ]
     assert plan.peak == 16 and s["requests"] == 32, "two rounds of 16, from four prompts"
@@ -98,7 +98,7 @@ def test_every_concurrency_and_temperature_is_a_row(
     serve: Serve, saved_tiny: Path, prompts: Path
 ) -> None:
     url, plan = serve()
-    settings = evaluate(url, saved_tiny, prompts, concurrency="1,4", temperatures="0,0.5")[
+    settings = evaluate(url, saved_tiny, prompts, concurrency=[1, 4], temperature=[0, 0.5])[
         "server"
     ]["settings"]
     assert [(s["temperature"], s["concurrency"]) for s in settings] == [
@@ -116,7 +116,7 @@ def test_every_concurrency_and_temperature_is_a_row(
 def test_times_are_those_of_the_chunks(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
     """A chunk every 40 ms: the first after 40, ten tokens in four gaps."""
     url, _ = serve(pause=0.04)
-    (s,) = evaluate(url, saved_tiny, prompts, concurrency="2")["server"]["settings"]
+    (s,) = evaluate(url, saved_tiny, prompts, concurrency=[2])["server"]["settings"]
     assert 0.04 <= s["ttft_quantiles_s"]["p50"] < 0.4
     assert 4 * 0.038 / 9 <= s["tpot_quantiles_s"]["p50"] < 0.15
     assert (
@@ -260,7 +260,7 @@ def test_replies_are_held_against_plain_decoding(
         drafter=["ngram"],
         baselines=False,
         max_new_tokens=12,
-        temperatures="0,1",
+        temperature=[0, 1],
     )
     greedy, sampled = report["server"]["settings"]
     assert (greedy["equal_to_plain"], greedy["compared"]) == (3, 4) and sampled["compared"] is None
@@ -296,7 +296,7 @@ def test_later_turns_follow_on_the_servers_reply(
         ({"engine": "sglang", "dies_after": 2}, {}, "failed while it wrote"),
         (
             {"most": 4, "pause": 0.02},
-            {"concurrency": "16"},
+            {"concurrency": [16]},
             r"refuses prompt p[0-3] .*\(status 503: .*too many requests.*\); give a lower",
         ),
         (
@@ -312,9 +312,8 @@ def test_later_turns_follow_on_the_servers_reply(
         ({"models": ("a", "b")}, {"server_model": "c"}, "serves no model 'c'; there are: a, b"),
         ({"context": 5}, {}, "prompt p1 has 6 tokens, the server's context 5; leave it out"),
         ({"probe": [1, 2]}, {}, "with another tokenizer than --target's"),
-        ({}, {"concurrency": "0"}, "--concurrency must be at least 1"),
-        ({}, {"concurrency": "many"}, "--concurrency takes numbers"),
-        ({}, {"batch_size": "1,2"}, "takes --concurrency 1,8,32 in place of batch sizes"),
+        ({}, {"concurrency": [0]}, "--concurrency must be at least 1"),
+        ({}, {"batch_size": [1, 2]}, "takes --concurrency 1,8,32 in place of batch sizes"),
     ],
 )
 def test_server_failures_are_one_line_and_write_nothing(
@@ -359,4 +358,4 @@ def test_unreachable_server_is_refused_in_one_line(saved_tiny: Path, prompts: Pa
             done.returncode == 2 and last.startswith("error:") and why in last and not out.exists()
         )
     with pytest.raises(UserError, match="name it with --server"):
-        run(Options(TargetConfig("t"), str(prompts), concurrency="1"))
+        run(Options(TargetConfig("t"), str(prompts), concurrency=[1]))

@@ -88,7 +88,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["--budget", "0.01"]
     shared = ["--target", str(QUICKSTART), "--prompts", str(prompts)]
     sweep = [
-        "--temperatures",
+        "--temperature",
         "1",
         "--batch-size",
         "2",
@@ -135,7 +135,7 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     shared = ["--target", str(QUICKSTART), "--drafter", MEDUSA, "--profile", str(profile)]
     out = str(tmp_path / "o.json")
     more = [
-        "--temperatures",
+        "--temperature",
         "1",
         "--batch-size",
         "2",
@@ -355,14 +355,13 @@ def test_a_profile_of_another_target_or_machine_is_refused(
     [
         ({"drafter": []}, "name a drafter"),
         ({"budget": -1}, "--budget is in minutes"),
-        ({"temperatures": "hot"}, "--temperatures takes numbers"),
         (
-            {"temperatures": "0.7,0", "sampling": Sampling(temperature=1.0, top_k=5)},
+            {"temperature": [0.7, 0], "sampling": Sampling(temperature=1.0, top_k=5)},
             "top_k means nothing at temperature 0",
         ),
         ({"drafter": ["ngram", "ngram:length=3"]}, "a drafter is named twice"),
         ({"out": "."}, "it is a folder"),
-        ({"batch_size": "0"}, "must be at least 1"),
+        ({"batch_size": [0]}, "at least 1"),
         ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
     ],
 )

@@ -14,7 +14,7 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import doctor
 from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.learned import Run, ShownSequence
+from draftsmith.train.commands.doctor import Run, ShownSequence
 from draftsmith.train.config import Data, Source
 from draftsmith.train.data.tables import build
 from tests.helpers.bad_input import expect, quick

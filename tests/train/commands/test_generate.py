@@ -1,20 +1,13 @@
-"""`draftsmith generate`: prompts of a file or of standard input, chat, colours, characters."""
+"""`draftsmith generate`: prompts of a file or of standard input, colours, characters."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
-import select
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,21 +15,18 @@ from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.evaluation import remarks
 from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.options import GenerateOptions
-from draftsmith.train.commands.streaming import (
+from draftsmith.train.commands.generate import (
     GREEN,
     RESET,
-    chat,
     compare,
     in_color,
-    one_interrupt,
     stream,
     write,
 )
+from draftsmith.train.commands.options import GenerateOptions
 from tests.conftest import QUICKSTART
 from tests.helpers.bad_input import expect, quick
 
@@ -91,123 +81,14 @@ def test_generate_mistakes_are_reported_before_loading_target(
     def refused(*options: str) -> subprocess.CompletedProcess[str]:
         return quick(capsys, "generate", *BASE, *options)
 
-    expect(refused(), "--prompt WORDS, --prompts FILE, or --chat")
-    expect(refused("--prompt", "x", "--prompts", "-"), "either --prompts or --prompt")
-    expect(refused("--chat", "--prompts", "-"), "either --prompts or --chat")
+    expect(refused(), "give either --prompt WORDS or --prompts FILE")
+    expect(refused("--prompt", "x", "--prompts", "-"), "either --prompt WORDS or --prompts")
     expect(refused("--raw"), "no option --raw any more: give a JSON row")
     expect(refused("--prompts", str(tmp_path / "no.jsonl")), "does not exist")
     (tmp_path / "empty.txt").write_text("\n")
     expect(refused("--prompts", str(tmp_path / "empty.txt")), "holds no prompts")
     typed(monkeypatch, "")
     expect(refused("--prompts", "-"), "standard input holds no prompts")
-
-
-def test_a_target_without_a_template_cannot_chat(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, saved_tiny: Path
-) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(saved_tiny, folder)
-    (folder / "chat_template.jinja").unlink()
-    (folder / "model.safetensors").write_bytes(b"not looked at")
-    done = quick(capsys, "generate", "--target", folder, "--chat")
-    expect(done, "has no chat template, so it cannot chat")
-
-
-def test_a_chat_keeps_its_history(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quickstart: Target
-) -> None:
-    """The second reply is that to the conversation so far, whatever drafts."""
-    typed(monkeypatch, "\ndef sub(a, b):\n")
-    main(["generate", *BASE, "--chat", "--prompt", "def add(a, b):", "--drafter", "ngram"])
-    said = capsys.readouterr()
-    assert said.err.count("tokens/s") == 2
-    decoder = Decoder(quickstart, PlainDecoding())
-    messages = [{"role": "user", "content": "def add(a, b):"}]
-    first = decoder.generate(messages, 16)
-    messages.append({"role": "assistant", "content": first.text})
-    messages.append({"role": "user", "content": "def sub(a, b):"})
-    second = decoder.generate(messages, 16)
-    assert said.out == f"{first.text}\n{second.text}\n"
-
-
-def options(**more: Any) -> GenerateOptions:
-    return GenerateOptions(None, prompt="x", max_new_tokens=64, **more)  # type: ignore
-
-
-class Interrupting(io.StringIO):
-    """Standard output whose third piece makes the user press Ctrl-C."""
-
-    pieces = 0
-
-    def write(self, text: str) -> int:
-        self.pieces += 1
-        if self.pieces == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().write(text)
-
-
-def test_ctrl_c_ends_a_reply_and_the_next_one_is_whole(quickstart: Target) -> None:
-    decoder, out = Decoder(quickstart, NgramLookup()), Interrupting()
-    request = Request(decoder.encode("def read_lines(path):"))
-    with one_interrupt() as ended:
-        cut = stream(decoder, request, options(), out, ended)
-    assert cut.finish_reason == "interrupted" and len(cut.token_ids) < 32
-    whole = stream(decoder, request, options(), io.StringIO())
-    assert whole.text.startswith(cut.text) and len(whole.token_ids) > len(cut.token_ids)
-    with pytest.raises(KeyboardInterrupt), one_interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_conversation_that_outgrows_the_target_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed(monkeypatch, "def a():\n" + "word " * 3000 + "\n")
-    expect(quick(capsys, "generate", *BASE, "--chat"), "leaves no room")
-
-
-@pytest.mark.full
-def test_terminal_chat_ends_cleanly_on_ctrl_d_or_ctrl_c(quickstart: Target) -> None:
-    """Ctrl-D ends it with status 0, and so does Ctrl-C between two replies."""
-    code = "from draftsmith.train.commands.cli import main; main()"
-    for key, line in ((b"\x04", b""), (b"\x03", b"the chat has ended")):
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "generate", *BASE, "--chat"],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            env={**os.environ, "NO_COLOR": "1"},
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(theirs)
-        said = until(ours, b"> ")
-        os.write(ours, b"def add(a, b):\n")
-        said += until(ours, b"tokens/s.*> ")
-        for _ in range(10):  # a key that comes between the prompt and the read is lost
-            if process.poll() is None:
-                os.write(ours, key)
-                said += until(ours, None, 5.0)
-        assert process.wait(60) == 0, said
-        assert line in said and b"Traceback" not in said and GREEN.encode() not in said
-
-
-def until(terminal: int, pattern: bytes | None, seconds: float = 120.0) -> bytes:
-    """Return what the terminal shows up to `pattern`; without one all that comes in `seconds`."""
-    said, deadline = b"", time.monotonic() + seconds
-    while pattern is None or not re.search(pattern, said, re.DOTALL):
-        if time.monotonic() > deadline:
-            assert pattern is None, said
-            break
-        if not select.select([terminal], [], [], 1.0)[0]:
-            continue
-        try:
-            piece = os.read(terminal, 1024)
-        except OSError:  # the other end is closed
-            piece = b""
-        if not piece:
-            assert pattern is None, said
-            break
-        said += piece
-    return said
 
 
 @pytest.mark.parametrize(
@@ -242,28 +123,6 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
         assert shown.count(GREEN) == shown.count(RESET) <= 1
         shown.encode()  # no half of a surrogate pair
     assert transcript.reply.text == text
-
-
-def test_a_reply_that_is_ended_has_its_first_round(quickstart: Target) -> None:
-    decoder, out = Decoder(quickstart, PlainDecoding()), io.StringIO()
-    request = Request(decoder.encode("def add(a, b):"))
-    reply: Reply = stream(decoder, request, options(), out, lambda: True)
-    assert len(reply.token_ids) == 1 and out.getvalue() == reply.text + "\n"
-
-
-def test_the_chat_command_reads_lines_of_a_pipe(
-    monkeypatch: pytest.MonkeyPatch, quickstart: Target
-) -> None:
-    asked: list[Any] = []
-    decoder = Decoder(quickstart, PlainDecoding())
-    encode = decoder.encode
-    monkeypatch.setattr(
-        decoder, "encode", lambda given, **more: asked.append([*given]) or encode(given, **more)
-    )
-    typed(monkeypatch, "a\nb\n")
-    chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
-    assert [len(messages) for messages in asked] == [1, 3]
-    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
 
 
 def test_comparison_reports_first_difference_and_slower_drafter(

@@ -26,7 +26,7 @@ from draftsmith.heads.stored_tensors import header
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.commands.mtp import extract, options, stitch
+from draftsmith.train.commands import mtp, options
 from tests.conftest import by_default, tiny_target
 from tests.helpers import mtp_models
 
@@ -64,17 +64,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def extracted(folder: Path, out: Path) -> Path:
-    extract.run(options.ExtractLayerOptions(str(folder), str(out)))
+    mtp.run(options.ExtractLayerOptions(str(folder), str(out)))
     return out
 
 
 def grafted(base: Path, onto: Path, out: Path) -> None:
     """Makes a drafter of the base model's layer."""
-    extract.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
+    mtp.run(options.ExtractLayerOptions(str(onto), str(out), str(base)))
 
 
 def stitched(drafter: Path, into: Path, out: Path) -> Path:
-    stitch.run(options.StitchOptions(str(drafter), str(into), str(out)))
+    mtp.run(options.StitchOptions(str(drafter), str(into), str(out)))
     return out
 
 
@@ -326,6 +326,30 @@ def test_tampered_mtp_layers_are_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "drafter").exists()
 
 
+def test_a_layer_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint("qwen3.5", tmp_path / "target")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mtp.norm.weight"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="not finite"):
+        extracted(folder, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_layer_that_was_not_tuned_with_its_target_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], same: bool
+) -> None:
+    base = checkpoint("qwen3.5", tmp_path / "base")
+    tuned = checkpoint("qwen3.5", tmp_path / "tuned")
+    file = tuned / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight" if same else "mtp.norm.weight"] += 0.5
+    save_file(tensors, file, {"format": "pt"})
+    grafted(base, tuned, tmp_path / "drafter")
+    assert ("has the same layer, which was not tuned" in capsys.readouterr().out) == same
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     folder = checkpoint("qwen3.5", tmp_path / "target", max_shard_size="40KB")
     file = sorted(folder.glob("*.safetensors"))[-1]
@@ -359,6 +383,6 @@ def test_stitch_refuses_parts_other_targets_and_other_drafters(tmp_path: Path) -
 def test_a_layer_of_other_sizes_is_refused() -> None:
     layer = {"model_type": "glm4_moe", "hidden_size": 32, "n_routed_experts": 4, "pad_token_id": 0}
     given = options.StitchOptions("drafter", "target", "out")
-    stitch.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
+    mtp.check_fits(layer, {**layer, "pad_token_id": 1, "rms_norm_eps": 1e-5}, given)
     with pytest.raises(UserError, match="n_routed_experts 4, and target has 8"):
-        stitch.check_fits(layer, {**layer, "n_routed_experts": 8}, given)
+        mtp.check_fits(layer, {**layer, "n_routed_experts": 8}, given)

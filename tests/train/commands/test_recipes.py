@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -443,13 +443,3 @@ def test_errors_of_a_plan_name_its_own_options(
         main([*DEEPSEEK, "--target-shape", "deepseek-v3", *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and says in line
-
-
-def test_plan_with_few_steps_suggests_fewer_rows_per_step() -> None:
-    steps = {"steps": 1145, "rows": 64}
-    adamw: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="adamw"))
-    said = plan.few_steps(steps, adamw)
-    assert "1,145 steps are few" in said and "raised by the root of k" in said
-    muon: Any = SimpleNamespace(optim=SimpleNamespace(optimizer="muon"))
-    assert "root of k" not in plan.few_steps(steps, muon)
-    assert plan.few_steps({"steps": 9156, "rows": 8}, adamw) == ""

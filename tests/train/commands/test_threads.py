@@ -13,11 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.inference.evaluation.journal import Journal
-from draftsmith.train.commands import threads
-from draftsmith.train.commands.threads import crowded, crowded_threads, stored_threads
+from draftsmith.train.commands.threads import CHOICES, crowded, crowded_threads, stored_threads
 from tests.conftest import ROOT
 
-CHOICES = (*threads.NUMBERS, *threads.WAITS)
 CHOOSE = """
 import os, sys
 from types import SimpleNamespace
@@ -68,9 +66,8 @@ def test_a_busy_machine_gets_threads_that_do_not_spin(tmp_path: Path) -> None:
     assert line.startswith("the machine is busy (load ")
     assert line.endswith("): one thread; read tau, not tokens/s")
     # what the user set stays
-    assert chosen(tmp_path, OMP_NUM_THREADS="2")[0] == ["2", "passive", "False"]
-    facts, line = chosen(tmp_path, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
-    assert (facts, line) == (["2", "active", "False"], "")
+    assert chosen(tmp_path, OMP_NUM_THREADS="2") == (["2", "None", "False"], "")
+    assert chosen(tmp_path, OMP_WAIT_POLICY="active") == (["None", "active", "False"], "")
     assert chosen(tmp_path, WORLD_SIZE="2")[0] == ["None", "None", "False"]
     # a run continues with its own number
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000010"

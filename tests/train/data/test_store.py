@@ -37,7 +37,7 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands.extract import assigned_shards, refuse_another, wait_for_others
+from draftsmith.train.commands.extract import assigned_shards, refuse_another
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
@@ -204,24 +204,6 @@ def test_fp8_has_a_scale_for_each_position() -> None:
         or float(((back - states).norm(dim=-1) / (states.norm(dim=-1) + 1e-9)).max()) < 0.04
     )
     assert float(tensors["last"].float().abs().max()) == 448
-
-
-def test_the_main_process_waits_for_other_workers_while_shards_come(tmp_path: Path) -> None:
-    def write(index: int) -> None:
-        note = shard_path(tmp_path, index).with_suffix(".json")
-        note.parent.mkdir(parents=True, exist_ok=True)
-        shard_path(tmp_path, index).write_bytes(b"")
-        note.write_text("{}")
-
-    write(0)
-    with pytest.raises(UserError, match="lacks 2 of 3 shards, and none came for 0 s"):
-        wait_for_others(tmp_path, 3, 0.3)
-    # One comes every 0.5 s: each begins the patience of 0.9 s again.
-    others = [threading.Timer(0.5 * index, write, [index]) for index in (1, 2, 3)]
-    for other in others:
-        other.start()
-    wait_for_others(tmp_path, 4, 0.9)
-    assert not missing_shards(tmp_path, 4)
 
 
 @pytest.mark.full

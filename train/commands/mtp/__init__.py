@@ -1,1 +1,0 @@
-"""Commands about the MTP layers that targets are published with."""

@@ -12,6 +12,7 @@ have 1 in place of an axis of rows of q: one teacher for several drafts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -24,8 +25,11 @@ from ..heads.errors import UserError
 from ..inference.rounds.device import best_of
 from .settings import NEEDS_LABELS, Divergence
 
+RENORMALISED = ("kl", "reverse-kl", "jsd", "top-k-kl")
+"""Losses that are the same for any multiple of p."""
 SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zero
 HYBRID_ETA = 3.0  # how fast `lk-hybrid` goes from KL to total variation
+TOP_K = 10
 CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`; the rest is of the distance sum_v |p - q|
 BLOCK_ROWS = 16  # rows whose minima stay in a processor's cache until they are summed
 
@@ -90,6 +94,22 @@ def _dot(log_q: Tensor, p: Tensor) -> Tensor:
     return (p * log_q).sum(-1)
 
 
+def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Return KL(q || p) `[R]`, which seeks the modes of p. d/dz = q (log(q / p) - KL(q || p))."""
+    return (log_q.exp() * (log_q - renormalised(log_p))).sum(-1)
+
+
+def jensen_shannon(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Return the Jensen-Shannon divergence `[R]`, at most log 2 (GKD, arXiv 2306.13649).
+
+    It is (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. d/dz = q/2 (log(q / m) - KL(q || m)).
+    """
+    log_p = renormalised(log_p)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = torch.logaddexp(log_p + math.log(0.5), log_q + math.log(0.5))
+    return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
+
+
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
     """Return alpha = sum_v min(p, q) `[R]`.
 
@@ -135,6 +155,18 @@ def lk_hybrid(log_q: Tensor, log_p: Tensor) -> Tensor:
     return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
+def top_k_kl(log_q: Tensor, log_p: Tensor, k: int = TOP_K) -> Tensor:
+    """Return KL(p' || q') `[R]`: p and q restricted to the k best tokens of p and renormalised.
+
+    Mass of q on other tokens is not punished. d/dz = q' - p' on those tokens and 0 elsewhere.
+    """
+    best = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
+    # One teacher for several drafts: gather needs its indices for each of them.
+    tokens = best.indices.expand(*log_q.shape[:-1], -1)
+    best_log_p, best_log_q = renormalised(best.values), renormalised(log_q.gather(-1, tokens))
+    return (best_log_p.exp() * (best_log_p - best_log_q)).sum(-1)
+
+
 def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> Tensor:
     """Return the loss of that name, `[R]`.
 
@@ -157,9 +189,12 @@ def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Te
 
 _SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "jsd": jensen_shannon,
     "tv": total_variation,
     "lk-alpha": lk_alpha,
     "lk-hybrid": lk_hybrid,
+    "top-k-kl": top_k_kl,
 }
 assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
 

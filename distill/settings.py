@@ -7,7 +7,9 @@ from typing import Literal
 
 from ..heads.errors import UserError
 
-Divergence = Literal["kl", "tv", "lk-alpha", "lk-hybrid", "ce", "ce-l1"]
+Divergence = Literal[
+    "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"
+]
 NEEDS_LABELS = ("ce", "ce-l1")
 LABELS_ONLY = ("ce",)  # no distribution of the target
 

@@ -29,8 +29,8 @@ class MedusaLoss:
     """Settings of the heads' loss."""
 
     loss: Divergence = "kl"
-    """Divergence of a head's distribution from the target's: kl, tv, lk-alpha, lk-hybrid; from the
-    text's tokens: ce; from both: ce-l1."""
+    """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
+    lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
     head_decay: float = 0.8
     """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024

@@ -364,7 +364,7 @@ def test_survival_weights_of_the_labels_give_the_gradient_of_the_expected_length
 
 
 CHANGES: dict[str, Any] = {
-    "loss": "lk-hybrid", "steps": 2, "decay": 0.5, "feature_weight": 0.5,
+    "loss": "jsd", "steps": 2, "decay": 0.5, "feature_weight": 0.5,
     "token_weight": 0.5,
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ def slow_loss(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("loss", ["kl", "ce", "ce-l1", "tv", "lk-hybrid"])
+@pytest.mark.parametrize("loss", ["kl", "ce", "ce-l1", "tv", "lk-hybrid", "top-k-kl"])
 def test_the_objective_is_that_of_slow_loops(loss: Any, shared: bool) -> None:
     heads, start = some_heads(shared), 3
     ids = torch.randint(0, V, (24,), generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from ..heads.errors import UserError
 
 LEAST_TEMPERATURE = 1e-5  # below this, logits divided by the temperature leave the range of float32
 LARGEST_PENALTY = 1e5  # the same for logits multiplied or divided by a repetition penalty
-Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
+Rule = Literal["auto", "coupled", "match", "rejection", "recursive"]
 
 
 OTHER_NAMES = {
@@ -217,8 +217,7 @@ class Sampling:
     writes, whatever the drafter; match: the same text, but drafts are the drafter's best tokens,
     chosen without the noise, as in most engines; rejection: block verification of a sampled chain,
     traversal of a sampled tree, match of deterministic drafts; recursive: recursive rejection of
-    sampled chains and trees; lossy-typical: Medusa's typical acceptance, which does NOT keep the
-    target's distribution."""
+    sampled chains and trees."""
 
     def __post_init__(self) -> None:
         # Values given from Python have not been parsed, so types are checked before ranges.
@@ -283,11 +282,6 @@ class Sampling:
     def plain_greedy(self) -> bool:
         """True if the choice is the best token of the raw logits: greedy without a penalty."""
         return self.greedy and self.history_processor is None
-
-    @property
-    def lossless(self) -> bool:
-        """True if the text has the target's distribution, as greedy decoding has by any rule."""
-        return self.greedy or self.rule != "lossy-typical"
 
     @property
     def compares_distributions(self) -> bool:

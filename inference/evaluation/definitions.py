@@ -46,9 +46,7 @@ DEFINITIONS = {
     "gain_over_default": "of a tuned drafter: tokens a second over those of the same drafter "
     "without the profile (untuned), on the same prompts; gain_ci95: its interval, as speedup_ci95",
     "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
-    "traversal, rrs, or typical (lossy)",
-    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
-    "for fixed drafts at T > 0",
+    "traversal, or rrs",
     "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
     "distributions only",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",

@@ -52,7 +52,6 @@ def figures_of_setting(
     return SettingFigures(
         temperature=sampling.temperature,
         batch=setting.batch,
-        lossless=sampling.lossless,
         drafters=drafters,
     )
 
@@ -124,7 +123,6 @@ def figures_of_replies(
         discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
         zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
-        rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
         verify_mode=sorted({r.rule for r in rounds}),
         loop_share=sum(metrics.repeats_itself(g.token_ids) for g in generations) / count,
@@ -176,7 +174,6 @@ def request_record(
         decode_s=reply.decode_s,
         tpot_s=metrics.time_per_token(reply),
         chunk_gap_s=metrics.quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
-        rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
         **{f"t_{part}_s": seconds for part, seconds in metrics.split(rounds).items()},
         finish_reason=reply.finish_reason,
@@ -242,8 +239,8 @@ def model_batches(settings: Sequence[SettingFigures]) -> None:
     plain decoding's steps at all of them (`_modelled`). Settings of a temperature that has one
     batch size are left as they are.
     """
-    for kind in {(s.temperature, s.lossless) for s in settings}:
-        alike = [s for s in settings if (s.temperature, s.lossless) == kind]
+    for temperature in {s.temperature for s in settings}:
+        alike = [s for s in settings if s.temperature == temperature]
         alike.sort(key=lambda setting: setting.batch)
         plain = {s.batch: s.plain for s in alike if s.plain.rounds}
         # mean wall time of a round of a whole batch

@@ -124,12 +124,11 @@ class LookupProposer(Proposer):
         longest = max(map(len, guesses))
         # There is always one: a guess has `length` tokens at most, and that is a size.
         size = min(size for size in self._sizes if size >= longest)
-        # The text is all that these drafts depend on: they are never `informed` of the noise.
         if size == 0:
-            return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
+            return DraftTree(root[:, None], TreeShape.chain(0))
         padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
         tokens = torch.cat([root[:, None], padded], dim=1)
-        return DraftTree(tokens, TreeShape.chain(size), informed=False)
+        return DraftTree(tokens, TreeShape.chain(size))
 
     def commit(self, accepted: Accepted) -> None:
         for row, tokens in zip(self._rows, accepted.tokens, strict=True):

@@ -213,10 +213,7 @@ class WithLookup(Proposer):
                 return tree
             if not everywhere:
                 return replaced(tree, found)
-        chains = self._lookup.chains(root, found)
-        # Of some rounds only, an expectation would be no figure of the reply.
-        chains.informed = None
-        return chains
+        return self._lookup.chains(root, found)
 
     def commit(self, accepted: Accepted) -> None:
         self._lookup.commit(accepted)

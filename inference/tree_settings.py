@@ -27,10 +27,6 @@ class TreeSettings:
     """Children of a node at most; 1 makes a chain."""
     nodes: int | None = None
     """Drafted nodes of a tree, without the root."""
-    threshold: float | str = 0.0
-    """Probability below which an adaptive chain ends: that of all its drafts together (see
-    `tree_plan.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
-    model."""
     score_temperature: float = 1.0
     """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
     shape: Sequence[Ranks] | None = None

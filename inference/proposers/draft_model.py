@@ -10,7 +10,6 @@ Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S position
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +17,6 @@ from torch import Tensor
 
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
-from ...heads.errors import UserError
-from ...heads.files import JsonObject
 from ..drafters import Kind
 from ..proposer import Accepted, Prompts
 from ..rounds.cache import Counts, KeptCache
@@ -32,12 +29,10 @@ from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .cached import CachedProposer
 from .growth import Level
-from .tree_plan import DEFAULT_TREE, TreePlan
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4
 KIND = Kind("draft_model", tree=TREE_SETTINGS, chains=True)
-DRAFT_COST = 0.25
-"""Time of a draft as a share of a target pass, by which `threshold=auto` chooses."""
 
 
 class DraftModelProposer(CachedProposer):
@@ -58,6 +53,8 @@ class DraftModelProposer(CachedProposer):
         """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
+        # In a recording what recurrent layers keep of the last drafts would have to stay in place.
+        self.traceable = not model.mixers
         self._known, self._stand_in = known, stand_in
         super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
         self._kept = KeptCache(model.layers_with_keys)
@@ -68,11 +65,6 @@ class DraftModelProposer(CachedProposer):
         # [B, N]: index of each tree node among those that were run, see `TreePlan.draft`
         self._slots: Tensor
         self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
-
-    def replan(self, plan: TreePlan) -> None:
-        super().replan(plan)
-        # In a recording what recurrent layers keep of the last drafts would have to stay in place.
-        self.traceable = self.traceable and not self.model.mixers
 
     @property
     def weight_bytes(self) -> int:
@@ -202,17 +194,7 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 
 def make_proposer(artifact: Artifact, settings: TreeSettings = DEFAULT_TREE) -> DraftModelProposer:
-    """Return the proposer of a trained draft model.
-
-    The `threshold` "auto" is the best of those measured on held-out texts. Raises `UserError`.
-    """
-    if settings.threshold == "auto":
-        if not artifact.calibration.get("adaptive"):
-            raise UserError(
-                "this draft model has no calibrated threshold; give a number, such as threshold=0.3"
-            )
-        threshold, longest = best_adaptive(artifact.calibration)
-        settings = replace(settings, threshold=threshold).or_else(length=longest)
+    """Return the proposer of a trained draft model. Raises `UserError`."""
     return on_model(artifact.drafter, settings)
 
 
@@ -223,11 +205,6 @@ def load_draft_model(
 
     Raises `UserError` if it does not share the target's tokenizer, or cannot run trees.
     """
-    if settings.threshold == "auto":
-        raise UserError(
-            f"{folder} was not trained here and has no calibrated threshold; give a number, such "
-            "as threshold=0.3"
-        )
     drafter = DraftModel.load(Path(folder), target.dtype, target.embedding_and_head)
     drafter.model.to(target.device)
     return on_model(drafter, settings)
@@ -240,14 +217,3 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     known = min(drafter.added) if drafter.added else None
     stand_in = drafter.stand_in if drafter.added else 0
     return DraftModelProposer(runner, drafter.vocab_size, settings, known, stand_in)
-
-
-def best_adaptive(calibration: JsonObject) -> tuple[float, int]:
-    """Return threshold and longest chain of the row of `adaptive` with the most tokens per second,
-    where a draft takes `DRAFT_COST` of the time of a target pass."""
-    # A row is [threshold, longest, tau, drafts per round]: a round emits tau tokens in the time of
-    # one target pass and so many drafts.
-    threshold, longest, *_ = max(
-        calibration["adaptive"], key=lambda row: row[2] / (1 + DRAFT_COST * row[3])
-    )
-    return threshold, int(longest)

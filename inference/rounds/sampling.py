@@ -32,8 +32,6 @@ class Draws:
         # text, is not changed by it.
         self._text = text
         self.lengths = lengths.clone()  # [B]: position of the root, which moves on in place
-        self.running: Tensor | None = None
-        """[B]: 0 for rows that idle in a batch of fixed size; None where rows that end leave."""
         # [B, D, V]: noise of the positions after this round's roots, or None
         self._noise: Tensor | None = None
 

@@ -26,11 +26,9 @@ from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.features import check_packing
 from tests.conftest import make_tokenizer, tiny_target
 from tests.helpers.architectures import architecture
@@ -284,7 +282,7 @@ def test_decoding_is_lossless_with_every_draft_model_saved_and_loaded(
     prompts = [[5, 90, 40, 11], [7, 8, 9]]
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
         plain = generate(quickstart, PlainDecoding(), prompts, 30, sampling)
-        for settings in ("length=3", "length=3,width=2", "length=5,threshold=0.3"):
+        for settings in ("length=3", "length=3,width=2"):
             proposer = load_proposer(
                 f"{tmp_path / 'draft_model'}:{settings}", quickstart, pytest.fail
             )
@@ -352,14 +350,3 @@ def test_rotary_frequencies_stay_exact_in_low_precision(tmp_path: Path) -> None:
         and frequencies
         and all(b.dtype == torch.float32 for b in frequencies)
     )
-
-
-def test_auto_threshold_needs_a_calibration() -> None:
-    tiny = tiny_target()
-    artifact = Artifact(
-        make_draft_model(DraftModelConfig(layers=1), tiny, texts), tiny.fingerprint()
-    )
-    with pytest.raises(UserError, match="no calibrated threshold"):
-        make_proposer(artifact, TreeSettings(threshold="auto"))
-    artifact.calibration = {"adaptive": [[0.5, 3, 2.0, 2.0], [0.0, 12, 3.0, 12.0]]}
-    assert make_proposer(artifact, TreeSettings(threshold="auto")).plan.threshold == 0.5

@@ -202,7 +202,7 @@ def test_coupled_text_of_real_targets_equals_the_oracle(
         ]
         specs += [
             str(ROOT / "scripts/quickstart/drafters/distill") + f":{s}"
-            for s in ("length=4", "threshold=auto", "length=3,width=2")
+            for s in ("length=4", "length=3,width=2")
         ]
         for name in ("eagle1", "eagle3"):
             specs += [

@@ -107,10 +107,6 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     four = random_eagle(target, "eagle3", draft_vocab_size=4)
     return {
         "rejection chain": (DraftModelProposer(drafter, VOCAB, TreeSettings(length=2)), "block"),
-        "rejection adaptive chain": (
-            DraftModelProposer(drafter, VOCAB, TreeSettings(length=3, threshold=0.4)),
-            "block",
-        ),
         "rejection tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "traversal"),
         "recursive tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "rrs"),
         "rejection heads": (
@@ -135,10 +131,6 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
         "rejection dflash chain": (proposer_of(random_block(target, block_size=3)), "block"),
         "rejection dflash tree": (proposer_of(random_block(target), **tree), "traversal"),
         "rejection dspark chain": (proposer_of(random_block(target, "dspark"), length=2), "block"),
-        "rejection dspark adaptive chain": (
-            proposer_of(random_block(target, "dspark"), threshold=0.3),
-            "block",
-        ),
         "recursive dspark tree": (proposer_of(random_block(target, "dspark"), **tree), "rrs"),
     }
 
@@ -245,20 +237,6 @@ def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart:
     measured = (plan.select(coins) == 1).double().mean()
     error = (overlap * (1 - overlap)).sum().sqrt() / len(p)
     assert abs(measured - overlap.mean()) < 4 * error
-
-
-@pytest.mark.parametrize("rule", ["rejection", "recursive"])
-def test_a_sampled_chain_with_a_threshold_does_not_depend_on_other_rows(rule: str) -> None:
-    """Where such a chain ends decides its text, so each row has to end by itself."""
-    target, drafter = toy()
-    sampling = Sampling(temperature=1.0, seed=5, rule=rule)  # type: ignore[arg-type]
-    proposer = DraftModelProposer(drafter, VOCAB, TreeSettings(length=4, threshold=0.3))
-    requests = [Request([1 + i % 3, 3, i % VOCAB], i) for i in range(24)]
-    together = generate(target, proposer, requests, 12, sampling)
-    alone = [generate(target, proposer, [request], 12, sampling)[0] for request in requests]
-    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
-    drafted = {record.drafted for g in together for record in g.rounds}
-    assert len(drafted) > 2, "chains of several lengths"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "recursive"])

@@ -227,7 +227,7 @@ def test_quickstart_target_matches_greedy_generate(quickstart: Target, count: in
                 f"{folder}:length=4,width=1", quickstart, print
             )
     folder = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
-    for settings in ("length=4", "threshold=auto", "length=4,width=3,nodes=9"):
+    for settings in ("length=4", "length=4,width=3,nodes=9"):
         trained[f"committed distill {settings}"] = load_proposer(
             f"{folder}:{settings}", quickstart, print
         )

@@ -102,12 +102,8 @@ def candidates(spec: str, target: Target, batch: int, temperature: float) -> lis
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raise `UserError` for drafters without a chain or tree to choose, and adaptive chains."""
-    if isinstance(proposer, Planned):
-        if proposer.plan.threshold:
-            raise UserError("tune chooses a chain's length itself; leave out threshold")
-        return
-    if isinstance(proposer, LookupProposer):
+    """Raise `UserError` for drafters without a chain or tree to choose."""
+    if isinstance(proposer, Planned | LookupProposer):
         return
     if isinstance(proposer, WithLookup):
         raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")

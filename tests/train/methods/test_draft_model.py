@@ -17,7 +17,7 @@ from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import tau
-from draftsmith.inference.proposers.draft_model import best_adaptive, make_proposer
+from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.stored import StoredTarget
 from draftsmith.inference.targets.target import Target
@@ -136,8 +136,6 @@ def test_chains_end_with_the_draft_that_takes_the_product_below_the_threshold() 
     assert chain_lengths(sure, 0.5, 3) == [3, 2, 2, 2, 1, 3]
     assert chain_lengths(sure, 0.0, 4) == [4] * 6
     assert accepted_runs(torch.tensor([1, 1, 0, 1, 1, 1]).bool(), 2) == [2, 1, 0, 2, 2, 1]
-    calibration = {"adaptive": [[0.5, 2, 1.5, 1.0], [0.2, 4, 2.0, 2.0], [0.0, 8, 2.2, 8.0]]}
-    assert best_adaptive(calibration) == (0.2, 4)  # 1.5 / 1.25 = 1.2, 2 / 1.5 = 1.33, 2.2 / 3
 
 
 def distilled(target: Target) -> Artifact:
@@ -173,7 +171,7 @@ def test_a_draft_model_with_limits_is_judged_as_it_drafts() -> None:
 
 
 @pytest.mark.full
-def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
+def test_the_calibrated_tau_of_a_chain_is_what_decoding_gives(quickstart: Target) -> None:
     artifact = distilled(quickstart)
     texts = greedy_texts(quickstart)
     forced = []
@@ -184,8 +182,8 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
     found = METHOD.calibrate(forced, 1)["adaptive"]
     drafts = [row[3] for row in found]
     assert drafts == sorted(drafts) and found[-1][2] > found[0][2] > 1
-    for threshold, longest, expected, _ in found[:: len(found) // 4]:
-        proposer = make_proposer(artifact, TreeSettings(length=int(longest), threshold=threshold))
+    for _, longest, expected, _ in [row for row in found if not row[0]]:
+        proposer = make_proposer(artifact, TreeSettings(length=int(longest)))
         emitted = []
         for ids, start in texts:
             (text,) = generate(quickstart, proposer, [ids[:start]], 40)

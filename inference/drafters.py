@@ -74,7 +74,7 @@ class Kind:
         known = [*self.tree, *self.own]
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.module != "plain" else []
+        known += ["name"] if self.make != "PlainDecoding" else []
         return known
 
     @property
@@ -91,7 +91,7 @@ class Kind:
 
 
 UNTRAINED = {
-    "none": Kind("plain", "PlainDecoding"),
+    "none": Kind("ngram", "PlainDecoding"),
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
 }
 """Drafters that need no training, by the name that a user gives."""

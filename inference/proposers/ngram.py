@@ -1,7 +1,8 @@
-"""Prompt lookup: drafts of the tokens that followed the text's end earlier in the text.
+"""Drafters without training: no drafts at all, and prompt lookup.
 
-Saxena, prompt-lookup-decoding, 2023. The text is kept on the host, and chains of a few fixed
-lengths are drafted.
+A lookup drafts the tokens that followed the text's end earlier in the text (Saxena,
+prompt-lookup-decoding, 2023). The text is kept on the host, and chains of a few fixed lengths are
+drafted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,23 @@ from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
+from ..targets.causal_model import CausalModel
 from ..tree_settings import positive
+
+
+class PlainDecoding(Proposer):
+    """Proposer without drafts."""
+
+    name = "plain"
+    max_drafted = 0
+    traceable = True
+    _shape = TreeShape.chain(0)
+
+    def owner_of_rounds(self, target: CausalModel) -> CausalModel:
+        return target  # there is nothing of its own in a round
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        return DraftTree(root[:, None], self._shape)
 
 
 class Index(Protocol):

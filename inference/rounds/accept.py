@@ -41,19 +41,6 @@ class Verdict:
     could accept one draw there; for rules that compare distributions only."""
 
 
-def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
-    """Return how many drafts of a chain are accepted `[B]`: the simplest case of `match`.
-
-    `drafts` `[B, D]`; `choices` `[B, D + 1]`: the target's own token after the root and after each
-    draft.
-    """
-    # Draft d is right if it is the token that the target chose after the d drafts before it. The
-    # running product is 1 up to the first mistake and 0 from there on. The token after the accepted
-    # run is choices[:, count].
-    right = drafts == choices[:, :-1]
-    return right.long().cumprod(-1).sum(-1)
-
-
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     """Return the verdict on a draft tree with the target's `logits` `[B, N, V]` after its nodes."""
     sampling = draws.sampling
@@ -79,7 +66,10 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
     the tree (docs/verification.md#acceptance-by-match).
     """
     if tree.shape is not None and tree.shape.is_chain:
-        return accepted_in_chain(tree.tokens[:, 1:], choices)  # node d of a chain has depth d
+        # Node d of a chain has depth d, and is right if it is the choice after the node before it.
+        # The running product is 1 up to the first mistake and 0 from there on.
+        right = tree.tokens[:, 1:] == choices[:, :-1]
+        return right.long().cumprod(-1).sum(-1)
     tables = tree.tables
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
     # The root is no draft. Its entry compares it with the choice after itself, which says nothing.
@@ -93,7 +83,9 @@ def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     assert tree.probs is not None and tree.shape is not None, (
         "rules that compare distributions need trees of a shape fixed beforehand"
     )
-    rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
+    rule, verifier = "rrs", recursive
+    if draws.sampling.rule == "rejection":
+        rule, verifier = "block" if tree.shape.is_chain else "traversal", traversal
     plan = verifier(tree.shape, tree.tokens, probs, tree.probs)
     # Coins lie strictly between 0 and 1: a chance of 1 always accepts, a chance of 0 never.
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
@@ -123,13 +115,6 @@ class AcceptancePlan:
 
 
 Verifier = Callable[[TreeShape, Tensor, Tensor, Tensor], AcceptancePlan]
-
-
-def verifier_for(rule: str, shape: TreeShape) -> tuple[str, Verifier]:
-    """Return a rule's name in records, and its verifier for trees of this shape."""
-    if rule == "recursive":
-        return "rrs", recursive
-    return "block" if shape.is_chain else "traversal", traversal
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.features import check_packing

@@ -29,7 +29,7 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds import noise
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target

@@ -44,8 +44,7 @@ from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape

@@ -15,7 +15,7 @@ from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target

@@ -27,8 +27,8 @@ from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.profile import TuningProfile, read_profile
-from ...inference.targets.generation_settings import other_sampling
 from ...inference.targets.target import load_for_decoding
+from ...inference.targets.target_files import other_sampling
 from .options import GenerateOptions as Options
 from .streaming import answer, chat, check_template, print_legend
 

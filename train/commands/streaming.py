@@ -20,7 +20,7 @@ from ...inference.evaluation.checks import tokenizer_of
 from ...inference.evaluation.measure import difference, distinct_names
 from ...inference.evaluation.remarks import busy_now, slower
 from ...inference.metrics import emitted_per_round, tau, time_per_token
-from ...inference.proposers.plain import PlainDecoding
+from ...inference.proposers.ngram import PlainDecoding
 from ...inference.settings import TargetConfig
 from ..endings import Ended, forget_interrupts
 from .options import GenerateOptions as Options

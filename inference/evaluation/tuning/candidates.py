@@ -23,8 +23,7 @@ from ...costs import GPUS, gpu_named
 from ...drafters import load_proposer, parse_spec
 from ...proposer import Proposer
 from ...proposers.default_tree import chain_of, expected_gain
-from ...proposers.ngram import LookupProposer
-from ...proposers.plain import PlainDecoding
+from ...proposers.ngram import LookupProposer, PlainDecoding
 from ...proposers.tree_plan import Planned, TreePlan, grow
 from ...proposers.with_lookup import WithLookup
 from ...targets.target import Target

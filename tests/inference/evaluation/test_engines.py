@@ -13,7 +13,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import DraftsAsEngine, ImitatedEngine
 from draftsmith.inference.evaluation.evaluate import Options, check
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART

@@ -34,7 +34,7 @@ from draftsmith.inference.evaluation.tuning.halving import (
 from draftsmith.inference.evaluation.tuning.profile import Tuned
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, tiny_target

@@ -23,8 +23,7 @@ from draftsmith.inference.api import Decoder, Reply, Transcript
 from draftsmith.inference.conversations.prompts import words_or_conversations
 from draftsmith.inference.decode import Request, Round
 from draftsmith.inference.evaluation import remarks
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands.cli import main

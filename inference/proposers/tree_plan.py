@@ -55,7 +55,6 @@ class TreePlan:
             length, width = max(map(len, self.fixed)), max(self._ranks) + 1
             nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
-        self.score_temperature = float(settings.score_temperature)
         self.nodes = self._node_count(nodes)
         # Nodes that the drafter itself runs in a round at most: the root, and `width` nodes of each
         # level but the last, which has no children.
@@ -105,15 +104,12 @@ class TreePlan:
         compares = draws.sampling.compares_distributions
         if isinstance(go_on, Slots) and not compares:
             if self._ranks is None:
-                tree = go_on.tree(root, draws, self.width, self.nodes, self.score_temperature)
-                return tree, no_places
+                return go_on.tree(root, draws, self.width, self.nodes), no_places
             if self.width <= first.shape[-1]:  # or nodes are missing
                 return go_on.fill(root, draws, self.shape, self._ranks), no_places
         if self.fixed is not None or compares:
             return grow_fixed(first, root, draws, go_on, self.shape, self._ranks)
-        return grow_dynamic(
-            first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
-        )
+        return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
 
 
 def grow_chain(

@@ -177,12 +177,7 @@ class Draws:
         return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
     def rank(
-        self,
-        logits: Tensor,
-        depth: int,
-        count: int,
-        paths: Tensor | None,
-        score_temperature: float = 1.0,
+        self, logits: Tensor, depth: int, count: int, paths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the target's likeliest choices after nodes of one depth, as the drafter judges.
 
@@ -193,10 +188,6 @@ class Draws:
         target will choose wherever the two agree. A score is a log-softmax in units of the logits:
         as T goes to 0 it becomes the plain log-probability. Never use this for a rule that compares
         distributions, which needs draws (`sample`).
-
-        `score_temperature` divides the logits before the log-softmax. Below 1 the best token of
-        each node counts for more, as it should at T = 0
-        (docs/verification.md#score-temperature).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
@@ -206,8 +197,6 @@ class Draws:
             scores = scores * self.sampling.temperature
         # scores are summed along a path, and bfloat16 would round the sums
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        if score_temperature != 1:
-            scores = scores / score_temperature
         best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 

@@ -172,9 +172,6 @@ class DraftTree:
     probs: Tensor | None = None
     """[B, N, V]: distribution that the children of each node were drawn from, for the rules that
     compare distributions."""
-    scores: Tensor | None = None
-    """[B, N] float64: for a tree that was chosen by scores, the sum of the scores along each node's
-    path; inf for the root."""
     _tables: TreeTables | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +193,7 @@ class DraftTree:
     def form(self) -> tuple[Any, ...]:
         """All that a recorded round of these trees is fixed to: shapes, and which fields there are.
 
-        A drafter with a lookup drafts trees with scores in one round and chains without in another.
+        A drafter with a lookup drafts trees in one round and chains in another.
         """
         sizes = ((name, part.shape, part.dtype) for name, part in self._tensors().items())
         return self.shape, self.levels, *sizes
@@ -209,7 +206,7 @@ class DraftTree:
         self._tables = None
 
     def _tensors(self) -> dict[str, Tensor]:
-        parts = {name: getattr(self, name) for name in ("tokens", "parents", "probs", "scores")}
+        parts = {name: getattr(self, name) for name in ("tokens", "parents", "probs")}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property

@@ -30,7 +30,6 @@ MODEL = QUICKSTART.parent / "draft_model"
         (f"{DRAFTERS}/dspark:lookup_length=4", "give lookup too"),
         (f"{DRAFTERS}/dspark:dtype=int8", "dtype=int8 is no type that a drafter can have"),
         (f"{DRAFTERS}/eagle3:width=2000", "width can be 1024 at most"),
-        (f"{DRAFTERS}/eagle3:score_temperature=0", "score_temperature must be above 0"),
         (
             f"{DRAFTERS}/medusa:tree=best",
             "has no setting 'tree'; there are: length, width, nodes",

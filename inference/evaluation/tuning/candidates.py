@@ -39,9 +39,6 @@ CHAINS, TREES, FIXED = 3, 4, 1
 # Where nothing is known of a drafter.
 USUAL_CHAINS = (1, 2, 3, 5, 8)
 USUAL_TREES = ((2, 2, 4), (3, 4, 8), (5, 4, 16))
-# Of dynamic trees at T = 0, where a drafter's best token is right more often than its probability
-# says (docs/verification.md#score-temperature).
-SCORE_TEMPERATURE = 0.7
 LOOKUPS = (1, 2, 4, 6, 8, 12, 16)
 
 
@@ -70,7 +67,7 @@ class Candidate:
 PLAIN = Candidate("plain decoding", {}, PlainDecoding)
 
 
-def candidates(spec: str, target: Target, batch: int, temperature: float) -> list[Candidate]:
+def candidates(spec: str, target: Target, batch: int) -> list[Candidate]:
     """Return the candidates of the drafter `spec`, the default one first.
 
     The default is what a user gets without a profile (`proposers.default_tree`). Raises `UserError`
@@ -88,9 +85,6 @@ def candidates(spec: str, target: Target, batch: int, temperature: float) -> lis
         make: Any = partial(load_proposer, spec, target, silent)
     else:
         settings, make = _planned(proposer, spec, target, batch), partial(_follow, proposer)
-        for setting in settings[1:]:
-            if temperature == 0 and _kind_of(setting) == "dynamic":
-                setting["score_temperature"] = SCORE_TEMPERATURE
     distinct: list[Candidate] = []
     for setting in settings:
         if all(setting != other.setting for other in distinct):
@@ -187,8 +181,6 @@ def _setting_of(plan: TreePlan) -> JsonObject:
     setting: JsonObject = {"length": plan.length, "width": plan.width}
     if plan.width > 1:
         setting["nodes"] = plan.nodes
-        if plan.score_temperature != 1:
-            setting["score_temperature"] = plan.score_temperature
     return setting
 
 

@@ -78,5 +78,5 @@ def _tree_of(proposer: Any) -> tuple[object, ...]:
     proposer = getattr(proposer, "trained", proposer)  # of a drafter with a lookup
     own = proposer.max_drafted, getattr(proposer, "slots", None)
     plan = getattr(proposer, "plan", proposer)
-    names = ("fixed", "length", "width", "nodes", "score_temperature")
+    names = ("fixed", "length", "width", "nodes")
     return *own, *(getattr(plan, name, None) for name in names)

@@ -95,7 +95,7 @@ def test_effort_for_a_budget_matches_hand_computed_values() -> None:
 def test_tuning_tries_six_to_ten_candidates_default_first(
     drafter: str, kinds: set[str], quickstart: Target
 ) -> None:
-    found = candidates(drafter, quickstart, 1, 0.0)
+    found = candidates(drafter, quickstart, 1)
     assert 6 <= len(found) <= 10 and {way.kind for way in found} == kinds
     assert len({way.label for way in found}) == len(found)
     default: Any = load_proposer(drafter, quickstart, print, choose=True)
@@ -218,7 +218,7 @@ def test_profile_equal_to_the_default_is_measured_once(
     default = load_proposer(drafter, quickstart, print, choose=True)
     prompt = Prompt("p", chat_prompts(quickstart, "valid", 1)[0])
     if same is None:
-        same = candidates(drafter, quickstart, 1, 0.0)[0].setting
+        same = candidates(drafter, quickstart, 1)[0].setting
     written = json.loads(profile.read_text())
     path = tmp_path / "profile.json"
 

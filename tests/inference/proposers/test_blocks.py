@@ -45,7 +45,7 @@ def test_the_tree_of_independent_drafts_is_the_best_of_all_paths(nodes: int) -> 
         2, 3, 5, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64
     )
     root = torch.tensor([0, 1])
-    tree = Slots(logits).tree(root, draws_on(2), 5, nodes, 1.0)
+    tree = Slots(logits).tree(root, draws_on(2), 5, nodes)
     probs = logits.log_softmax(-1)
     for row in range(2):
         scored = {
@@ -157,7 +157,7 @@ def test_tune_finds_no_tree_deeper_than_a_block(kind: str, size: int, tmp_path: 
     for calibration in ({"length": 3, "tree_nodes": 6}, {"rank_accuracy": accuracy}):
         artifact = Artifact(drafter, target.fingerprint(), calibration)
         artifact.save(tmp_path / "d")
-        found = candidates(str(tmp_path / "d"), target, 1, 0.0)
+        found = candidates(str(tmp_path / "d"), target, 1)
         assert {way.kind for way in found} >= {"chain", "dynamic"}
         for way in found:
             deepest = way.setting.get("length") or max(map(len, way.setting["shape"]))

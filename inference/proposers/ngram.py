@@ -49,15 +49,6 @@ class Index(Protocol):
         ...
 
 
-class NoText:
-    """Index of a row that idles."""
-
-    def extend(self, tokens: list[int]) -> None: ...
-
-    def guess(self, length: int) -> list[int]:
-        return []
-
-
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
     """Return `length` tokens of `text` from index `place` on.
 
@@ -122,19 +113,18 @@ class LookupProposer(Proposer):
         self._sizes = sorted(
             {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
         )
-        self._rows: list[Index] = []
+        self._rows: list[Index | None] = []  # None: a row that idles
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]
-        for row, tokens in zip(self._rows, prompts.tokens, strict=True):
-            row.extend(tokens)
+        self._extend(prompts.tokens)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         return self.chains(root, self.guesses())
 
     def guesses(self) -> list[list[int]]:
         """Return the tokens that are looked up for each row, none where nothing is found."""
-        return [row.guess(self._length) for row in self._rows]
+        return [[] if row is None else row.guess(self._length) for row in self._rows]
 
     def chains(self, root: Tensor, guesses: list[list[int]]) -> DraftTree:
         """Return a chain for each row, with missing nodes where a row's guess is shorter."""
@@ -148,15 +138,19 @@ class LookupProposer(Proposer):
         return DraftTree(tokens, TreeShape.chain(size))
 
     def commit(self, accepted: Accepted) -> None:
-        for row, tokens in zip(self._rows, accepted.tokens, strict=True):
-            row.extend(tokens)
+        self._extend(accepted.tokens)
+
+    def _extend(self, tokens: list[list[int]]) -> None:
+        for row, new in zip(self._rows, tokens, strict=True):
+            if row is not None:
+                row.extend(new)
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
     def stop(self, rows: list[int]) -> None:
         for row in rows:
-            self._rows[row] = NoText()
+            self._rows[row] = None
 
     def finish(self) -> None:
         self._rows = []

@@ -46,19 +46,6 @@ class TreeShape:
         # The root's NO_NODE is -1, which continues the row: -1, 0, 1 for two drafts.
         return cls(tuple(range(-1, length)))
 
-    @classmethod
-    def wide(cls, widths: tuple[int, ...]) -> TreeShape:
-        """Return the tree in which every node of depth d has `widths[d]` children."""
-        # Example: widths (2, 1) give the parents -1, 0, 0, 1, 2.
-        parents, level = [NO_NODE], [0]
-        for width in widths:
-            below = []
-            for node in level:
-                below += range(len(parents), len(parents) + width)
-                parents += [node] * width
-            level = below
-        return cls(tuple(parents))
-
     @property
     def nodes(self) -> int:
         """Number of nodes with the root."""
@@ -180,10 +167,6 @@ class DraftTree:
             self.levels = self.shape.levels
         else:
             assert self.parents is not None, "a tree without a shape needs its parents"
-
-    def keep(self, rows: Tensor) -> DraftTree:
-        """Return the trees of the batch rows `rows` alone."""
-        return replace(self, **{name: part[rows] for name, part in self._tensors().items()})
 
     def clone(self) -> DraftTree:
         """Return the same trees in memory of their own."""

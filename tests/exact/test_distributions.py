@@ -33,6 +33,7 @@ from tests.helpers.enumeration import token_level
 from tests.helpers.random_blocks import proposer_of, random_block
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.trained import chat_prompts
+from tests.helpers.trees import wide_tree
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -251,7 +252,7 @@ def test_overconfident_drafter_at_low_temperature_keeps_target_distribution(
     keys = row_keys(1, [(0, i) for i in range(rounds)], torch.device("cpu"))
     root = torch.zeros(rounds, dtype=torch.long)
     draws = Draws(sampling, keys, root[:, None], root)
-    shape = TreeShape.wide((2,))
+    shape = wide_tree((2,))
     # 60 units of the processed scores between the drafter's first token and the others
     drafted = torch.tensor([60.0, 0.0, -0.5]) * temperature
     wanted = torch.tensor([0.4, 0.3, 0.3])

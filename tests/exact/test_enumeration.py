@@ -29,10 +29,11 @@ from draftsmith.inference.rounds.accept import (
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
 from tests.helpers.enumeration import token_level
+from tests.helpers.trees import wide_tree
 
 LENGTH = 3
 CHAIN = TreeShape.chain(2)
-TREE = TreeShape.wide((2, 2))
+TREE = wide_tree((2, 2))
 # three levels below the first child, one below the second
 UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))
 # wider than a truncated distribution has tokens: nodes are missing, and nodes below them
@@ -418,7 +419,7 @@ def greedy_chain_by_ratio(models: ToyModels) -> tuple[Tensor, float]:
 def pruned_by_value(models: ToyModels) -> tuple[Tensor, float]:
     """Two children are drawn, the likelier is kept and tested alone."""
     kept: list[Draft] = []
-    pair = TreeShape.wide((2,))
+    pair = wide_tree((2,))
     for chance, (_, a, b) in sampled_trees(pair, models.q):
         best = a if models.q[()][a] >= models.q[()][b] else b
         kept.append((chance, [0, best]))
@@ -538,7 +539,7 @@ def draft_law_not_reduced(models: ToyModels) -> tuple[Tensor, float]:
 def with_replacement(models: ToyModels, drop_duplicates: bool) -> tuple[Tensor, float]:
     real = verifiers.without
     verifiers.without = lambda q, tokens: q
-    pair = TreeShape.wide((2,))
+    pair = wide_tree((2,))
     drafts = [
         (chance, [0, a, NO_NODE if drop_duplicates and a == b else b])
         for chance, (_, a, b) in sampled_trees(pair, models.q, True)

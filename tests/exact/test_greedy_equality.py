@@ -33,13 +33,14 @@ from tests.helpers.architectures import (
 )
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.trained import chat_prompts, story_prompts, trained_artifact
+from tests.helpers.trees import wide_tree
 
 BATCH = 8
 SAMPLED = ("llama", "gpt2")
 """Architectures with every drafter in the default tests; `test_families.py` samples others."""
 
-SIXTEEN_NODES = TreeShape.wide((3, 2, 1))
-SIXTY_NODES = TreeShape(TreeShape.wide((4, 3, 2, 1)).parents[:60])
+SIXTEEN_NODES = wide_tree((3, 2, 1))
+SIXTY_NODES = TreeShape(wide_tree((4, 3, 2, 1)).parents[:60])
 DRAFT_MODEL = ROOT / "scripts" / "quickstart" / "draft_model"
 
 

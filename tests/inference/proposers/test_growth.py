@@ -23,6 +23,7 @@ from draftsmith.inference.proposers.tree_plan import grow, grow_chain, shape_of_
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
+from tests.helpers.trees import wide_tree
 
 
 def test_ranks_become_a_shape_in_order_of_length_then_rank() -> None:
@@ -305,6 +306,6 @@ def test_where_a_distribution_runs_out_of_tokens_nodes_are_missing_with_all_belo
         torch.tensor([0]),
         draws(sampling),
         drafter,
-        TreeShape.wide((3, 1)),
+        wide_tree((3, 1)),
     )
     assert (tree.tokens[0] == NO_NODE).int().tolist() == [0, 0, 0, 1, 0, 0, 1]

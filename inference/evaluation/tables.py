@@ -206,7 +206,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
     Settings that differ in their batch size only and have the same figures share a table.
     """
-    groups: dict[tuple[float, bool, str], tuple[list[SettingFigures], Table]] = {}
+    groups: dict[tuple[float, str], tuple[list[SettingFigures], Table]] = {}
     for setting in settings:
         by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
         names = sorted({category for by in by_drafter.values() for category in by})

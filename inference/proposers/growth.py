@@ -280,8 +280,6 @@ class _FixedLevel:
 
     at: Tensor
     """[M]: node ids."""
-    depth: int
-    """Depth of the nodes, from 0 (the root)."""
     width: int
     """Tokens that are drawn after each node: one more than the largest rank of a child."""
     paths: Tensor
@@ -333,7 +331,6 @@ def _fixed_levels(
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
-                depth=depth,
                 width=width,
                 paths=tensor([shape.path_to(node) for node in inner]),
                 children=tensor(children),
@@ -373,13 +370,13 @@ def grow_fixed(
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
     probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
-    for level in levels:
-        if level.depth == 0:
+    for depth, level in enumerate(levels):
+        if depth == 0:
             logits = first[:, None]
         else:
             above = level.above.expand(batch, -1)
             visible = level.visible.expand(batch, -1, -1)
-            logits = go_on(Level(tokens[:, level.at], above, visible, level.depth))
+            logits = go_on(Level(tokens[:, level.at], above, visible, depth))
         paths = tokens[:, level.paths]
         if probs is not None:
             drawn, drawn_from = draws.sample(logits, level.at, level.width, paths)
@@ -388,7 +385,7 @@ def grow_fixed(
             probs = probs.to(drawn_from.dtype)
             probs[:, level.at] = drawn_from
         else:
-            drawn, _ = draws.rank(logits, level.depth, level.width, paths)
+            drawn, _ = draws.rank(logits, depth, level.width, paths)
         # `level.source` counts `width` tokens for each node; a vocabulary may be smaller
         padding = (0, level.width - drawn.shape[-1])
         padded = pad(drawn, padding, value=NO_NODE).flatten(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,17 +35,6 @@ class PlainDecoding(Proposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         return DraftTree(root[:, None], self._shape)
-
-
-class Index(Protocol):
-    """Text of one request, in a form in which its end can be found earlier in it."""
-
-    def extend(self, tokens: list[int]) -> None:
-        """Append tokens to the text."""
-
-    def guess(self, length: int) -> list[int]:
-        """Return at most `length` tokens that followed the text's own end earlier in it."""
-        ...
 
 
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
@@ -105,7 +93,7 @@ class LookupProposer(Proposer):
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
     """
 
-    def __init__(self, length: int, new_index: Callable[[], Index]) -> None:
+    def __init__(self, length: int, new_index: Callable[[], Ngrams]) -> None:
         """Draft with an index for each row; `new_index` makes that of an empty text."""
         self.new_index = new_index
         self.max_drafted = self._length = positive("length", length)
@@ -113,7 +101,7 @@ class LookupProposer(Proposer):
         self._sizes = sorted(
             {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
         )
-        self._rows: list[Index | None] = []  # None: a row that idles
+        self._rows: list[Ngrams | None] = []  # None: a row that idles
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]

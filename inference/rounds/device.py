@@ -1,4 +1,4 @@
-"""The device: transfer of small host values, and seconds on it."""
+"""The device: settings of the process, transfer of small host values, and seconds on it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from torch import Tensor
 
 PARTS = ("draft", "verify", "accept", "kv")
 """Parts of a round whose seconds are noted."""
+
+
+def prepare(device: torch.device) -> None:
+    """Set what holds for the whole process where models run on a kind of device."""
+    if device.type == "cuda":
+        # cuDNN's attention makes a plan for each length of the keys, 20 to 40 ms on an H100 by
+        # others' traces, and eager rounds have new lengths all the time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def read_later(tensor: Tensor) -> Callable[[], Any]:

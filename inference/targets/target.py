@@ -16,6 +16,7 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
+from ..rounds.device import prepare
 from ..rounds.recorded import prepare_to_compile
 from ..settings import TargetConfig, check_dtype
 from .adapter import merge_adapter
@@ -183,10 +184,7 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
     `fused`: decode by a forward pass with fewer operators, where there is one. `move`: its matrices
     may be moved, see `CausalModel.fuse`.
     """
-    if target.device.type == "cuda":
-        # cuDNN's attention makes a plan for each length of the keys, 20 to 40 ms on an H100 by
-        # others' traces, and eager rounds have new lengths all the time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    prepare(target.device)
     target.check_head()
     target.check_tree()
     if fused:

@@ -274,15 +274,11 @@ class FusedLayer(DecoderLayer):
         self.size = attention.head_dim
         self.heads = attention.q_proj.out_features // self.size
         self.kv_heads = attention.k_proj.out_features // self.size
-        self.parts_of = {
-            "qkv": [attention.q_proj, attention.k_proj, attention.v_proj],
-            "output": [attention.o_proj],
-            "gate_up": [mlp.gate_proj, mlp.up_proj],
-            "down": [mlp.down_proj],
-        }
-        """Layers of the model whose matrices each of the matrices here has, end to end."""
-        fused.qkv, fused.gate_up = (join(self.parts_of[name], move) for name in ("qkv", "gate_up"))
-        self.output, self.down, self.act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        # In the order of `DecoderLayer`, in which packing tries matrices.
+        fused.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj], move)
+        self.output = attention.o_proj
+        fused.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
+        self.down, self.act = mlp.down_proj, mlp.act_fn
         fused.post_attention_norm = FusedNorm(layer.post_attention_layernorm)
         normed = hasattr(attention, "q_norm")
         fused.q_norm = FusedNorm(attention.q_norm) if normed else None

@@ -177,32 +177,37 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     return found
 
 
-def pack_linears(model: nn.Module, layers: Sequence[Any] = ()) -> None:
+def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
     """Replace the linear layers of `model` by packed ones; their matrices are released.
 
-    Layers with the same matrix, as Zamba2's shared blocks have, become one. `layers` are those of a
-    `fused.FusedDecoder` of the model. Their joint matrices are packed first, and the model's parts
-    of them read these.
+    Layers with the same matrix, as Zamba2's shared blocks have, become one. `layers` are
+    `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint matrices are
+    packed first, and the model's parts of them read these.
     """
-    packed: dict[tuple[int, int], nn.Module] = {}
+    # first and last address of each joint matrix, and the packed layer
+    joints: list[tuple[int, int, PackedLinear]] = []
     for layer in layers:
-        for name, parts in layer.parts_of.items():
-            linear, start = getattr(layer, name), 0
-            if not is_plain(linear):
-                continue
-            joint = PackedLinear(linear)
-            setattr(layer, name, joint)
-            for part in parts:
-                end = start + part.out_features
-                packed[_key(part)] = joint if len(parts) == 1 else PackedPart(joint, start, end)
-                start = end
+        for name in ("qkv", "output", "gate_up", "down"):
+            linear = getattr(layer, name)
+            if is_plain(linear):
+                packed = PackedLinear(linear)
+                first = linear.weight.data_ptr()
+                joints.append((first, first + linear.weight.nbytes, packed))
+                setattr(layer, name, packed)
+    shared: dict[tuple[int, int], nn.Module] = {}
     for owner, name, part in list(linears_of(model)):
-        if _key(part) not in packed:
-            packed[_key(part)] = PackedLinear(part)
-        setattr(owner, name, packed[_key(part)])
-    for layer in layers:
-        layer.parts_of.clear()  # or the matrices would stay
+        key = id(part.weight), id(part.bias)
+        if key not in shared:
+            shared[key] = _part_of(joints, part) or PackedLinear(part)
+        setattr(owner, name, shared[key])
 
 
-def _key(linear: nn.Linear) -> tuple[int, int]:
-    return id(linear.weight), id(linear.bias)
+def _part_of(joints: list[tuple[int, int, PackedLinear]], part: nn.Linear) -> nn.Module | None:
+    """Return what computes a linear layer whose matrix is a view of one in `joints`, or None."""
+    address = part.weight.data_ptr()
+    for first, last, packed in joints:
+        if first <= address < last:
+            start = (address - first) // (part.in_features * part.weight.element_size())
+            end = start + part.out_features
+            return packed if end - start == packed.out_features else PackedPart(packed, start, end)
+    return None

@@ -70,8 +70,6 @@ class Round:
     """Rule that decided: see `accept.Verdict`."""
     rows: int = 1
     """Requests in the batch during this round."""
-    expected: float | None = None
-    """`accept.expected_tokens` of this round, where they are defined."""
     overlap: list[float] | None = None
     """`Accepted.overlap` of this row; only from rules that compare distributions."""
     t_draft_s: float = 0.0
@@ -92,7 +90,6 @@ class Round:
             offered=accepted + outcome.refused[row],
             rule=outcome.rule,
             rows=rows,
-            expected=None if outcome.expected is None else outcome.expected[row],
             overlap=None if outcome.overlap is None else outcome.overlap[row],
         )
 
@@ -120,11 +117,6 @@ class Generation:
         self.token_ids.extend(step.tokens)
         self.finish_reason = reason or ""
         self.decode_s = elapsed - self.ttft_s
-
-    @property
-    def lossless(self) -> bool:
-        """True if every round was decided by a rule that keeps the target's distribution."""
-        return all(round_.rule != "typical" for round_ in self.rounds)
 
 
 def generate(

@@ -74,7 +74,7 @@ class Kind:
         known = [*self.tree, *self.own]
         known += ["dtype"] if self.trained else []
         known += LOOKUP_SETTINGS if self.lookups else []
-        known += ["name"] if self.module != "plain" else []
+        known += ["name"] if self.make != "PlainDecoding" else []
         return known
 
     @property
@@ -91,7 +91,7 @@ class Kind:
 
 
 UNTRAINED = {
-    "none": Kind("plain", "PlainDecoding"),
+    "none": Kind("ngram", "PlainDecoding"),
     "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
 }
 """Drafters that need no training, by the name that a user gives."""
@@ -261,10 +261,9 @@ def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
 
 def check_tree(kind: Kind, tree: TreeSettings) -> None:
     """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
-    chain = kind.chains or (tree.threshold and tree.nodes is None)
     if tree.shape is None:
         plans = importlib.import_module(".proposers.tree_plan", __package__)
-        plans.TreePlan(tree.or_else(length=1, width=1 if chain else 2))
+        plans.TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
 
 
 def load_proposer(

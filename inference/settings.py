@@ -13,7 +13,7 @@ from ..heads.errors import UserError
 
 LEAST_TEMPERATURE = 1e-5  # below this, logits divided by the temperature leave the range of float32
 LARGEST_PENALTY = 1e5  # the same for logits multiplied or divided by a repetition penalty
-Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
+Rule = Literal["auto", "coupled", "match", "rejection", "recursive"]
 
 
 OTHER_NAMES = {
@@ -224,32 +224,12 @@ class Sampling:
     writes, whatever the drafter; match: the same text, but drafts are the drafter's best tokens,
     chosen without the noise, as in most engines; rejection: block verification of a sampled chain,
     traversal of a sampled tree, match of deterministic drafts; recursive: recursive rejection of
-    sampled chains and trees; lossy-typical: Medusa's typical acceptance, which does NOT keep the
-    target's distribution."""
+    sampled chains and trees."""
 
     def __post_init__(self) -> None:
-        # Values given from Python have not been parsed, so types are checked before ranges.
-        for name, kind in (
-            ("temperature", Real),
-            ("top_p", Real),
-            ("min_p", Real),
-            ("top_k", Integral),
-            ("seed", Integral),
-            ("repetition_penalty", Real),
-        ):
-            value = getattr(self, name)
-            if name == "repetition_penalty" and value is None:
-                continue
-            # Python counts True among the integers.
-            what = f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}"
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(what)
-            # transformers' processors take Python's own numbers and no others.
-            try:
-                convert: Any = float if kind is Real else int
-                object.__setattr__(self, name, convert(value))
-            except OverflowError as error:  # a whole number beyond every float
-                raise UserError(what) from error
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "seed"):
+            if self.repetition_penalty is not None or name != "repetition_penalty":
+                object.__setattr__(self, name, self._number(name))
         temperature, least, most = self.temperature, 1 / LARGEST_PENALTY, LARGEST_PENALTY
         penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
         # Truncation never removes the best token, which is all that greedy decoding takes.
@@ -282,6 +262,19 @@ class Sampling:
             if not holds:
                 raise UserError(what)
 
+    def _number(self, name: str) -> float:
+        """Return a setting as Python's own number, which transformers' processors take."""
+        # Values given from Python have not been parsed.
+        value, whole = getattr(self, name), name in ("top_k", "seed")
+        kind = "whole number" if whole else "number"
+        try:
+            # Python counts True among the integers.
+            if isinstance(value, Integral if whole else Real) and not isinstance(value, bool):
+                return int(value) if whole else float(value)
+        except OverflowError:  # a whole number beyond every float
+            pass
+        raise UserError(f"{name} must be a {kind}, not {value!r}")
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -290,11 +283,6 @@ class Sampling:
     def plain_greedy(self) -> bool:
         """True if the choice is the best token of the raw logits: greedy without a penalty."""
         return self.greedy and self.history_processor is None
-
-    @property
-    def lossless(self) -> bool:
-        """True if the text has the target's distribution, as greedy decoding has by any rule."""
-        return self.greedy or self.rule != "lossy-typical"
 
     @property
     def compares_distributions(self) -> bool:

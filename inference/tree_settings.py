@@ -27,19 +27,8 @@ class TreeSettings:
     """Children of a node at most; 1 makes a chain."""
     nodes: int | None = None
     """Drafted nodes of a tree, without the root."""
-    threshold: float = 0.0
-    """Probability below which an adaptive chain ends: that of all its drafts together (see
-    `tree_plan.grow_chain`). 0 ends no chain."""
-    score_temperature: float = 1.0
-    """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
     shape: Sequence[Ranks] | None = None
     """Rank tuples as in `tree_plan.shape_of_ranks`; they fix the tree for every rule and text."""
-
-    def __post_init__(self) -> None:
-        given = self.score_temperature
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or not 0 < given < float("inf"):
-            raise UserError(f"score_temperature must be above 0, not {given!r}")
 
     def or_else(self, **defaults: Any) -> TreeSettings:
         """Return these settings with `defaults` for those that are None."""

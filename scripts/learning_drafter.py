@@ -80,7 +80,7 @@ class GruObjective(Objective):  # KL from the target's distributions
 class GruProposer(NewestStateProposer):
     def __init__(self, artifact: Any, settings: Any) -> None:
         self.drafter, self.name = artifact.drafter, artifact.drafter.kind
-        settings = settings.or_else(width=1 if settings.threshold else 4)
+        settings = settings.or_else(width=4)
         self.replan(TreePlan(tree_of(settings, artifact.calibration, self.drafter.length)))
 
     def propose(self, root: Tensor, draws: Any) -> Any:

@@ -35,7 +35,7 @@ class LastSeen(Proposer):
         padded = [tokens + [NO_NODE] * (longest - len(tokens)) for tokens in guesses]
         drafts = torch.tensor(padded, dtype=root.dtype, device=root.device)
         tokens = torch.cat([root[:, None], drafts.view(len(root), longest)], dim=1)
-        return DraftTree(tokens, TreeShape.chain(longest), informed=False)
+        return DraftTree(tokens, TreeShape.chain(longest))
 
     def commit(self, accepted: Accepted) -> None:
         """Take over the accepted drafts of each row, and the target's own token after them."""

@@ -79,9 +79,7 @@ DEFINITIONS = {
     "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where "
     "both wrote the same text, the ratio of the times",
     "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
-    "traversal, rrs, or typical (lossy)",
-    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
-    "for fixed drafts at T > 0",
+    "traversal, or rrs",
     "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
     "distributions only",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",

@@ -34,7 +34,7 @@ from ..inference.metrics import (
     tau,
     tau_by_position,
 )
-from ..inference.proposers.plain import PlainDecoding
+from ..inference.proposers.ngram import PlainDecoding
 from ..inference.replay import rounds_on_text
 from ..inference.targets.causal_model import Hidden
 from ..inference.targets.masks import with_replies

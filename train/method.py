@@ -57,9 +57,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
     proposer_class: Any = None
     """Of a method of another package: class of its proposer, made of an `Artifact` and `settings`,
     a `TreeSettings`."""
-    tree_settings: tuple[str, ...] = (
-        "length", "width", "nodes", "threshold", "score_temperature", "shape",
-    )  # fmt: skip
+    tree_settings: tuple[str, ...] = ("length", "width", "nodes", "shape")
     """Of such a method: the fields of `TreeSettings` that its proposer follows; these are those of
     a `Planned` one."""
 

@@ -128,7 +128,7 @@ def compared(
     check_alike(reports, paths)
     settings_by_key = []
     for report in reports:
-        settings_by_key.append({(s.temperature, s.batch, s.lossless): s for s in report.settings})
+        settings_by_key.append({(s.temperature, s.batch): s for s in report.settings})
     # A report may have settings that another lacks; what all have can still be compared.
     common = [key for key in settings_by_key[0] if all(key in keys for keys in settings_by_key)]
     if not common:
@@ -145,7 +145,7 @@ def compared(
     tests = sum(len(of_row) >= FEWEST for of_row in units)
     level = 1 - (1 - LEVEL) / max(tests, 1)
     comparisons = []
-    for (temperature, batch, _), rows in zip(common, found, strict=True):
+    for (temperature, batch), rows in zip(common, found, strict=True):
         changes = [_change(*row, limit, level) for row in rows]
         comparisons.append(Comparison(temperature, batch, changes, tests, level))
     return comparisons

@@ -51,7 +51,6 @@ def figures_of_setting(
     return SettingFigures(
         temperature=sampling.temperature,
         batch=setting.batch,
-        lossless=sampling.lossless,
         drafters=drafters,
     )
 
@@ -116,7 +115,6 @@ def figures_of_replies(
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
         accepted_hist=_histogram(accepted),
-        rb_tau=metrics.mean([r.expected for r in rounds]),
         alpha=metrics.alpha([r.overlap for r in rounds]),
         verify_mode=sorted({r.rule for r in rounds}),
         loop_share=sum(metrics.repeats_itself(g.token_ids) for g in generations) / count,

@@ -132,7 +132,6 @@ class DrafterFigures(Struct, kw_only=True):
     mean_n_draft: Number
     accepted_hist: list[Count] = []
     """Rounds that accepted 0, 1, 2, ... drafts."""
-    rb_tau: Number = None
     alpha: float | ByDepth | None = None
     verify_mode: list[str] = []
     loop_share: Number = None
@@ -180,8 +179,6 @@ class SettingFigures(Struct, kw_only=True):
     """Temperature of the sampling; 0 is greedy."""
     batch: Annotated[int, Meta(ge=1)]
     """Requests that are decoded together."""
-    lossless: bool
-    """False with typical acceptance."""
     drafters: dict[str, DrafterFigures]
     """A table for each way of decoding, by its name; `plain` is plain decoding."""
 
@@ -342,10 +339,9 @@ class Report(Document, kw_only=True):
 
 
 def caption(*settings: SettingFigures) -> str:
-    """Return `T = 0, batch 1, 4` for settings that differ in batch size only; lossy ones say so."""
+    """Return `T = 0, batch 1, 4` for settings that differ in batch size only."""
     sizes = ", ".join(str(setting.batch) for setting in settings)
-    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
-    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
+    return f"T = {settings[0].temperature:g}, batch {sizes}"
 
 
 def known(value: object) -> TypeGuard[float]:

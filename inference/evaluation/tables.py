@@ -138,7 +138,7 @@ def _one_line(text: str) -> str:
 def summary(report: Report) -> Table:
     """Return the table of all settings, with a row for each setting and each way of decoding.
 
-    The fastest drafter of each setting is in bold. A setting that is lossy says so.
+    The fastest drafter of each setting is in bold.
     """
     rows, best = [], []
     for setting in report.settings:
@@ -149,8 +149,6 @@ def summary(report: Report) -> Table:
                 best.append(len(rows))
             rows.append(cells_of(setting, name, figures, report.drafter_bytes.get(name)))
     title = caption(*report.settings) if len(report.settings) == 1 else "Every setting"
-    if len(report.settings) > 1 and any(not setting.lossless for setting in report.settings):
-        title += ", LOSSY typical acceptance"
     switches = ("temperature", "batch size")
     # what is the same in all rows is above the charts already
     differing = [column for column in switches if len({row[column] for row in rows}) > 1]
@@ -242,7 +240,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
 
     Settings that differ in their batch size only and have the same figures share a table.
     """
-    groups: dict[tuple[float, bool, str], tuple[list[SettingFigures], Table]] = {}
+    groups: dict[tuple[float, str], tuple[list[SettingFigures], Table]] = {}
     for setting in settings:
         by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
         names = sorted({category for by in by_drafter.values() for category in by})
@@ -256,7 +254,7 @@ def categories(settings: Sequence[SettingFigures], intervals: bool = True) -> li
                 cells[name] = with_interval(tau, pair if intervals else None)
             rows.append(cells)
         if rows:
-            key = setting.temperature, setting.lossless, repr(rows)
+            key = setting.temperature, repr(rows)
             groups.setdefault(key, ([], table_of("", rows)))[0].append(setting)
     return [
         replace(table, title=f"Tau by category, {caption(*group)}")

@@ -97,12 +97,12 @@ def _launch_norm(
     total: Tensor | None,
     normed: Tensor,
 ) -> None:
-    from . import layer
+    from . import triton_kernels
 
     size = x.shape[-1]
     block = power_of_two(size)
     with torch.cuda.device_of(x):
-        layer.norm[(x.numel() // size,)](
+        triton_kernels.norm[(x.numel() // size,)](
             x,
             added,
             weight,
@@ -117,14 +117,16 @@ def _launch_norm(
 
 
 def _gate(gate_up: Tensor) -> Tensor:
-    from . import layer
+    from . import triton_kernels
 
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     gated = gate_up.new_empty(*gate_up.shape[:-1], size)
     block = min(1024, power_of_two(size))
     with torch.cuda.device_of(gate_up):
-        layer.gate[(gated.numel() // size, -(-size // block))](gate_up, gated, size, BLOCK=block)
+        triton_kernels.gate[(gated.numel() // size, -(-size // block))](
+            gate_up, gated, size, BLOCK=block
+        )
     return gated
 
 
@@ -140,7 +142,7 @@ def _rotate(
     key_weight: Tensor | None,
     eps: float,
 ) -> Tensor:
-    from . import layer
+    from . import triton_kernels
 
     batch, count, width = qkv.shape
     kv_heads, size = keys.shape[1], keys.shape[3]
@@ -149,7 +151,7 @@ def _rotate(
     queries = qkv.new_empty(batch, count, heads, size)
     rotated = cosines.shape[-1]
     with torch.cuda.device_of(qkv):
-        layer.rotate[(batch * count, heads + 2 * kv_heads)](
+        triton_kernels.rotate[(batch * count, heads + 2 * kv_heads)](
             qkv,
             cosines,
             sines,
@@ -186,7 +188,7 @@ def _attend(
     window: int,
     parts: int,
 ) -> Tensor:
-    from . import attention
+    from . import triton_kernels
 
     batch, count, heads, size = queries.shape
     kv_heads = keys.shape[1]
@@ -204,7 +206,7 @@ def _attend(
     logs = found.new_empty(found.shape[:-1])
     attended = queries.new_empty(batch, count, heads * size)
     with torch.cuda.device_of(queries):
-        attention.attend[(parts, batch * kv_heads, blocks)](
+        triton_kernels.attend[(parts, batch * kv_heads, blocks)](
             queries,
             keys,
             values,
@@ -232,7 +234,7 @@ def _attend(
             num_warps=warps,
             num_stages=2,
         )
-        attention.merge[(batch * count * heads,)](
+        triton_kernels.merge[(batch * count * heads,)](
             found,
             logs,
             attended,

@@ -27,13 +27,12 @@ from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TreeSettings, positive
+from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .cached import FeatureProposer
 from .growth import Continue, Slots
 from .tree_plan import DEFAULT_TREE, tree_of
 
-TREE = ("length", "width", "nodes", "score_temperature", "shape")
-KIND = Kind("dflash", tree=TREE, own=("slots",), lookups=True)
+KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)
 
 
 class DFlashProposer(FeatureProposer):
@@ -77,12 +76,8 @@ class DFlashProposer(FeatureProposer):
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         self._catch_up()
-        return self._draft(self._block(root)[:, : self.plan.length], root, draws)
-
-    def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
-        """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
         ids = self._columns(draws)
-        first, go_on = self._logits(outputs, root, ids)
+        first, go_on = self._logits(self._block(root)[:, : self.plan.length], root, ids)
         return named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:

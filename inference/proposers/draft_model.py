@@ -29,7 +29,7 @@ from ..targets.target import Target
 from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .cached import CachedProposer
 from .growth import Level
-from .tree_plan import DEFAULT_TREE, TreePlan
+from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4
 KIND = Kind("draft_model", tree=TREE_SETTINGS, chains=True)
@@ -53,6 +53,8 @@ class DraftModelProposer(CachedProposer):
         """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
+        # In a recording what recurrent layers keep of the last drafts would have to stay in place.
+        self.traceable = not model.mixers
         self._known, self._stand_in = known, stand_in
         super().__init__(settings.or_else(length=DEFAULT_LENGTH, width=1), model.device)
         self._kept = KeptCache(model.layers_with_keys)
@@ -63,11 +65,6 @@ class DraftModelProposer(CachedProposer):
         # [B, N]: index of each tree node among those that were run, see `TreePlan.draft`
         self._slots: Tensor
         self.left_for_commit = () if self.plan.width == 1 else ("_slots",)
-
-    def replan(self, plan: TreePlan) -> None:
-        super().replan(plan)
-        # In a recording what recurrent layers keep of the last drafts would have to stay in place.
-        self.traceable = self.traceable and not self.model.mixers
 
     @property
     def weight_bytes(self) -> int:

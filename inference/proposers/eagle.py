@@ -26,13 +26,13 @@ from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TreeSettings, positive
+from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .cached import FeatureProposer
 from .growth import Level
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
-KIND = Kind("eagle", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
+KIND = Kind("eagle", tree=TREE_SETTINGS, lookups=True)
 
 
 class EagleProposer(FeatureProposer):

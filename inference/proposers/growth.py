@@ -105,9 +105,7 @@ class Pool:
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
         # The parent of a missing node may not be chosen, so it hangs on the root.
         new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
-        return DraftTree(
-            new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
-        ), chosen
+        return DraftTree(new_tokens, parents=new_parents, levels=self._levels), chosen
 
 
 @dataclass
@@ -143,20 +141,12 @@ class Slots:
         # of depth d + 1: entry d.
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
-    def tree(
-        self,
-        root: Tensor,
-        draws: Draws,
-        width: int,
-        nodes: int,
-        score_temperature: float,
-    ) -> DraftTree:
+    def tree(self, root: Tensor, draws: Draws, width: int, nodes: int) -> DraftTree:
         """Return the tree of the `nodes` likeliest paths, with `width` candidates at each depth.
 
-        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`.
+        `root` `[B]` are the roots' tokens.
         """
-        levels = self.logits.shape[1]
-        tokens, scores = self._best(root, draws, levels, width, score_temperature)
+        tokens, scores = self._best(root, draws, self.logits.shape[1], width)
         return best_first(tokens, scores, root, nodes)
 
     def fill(
@@ -168,9 +158,7 @@ class Slots:
         drafts = tokens.flatten(1)[:, _places(shape, ranks, width, root.device)]
         return DraftTree(torch.cat([root[:, None], drafts], dim=1), shape)
 
-    def _best(
-        self, root: Tensor, draws: Draws, levels: int, width: int, score_temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def _best(self, root: Tensor, draws: Draws, levels: int, width: int) -> tuple[Tensor, Tensor]:
         """Return the `width` best tokens of each of `levels` depths, and their log-scores.
 
         Both are `[B, D, K]` with D = `levels` and K = `width`.
@@ -180,7 +168,7 @@ class Slots:
         tokens_by_depth, scores_by_depth = [], []
         for depth in range(levels):
             logits = self.logits[:, depth, None]
-            tokens, scores = draws.rank(logits, depth, width, paths, score_temperature)
+            tokens, scores = draws.rank(logits, depth, width, paths)
             tokens_by_depth.append(tokens)
             scores_by_depth.append(scores)
             # A repetition penalty differs from path to path, but these scores are for all of them:
@@ -231,21 +219,19 @@ def grow_dynamic(
     levels: int,
     width: int,
     nodes: int,
-    score_temperature: float = 1.0,
 ) -> tuple[DraftTree, Tensor]:
     """Draft EAGLE-2's tree (arXiv 2406.16858): expand the best nodes of each level, keep the best.
 
     `first` `[B, V]` are the logits after the root, `root` `[B]` the roots' tokens. Of each of
     `levels` levels the `width` best nodes get `width` children; of all candidates the best `nodes`
-    become the tree. A node's value is the sum of log-scores along its path, at the score
-    temperature `score_temperature`.
+    become the tree. A node's value is the sum of log-scores along its path.
 
     Returns the tree and, for each of its nodes `[B, N]`, its index among the nodes that `go_on` has
     run (-1: it was not run; the root is not among them).
     """
     pool = Pool(root, nodes)
     paths = root[:, None, None]  # [B, M, depth + 1]
-    tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
+    tokens, scores = draws.rank(first[:, None], 0, width, paths)
     tokens, scores = tokens[:, 0], scores[:, 0]
     pool_ids = pool.add(tokens, scores, torch.zeros_like(tokens))
     # Nodes of depth 1 have no parent that was run. A drafter that continues its parents' outputs
@@ -264,7 +250,7 @@ def grow_dynamic(
         visible = torch.cat([visible, itself.expand(len(tokens), -1, -1)], dim=-1)
         pool.run(pool_ids)
         logits = go_on(Level(tokens, above, visible, depth))
-        children, gains = draws.rank(logits, depth, width, paths, score_temperature)
+        children, gains = draws.rank(logits, depth, width, paths)
         # All children become candidates. The best of them are the next level to run.
         child_count = children.shape[-1]
         # Entry m * child_count + k is child k of node m, so each parent is repeated in one run.
@@ -294,8 +280,6 @@ class _FixedLevel:
 
     at: Tensor
     """[M]: node ids."""
-    depth: int
-    """Depth of the nodes, from 0 (the root)."""
     width: int
     """Tokens that are drawn after each node: one more than the largest rank of a child."""
     paths: Tensor
@@ -347,7 +331,6 @@ def _fixed_levels(
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
-                depth=depth,
                 width=width,
                 paths=tensor([shape.path_to(node) for node in inner]),
                 children=tensor(children),
@@ -387,13 +370,13 @@ def grow_fixed(
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
     probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
-    for level in levels:
-        if level.depth == 0:
+    for depth, level in enumerate(levels):
+        if depth == 0:
             logits = first[:, None]
         else:
             above = level.above.expand(batch, -1)
             visible = level.visible.expand(batch, -1, -1)
-            logits = go_on(Level(tokens[:, level.at], above, visible, level.depth))
+            logits = go_on(Level(tokens[:, level.at], above, visible, depth))
         paths = tokens[:, level.paths]
         if probs is not None:
             drawn, drawn_from = draws.sample(logits, level.at, level.width, paths)
@@ -402,7 +385,7 @@ def grow_fixed(
             probs = probs.to(drawn_from.dtype)
             probs[:, level.at] = drawn_from
         else:
-            drawn, _ = draws.rank(logits, level.depth, level.width, paths)
+            drawn, _ = draws.rank(logits, depth, level.width, paths)
         # `level.source` counts `width` tokens for each node; a vocabulary may be smaller
         padding = (0, level.width - drawn.shape[-1])
         padded = pad(drawn, padding, value=NO_NODE).flatten(1)

@@ -17,12 +17,12 @@ from ...heads.vocabulary import to_target
 from ..drafters import Kind
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..tree_settings import TreeSettings, positive
+from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .growth import Slots
 from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, grow, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree
-KIND = Kind("medusa", tree=("length", "width", "nodes", "score_temperature", "shape"), lookups=True)
+KIND = Kind("medusa", tree=TREE_SETTINGS, lookups=True)
 
 
 class MedusaProposer(NewestStateProposer):

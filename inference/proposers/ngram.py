@@ -1,14 +1,14 @@
-"""Prompt lookup: drafts of the tokens that followed the text's end earlier in the text.
+"""Drafters without training: no drafts at all, and prompt lookup.
 
-Saxena, prompt-lookup-decoding, 2023. The text is kept on the host, and chains of a few fixed
-lengths are drafted.
+A lookup drafts the tokens that followed the text's end earlier in the text (Saxena,
+prompt-lookup-decoding, 2023). The text is kept on the host, and chains of a few fixed lengths are
+drafted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,27 +18,23 @@ from ..proposer import Accepted, Prompts, Proposer
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
+from ..targets.causal_model import CausalModel
 from ..tree_settings import positive
 
 
-class Index(Protocol):
-    """Text of one request, in a form in which its end can be found earlier in it."""
+class PlainDecoding(Proposer):
+    """Proposer without drafts."""
 
-    def extend(self, tokens: list[int]) -> None:
-        """Append tokens to the text."""
+    name = "plain"
+    max_drafted = 0
+    traceable = True
+    _shape = TreeShape.chain(0)
 
-    def guess(self, length: int) -> list[int]:
-        """Return at most `length` tokens that followed the text's own end earlier in it."""
-        ...
+    def owner_of_rounds(self, target: CausalModel) -> CausalModel:
+        return target  # there is nothing of its own in a round
 
-
-class NoText:
-    """Index of a row that idles."""
-
-    def extend(self, tokens: list[int]) -> None: ...
-
-    def guess(self, length: int) -> list[int]:
-        return []
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        return DraftTree(root[:, None], self._shape)
 
 
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
@@ -97,7 +93,7 @@ class LookupProposer(Proposer):
     It costs no forward pass. If nothing is found for any row, the round is plain decoding.
     """
 
-    def __init__(self, length: int, new_index: Callable[[], Index]) -> None:
+    def __init__(self, length: int, new_index: Callable[[], Ngrams]) -> None:
         """Draft with an index for each row; `new_index` makes that of an empty text."""
         self.new_index = new_index
         self.max_drafted = self._length = positive("length", length)
@@ -105,42 +101,44 @@ class LookupProposer(Proposer):
         self._sizes = sorted(
             {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
         )
-        self._rows: list[Index] = []
+        self._rows: list[Ngrams | None] = []  # None: a row that idles
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]
-        for row, tokens in zip(self._rows, prompts.tokens, strict=True):
-            row.extend(tokens)
+        self._extend(prompts.tokens)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         return self.chains(root, self.guesses())
 
     def guesses(self) -> list[list[int]]:
         """Return the tokens that are looked up for each row, none where nothing is found."""
-        return [row.guess(self._length) for row in self._rows]
+        return [[] if row is None else row.guess(self._length) for row in self._rows]
 
     def chains(self, root: Tensor, guesses: list[list[int]]) -> DraftTree:
         """Return a chain for each row, with missing nodes where a row's guess is shorter."""
         longest = max(map(len, guesses))
         # There is always one: a guess has `length` tokens at most, and that is a size.
         size = min(size for size in self._sizes if size >= longest)
-        # The text is all that these drafts depend on: they are never `informed` of the noise.
         if size == 0:
-            return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
+            return DraftTree(root[:, None], TreeShape.chain(0))
         padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
         tokens = torch.cat([root[:, None], padded], dim=1)
-        return DraftTree(tokens, TreeShape.chain(size), informed=False)
+        return DraftTree(tokens, TreeShape.chain(size))
 
     def commit(self, accepted: Accepted) -> None:
-        for row, tokens in zip(self._rows, accepted.tokens, strict=True):
-            row.extend(tokens)
+        self._extend(accepted.tokens)
+
+    def _extend(self, tokens: list[list[int]]) -> None:
+        for row, new in zip(self._rows, tokens, strict=True):
+            if row is not None:
+                row.extend(new)
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
     def stop(self, rows: list[int]) -> None:
         for row in rows:
-            self._rows[row] = NoText()
+            self._rows[row] = None
 
     def finish(self) -> None:
         self._rows = []

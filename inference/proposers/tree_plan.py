@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -56,8 +55,6 @@ class TreePlan:
             length, width = max(map(len, self.fixed)), max(self._ranks) + 1
             nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
-        self.threshold = _checked_threshold(settings.threshold, self.width)
-        self.score_temperature = float(settings.score_temperature)
         self.nodes = self._node_count(nodes)
         # Nodes that the drafter itself runs in a round at most: the root, and `width` nodes of each
         # level but the last, which has no children.
@@ -103,45 +100,28 @@ class TreePlan:
         draws.prepare(self.length, first)
         no_places = first.new_zeros(0)
         if self.width == 1:
-            chain = grow_chain(first, root, draws, go_on, self.shape, self.threshold)
-            return chain, no_places
+            return grow_chain(first, root, draws, go_on, self.shape), no_places
         compares = draws.sampling.compares_distributions
         if isinstance(go_on, Slots) and not compares:
             if self._ranks is None:
-                tree = go_on.tree(root, draws, self.width, self.nodes, self.score_temperature)
-                return tree, no_places
+                return go_on.tree(root, draws, self.width, self.nodes), no_places
             if self.width <= first.shape[-1]:  # or nodes are missing
                 return go_on.fill(root, draws, self.shape, self._ranks), no_places
         if self.fixed is not None or compares:
             return grow_fixed(first, root, draws, go_on, self.shape, self._ranks)
-        return grow_dynamic(
-            first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
-        )
+        return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
 
 
 def grow_chain(
-    first: Tensor,
-    root: Tensor,
-    draws: Draws,
-    go_on: Continue,
-    chain: TreeShape,
-    threshold: float = 0.0,
+    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, chain: TreeShape
 ) -> DraftTree:
     """Draft the tokens of `chain`, each chosen after the ones before it.
 
     Under a rule that compares distributions each is a draw, and the tree has the distributions.
     Other arguments as in `grow_dynamic`.
-
-    With a `threshold` above 0 the chain ends after the draft with which the product of the drafts'
-    probabilities falls below it in every row, which costs a synchronisation for each draft. A row's
-    end depends on its own past drafts alone, as the rules that compare distributions demand
-    (docs/verification.md#non-anticipation): under them each row ends by itself, since their text
-    depends on how long a chain is. Under the others rows keep the drafts that are there anyway.
     """
     logits, tokens, probs = first[:, None], [root[:, None]], []
-    path_probs = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
-    going = [torch.ones_like(root, dtype=torch.bool)]  # rows whose chain has the draft of a depth
     for depth in range(chain.drafted):
         paths = None
         # Only a penalty reads paths. Without one the concatenation for each draft is saved.
@@ -159,63 +139,10 @@ def grow_chain(
         # Running the last draft would give only what follows the whole chain.
         if depth + 1 == chain.drafted:
             break
-        if threshold:
-            # The drafter's own probability, whatever the temperature: thresholds are calibrated so.
-            # In float32, since bfloat16 would round a product of many factors.
-            chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
-            path_probs = path_probs * chosen_probs
-            going.append(path_probs >= threshold)
-            sure = going[-1] if draws.running is None else going[-1] & (draws.running > 0)
-            if not bool(sure.any()):
-                break
         logits = go_on(Level(chosen, above, None, depth + 1))
     # the last node has no children, hence no distribution
     probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
-    drafts = len(tokens) - 1
-    if drafts < chain.drafted:
-        chain = TreeShape.chain(drafts)
-    tree = DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
-    if threshold and draws.sampling.compares_distributions:
-        return cut(tree, torch.stack(going[:drafts], dim=1), draws.running)
-    return tree
-
-
-def cut(tree: DraftTree, kept: Tensor, running: Tensor | None = None) -> DraftTree:
-    """Return a chain without the drafts that `kept` `[B, D]` is false for.
-
-    In each row the first drafts are kept, so what follows a false entry is false too. The chain is
-    as long as the longest row, which costs one synchronisation. Rows for which `running` (see
-    `Draws`) is 0 keep nothing.
-    """
-    if running is not None:
-        kept = kept & (running > 0)[:, None]
-    longest = int(kept.sum(-1).max())
-    # What no row keeps is cut off, so that the target does not have to run it.
-    kept = kept[:, :longest]
-    tokens = torch.cat(
-        [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
-    )
-    # The last node that a row keeps has no children, so its distribution must not be compared: it
-    # becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is. Example: a row
-    # keeps 1 draft of 2, so `kept` is [1 0], padded [1 0 0], and only the root's distribution
-    # stays.
-    probs = None
-    if tree.probs is not None:
-        probs = tree.probs[:, : longest + 1] * pad(kept, (0, 1))[..., None]
-    return DraftTree(tokens, TreeShape.chain(longest), probs=probs)
-
-
-def _checked_threshold(threshold: Any, width: int) -> float:
-    """Return a chain's threshold as a float. Raises `UserError`."""
-    # Python counts True among the integers.
-    known = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not known or not 0 <= threshold < 1:
-        raise UserError(
-            f"threshold must be a probability between 0 (never stop early) and 1, not {threshold!r}"
-        )
-    if threshold and width > 1:
-        raise UserError("threshold is about chains; leave out width, or the threshold")
-    return float(threshold)
+    return DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
 
 
 def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> TreeSettings:
@@ -224,13 +151,10 @@ def tree_of(settings: TreeSettings, calibration: JsonObject, drafts: int) -> Tre
     They are those that the drafter was evaluated with in training. `drafts` are its levels at most.
     Raises `UserError`.
     """
-    width, nodes = settings.width, settings.nodes
-    if settings.threshold and (nodes is not None or width not in (None, 1)):
-        raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
-    length = settings.length
+    width, nodes, length = settings.width, settings.nodes, settings.length
     if length is None:
         length = min(calibration.get("length", drafts), drafts)
-    if width == 1 or (width is None and settings.threshold):
+    if width == 1:
         return replace(settings, length=length, width=1)
     if settings.length is None and nodes is not None:
         length = min(length, positive("nodes", nodes))  # each level needs a node
@@ -243,6 +167,7 @@ class Planned(Proposer):
     """Proposer that drafts by a plan."""
 
     plan: TreePlan
+    traceable = True
     longest: int = MOST
     """Levels that the drafter has at most."""
 
@@ -253,8 +178,6 @@ class Planned(Proposer):
     def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""
         self.plan, self.max_drafted = plan, plan.nodes
-        # A chain that ends where the drafter is unsure asks the device.
-        self.traceable = not plan.threshold
 
 
 class NewestStateProposer(Planned):

@@ -85,7 +85,7 @@ class Open:
 
 
 @dataclass
-class BetterSource:
+class BetterSource(Ngrams):
     """Text of one row, and which drafts are better at its end.
 
     There is a lookup where the last `shortest` tokens occurred before; its match is what the
@@ -103,7 +103,7 @@ class BetterSource:
 
     def __post_init__(self) -> None:
         self.trees = Mean(math.inf) if self.prior is None else Mean(self.prior, PRIOR_ROUNDS)
-        self._index = Ngrams(self.shortest, self.shortest)
+        super().__init__(self.shortest, self.shortest)
 
     def extend(self, tokens: list[int]) -> None:
         """Append the tokens of a round, or at first the prompt, to the text."""
@@ -117,16 +117,16 @@ class BetterSource:
             else:
                 self.lookups[chain.kind].add(right + 1)
         self._open = remaining
-        self._index.extend(tokens)
+        super().extend(tokens)
 
     def guess(self, length: int) -> list[int]:
         """Return the `length` tokens of a lookup if it is the better source, else none."""
         self._drafted = True
-        place = self._index.place()
+        place = self.place()
         if place is None:
             return []
         kind = self.match(place).bit_length() - 1
-        chain = copy_from(self._index.text, place, length)
+        chain = copy_from(self.text, place, length)
         self._open.append(Open(kind, chain))
         if self.lookups[kind].value <= MARGIN * self.trees.value:
             return []
@@ -135,7 +135,7 @@ class BetterSource:
 
     def match(self, place: int) -> int:
         """Return the tokens before `place` that are those at the text's end."""
-        text, most = self._index.text, min(place, LONGEST_MATCH)
+        text, most = self.text, min(place, LONGEST_MATCH)
         for same in range(self.shortest, most):
             if text[place - 1 - same] != text[-1 - same]:
                 return same
@@ -213,10 +213,7 @@ class WithLookup(Proposer):
                 return tree
             if not everywhere:
                 return replaced(tree, found)
-        chains = self._lookup.chains(root, found)
-        # Of some rounds only, an expectation would be no figure of the reply.
-        chains.informed = None
-        return chains
+        return self._lookup.chains(root, found)
 
     def commit(self, accepted: Accepted) -> None:
         self._lookup.commit(accepted)

@@ -351,7 +351,6 @@ class StaticCache(TreeCache):
         """Return the choices of a new batch over tensors that stay where they are."""
         if draws.sampling not in self._draws:
             self._draws[draws.sampling] = draws.placed(self.capacity)
-            self._draws[draws.sampling].running = self.running
         placed = self._draws[draws.sampling]
         placed.take(draws)
         return placed

@@ -40,14 +40,6 @@ def mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def mix_int(x: int) -> int:
-    """Return `mix` of one Python integer, as an unsigned 64-bit number."""
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
 def row_keys(
     seed: int | Sequence[int], requests: Sequence[tuple[int, int]], device: torch.device
 ) -> Tensor:
@@ -55,17 +47,15 @@ def row_keys(
 
     `seed` is that of all of them, or there is one for each.
     """
-    keys = []
     seeds = seed if isinstance(seed, Sequence) else [seed] * len(requests)
-    for own, (request, sample) in zip(seeds, requests, strict=True):
-        key = 0
-        # The inner hash spreads small numbers, and chaining makes their order count: (1, 2) and
-        # (2, 1) have different keys.
-        for number in (own, request, sample):
-            key = mix_int(key + _GOLDEN + mix_int(number + _GOLDEN))
-        keys.append(_signed(key))
     # Hashed on the host: a batch has few rows, and only once.
-    return torch.tensor(keys, dtype=torch.long, device=device)
+    keys = torch.zeros(len(requests), dtype=torch.long)
+    # The inner hash spreads small numbers, and chaining makes their order count: (1, 2) and (2, 1)
+    # have different keys.
+    for column in (seeds, *zip(*requests, strict=True)):
+        numbers = torch.tensor([_signed(number) for number in column])
+        keys = mix(keys + _STEP + mix(numbers + _STEP))
+    return keys.to(device)
 
 
 def _indices(count: int, device: torch.device) -> Tensor:

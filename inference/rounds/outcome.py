@@ -51,21 +51,14 @@ class Accepted:
     """Each row's accepted node ids, the root's (0) first."""
     tokens: list[list[int]] = field(default_factory=list)
     """Each row's accepted drafts, then the target's own token after them: the next root."""
-    choices: list[list[int]] | None = None
-    """The target's token after every node of the tree `[B][N]`, from the rules that know it."""
     drafted: list[int] = field(default_factory=list)
     """Nodes drafted for each row, without the root and without missing nodes."""
     refused: list[bool] = field(default_factory=list)
     """True for rows in which a draft followed the last accepted node."""
-    expected: list[float] | None = None
-    """Expected tokens of each row, see `Verdict.expected`."""
     overlap: list[list[float]] | None = None
     """`Verdict.overlap` at the accepted nodes that have children."""
     packed: Tensor | None = None
-    """[B, n] int64: all columns that `read` takes apart. Integers are as they are, floats are
-    float32 bit patterns, so that a single integer tensor holds both."""
-    columns: list[tuple[str, int, bool]] = field(default_factory=list)
-    """Name and number of columns of each value in `packed`, and True for floats."""
+    """[B, n] int64: all that `read` takes apart, see `_pack`."""
     shape: TreeShape | None = None
     """Shape of the tree, if all rows share one."""
     _arriving: Callable[[], Any] | None = field(default=None, init=False, repr=False)
@@ -83,7 +76,6 @@ class Accepted:
         # Paths are padded with NO_NODE, so their entries of 0 and above are the accepted nodes.
         counts = (path >= 0).sum(-1)
         path = path.clamp(min=0)  # shorter rows repeat the root
-        packed, columns = _pack(tree, verdict, path, counts)
         return cls(
             path=path,
             counts=counts,
@@ -91,8 +83,7 @@ class Accepted:
             hidden=hidden,
             bonus=verdict.bonus,
             rule=verdict.rule,
-            packed=packed,
-            columns=columns,
+            packed=_pack(tree, verdict, path, counts),
             shape=tree.shape,
         )
 
@@ -108,31 +99,21 @@ class Accepted:
 
     def _unpack(self, rows: list[list[int]]) -> None:
         """Fill in the lists from `packed` on the host."""
-        host: dict[str, list[list]] = {}
-        start = 0
-        for name, width, is_float in self.columns:
-            values = [row[start : start + width] for row in rows]
-            if is_float:  # without torch: a few numbers for each row
-                values = np.array(values, np.int32).view(np.float32).tolist()
-            host[name] = values
-            start += width
-        for row, (count,) in enumerate(host["count"]):
-            self.nodes.append(host["path"][row][:count])
+        width, overlaps = self.path.shape[1], []
+        for count, bonus, drafted, refused, *rest in rows:
+            nodes, tokens, bits = rest[:count], rest[width : width + count], rest[2 * width :]
+            self.nodes.append(nodes)
             # The root's own token was emitted in the round before.
-            self.tokens.append([*host["path_tokens"][row][1:count], *host["bonus"][row]])
-        self.drafted = [count for (count,) in host["drafted"]]
-        self.refused = [bool(flag) for (flag,) in host["refused"]]
-        self.choices = host.get("choices")
-        if "expected" in host:
-            self.expected = [value for (value,) in host["expected"]]
-        if "overlap" in host:
-            assert self.shape is not None, "rules that compare distributions need a fixed shape"
-            # A leaf offers no draft, so that there is nothing to compare.
-            inner = self.shape.children
-            self.overlap = [
-                [overlap[node] for node in nodes if inner[node]]
-                for nodes, overlap in zip(self.nodes, host["overlap"], strict=True)
-            ]
+            self.tokens.append([*tokens[1:], bonus])
+            self.drafted.append(drafted)
+            self.refused.append(bool(refused))
+            if bits:
+                assert self.shape is not None, "rules that compare distributions need a fixed shape"
+                # Without torch: a few numbers for each row.
+                overlap = np.array(bits, np.int32).view(np.float32).tolist()
+                # A leaf offers no draft, so that there is nothing to compare.
+                overlaps.append([overlap[node] for node in nodes if self.shape.children[node]])
+        self.overlap = overlaps or None
 
     def select(self) -> None:
         """Reduce tokens and states to those of the path; if it was read, to its longest row."""
@@ -197,37 +178,21 @@ class Accepted:
         )
 
 
-def _pack(
-    tree: DraftTree, verdict: Verdict, path: Tensor, counts: Tensor
-) -> tuple[Tensor, list[tuple[str, int, bool]]]:
-    """Return `Accepted.packed` and `Accepted.columns`."""
+def _pack(tree: DraftTree, verdict: Verdict, path: Tensor, counts: Tensor) -> Tensor:
+    """Return `Accepted.packed`: four numbers, the path, its tokens, and the overlap at all nodes.
+
+    Floats are float32 bit patterns in it, so that a single integer tensor holds both.
+    """
     # A node that a row does not have holds NO_NODE, which is negative: it was not drafted.
     exists = tree.tokens[:, 1:] >= 0
     # Parents of a shape are `[1, N]`: they broadcast against the rows.
     after_last = exists & (tree.tables.parents[:, 1:] == verdict.node[:, None])
-    values = {
-        # What lies past a row's count is cut off on the host.
-        "path": path,
-        "path_tokens": tree.tokens.gather(1, path),
-        "count": counts[:, None],
-        "bonus": verdict.bonus[:, None],
-        "drafted": exists.sum(-1, keepdim=True),
-        # Integers, since all columns travel in one tensor.
-        "refused": after_last.any(-1, keepdim=True).long(),
-    }
-    if verdict.choices is not None:
-        values["choices"] = verdict.choices
-    if verdict.expected is not None:
-        values["expected"] = verdict.expected[:, None]
+    numbers = [counts, verdict.bonus, exists.sum(-1), after_last.any(-1).long()]
+    # What lies past a row's count is cut off on the host.
+    parts = [torch.stack(numbers, dim=1), path, tree.tokens.gather(1, path)]
     if verdict.overlap is not None:
-        values["overlap"] = verdict.overlap
-    columns, integers = [], []
-    for name, value in values.items():
-        is_float = value.is_floating_point()
-        # The bits of a float32, in int64 as the other columns.
-        integers.append(value.float().contiguous().view(torch.int32).long() if is_float else value)
-        columns.append((name, value.shape[1], is_float))
-    return torch.cat(integers, dim=1), columns
+        parts.append(verdict.overlap.float().contiguous().view(torch.int32).long())
+    return torch.cat(parts, dim=1)
 
 
 def _rows(states: Tensor, path: Tensor) -> Tensor:

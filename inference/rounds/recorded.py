@@ -181,7 +181,7 @@ class RecordedRound:
         draws.forget_noise()
         # The lists of the host belong to one round.
         lists: Any = {"nodes": [], "tokens": [], "drafted": [], "refused": []}
-        fresh = replace(accepted, **lists, choices=None, expected=None, overlap=None)
+        fresh = replace(accepted, **lists, overlap=None)
         return fresh, self._place if proposer.traceable else None
 
     def _record(self, body: Callable[[], Accepted]) -> Accepted | None:

@@ -32,8 +32,6 @@ class Draws:
         # text, is not changed by it.
         self._text = text
         self.lengths = lengths.clone()  # [B]: position of the root, which moves on in place
-        self.running: Tensor | None = None
-        """[B]: 0 for rows that idle in a batch of fixed size; None where rows that end leave."""
         # [B, D, V]: noise of the positions after this round's roots, or None
         self._noise: Tensor | None = None
 
@@ -179,12 +177,7 @@ class Draws:
         return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
     def rank(
-        self,
-        logits: Tensor,
-        depth: int,
-        count: int,
-        paths: Tensor | None,
-        score_temperature: float = 1.0,
+        self, logits: Tensor, depth: int, count: int, paths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the target's likeliest choices after nodes of one depth, as the drafter judges.
 
@@ -195,10 +188,6 @@ class Draws:
         target will choose wherever the two agree. A score is a log-softmax in units of the logits:
         as T goes to 0 it becomes the plain log-probability. Never use this for a rule that compares
         distributions, which needs draws (`sample`).
-
-        `score_temperature` divides the logits before the log-softmax. Below 1 the best token of
-        each node counts for more, as it should at T = 0
-        (docs/verification.md#score-temperature).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
@@ -208,8 +197,6 @@ class Draws:
             scores = scores * self.sampling.temperature
         # scores are summed along a path, and bfloat16 would round the sums
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        if score_temperature != 1:
-            scores = scores / score_temperature
         best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 

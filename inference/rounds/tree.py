@@ -46,19 +46,6 @@ class TreeShape:
         # The root's NO_NODE is -1, which continues the row: -1, 0, 1 for two drafts.
         return cls(tuple(range(-1, length)))
 
-    @classmethod
-    def wide(cls, widths: tuple[int, ...]) -> TreeShape:
-        """Return the tree in which every node of depth d has `widths[d]` children."""
-        # Example: widths (2, 1) give the parents -1, 0, 0, 1, 2.
-        parents, level = [NO_NODE], [0]
-        for width in widths:
-            below = []
-            for node in level:
-                below += range(len(parents), len(parents) + width)
-                parents += [node] * width
-            level = below
-        return cls(tuple(parents))
-
     @property
     def nodes(self) -> int:
         """Number of nodes with the root."""
@@ -172,12 +159,6 @@ class DraftTree:
     probs: Tensor | None = None
     """[B, N, V]: distribution that the children of each node were drawn from, for the rules that
     compare distributions."""
-    scores: Tensor | None = None
-    """[B, N] float64: for a tree that was chosen by scores, the sum of the scores along each node's
-    path; inf for the root."""
-    informed: bool | None = None
-    """True if the drafts depend on the target's noise at their positions. Their probabilities are
-    no estimate of acceptance then. None: they do under the coupled rule, and under no other."""
     _tables: TreeTables | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -187,10 +168,6 @@ class DraftTree:
         else:
             assert self.parents is not None, "a tree without a shape needs its parents"
 
-    def keep(self, rows: Tensor) -> DraftTree:
-        """Return the trees of the batch rows `rows` alone."""
-        return replace(self, **{name: part[rows] for name, part in self._tensors().items()})
-
     def clone(self) -> DraftTree:
         """Return the same trees in memory of their own."""
         return replace(self, **{name: part.clone() for name, part in self._tensors().items()})
@@ -199,10 +176,10 @@ class DraftTree:
     def form(self) -> tuple[Any, ...]:
         """All that a recorded round of these trees is fixed to: shapes, and which fields there are.
 
-        A drafter with a lookup drafts trees with scores in one round and chains without in another.
+        A drafter with a lookup drafts trees in one round and chains in another.
         """
         sizes = ((name, part.shape, part.dtype) for name, part in self._tensors().items())
-        return self.shape, self.levels, self.informed, *sizes
+        return self.shape, self.levels, *sizes
 
     def copy_(self, other: DraftTree) -> None:
         """Take over the values of trees of the same `form`."""
@@ -212,7 +189,7 @@ class DraftTree:
         self._tables = None
 
     def _tensors(self) -> dict[str, Tensor]:
-        parts = {name: getattr(self, name) for name in ("tokens", "parents", "probs", "scores")}
+        parts = {name: getattr(self, name) for name in ("tokens", "parents", "probs")}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property

@@ -22,9 +22,9 @@ from ..evaluation.measure import distinct_names
 from ..keys import read_key
 from ..profile import TuningProfile, read_profile
 from ..proposer import Proposer
-from ..proposers.plain import PlainDecoding
-from ..targets.generation_settings import other_sampling
+from ..proposers.ngram import PlainDecoding
 from ..targets.target import Target, load_for_decoding
+from ..targets.target_files import other_sampling
 from .options import ServeOptions as Options
 
 KEY = "DRAFTSMITH_API_KEY"

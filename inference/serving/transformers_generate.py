@@ -22,7 +22,7 @@ from ...heads.pretrained import end_ids
 from ..api import Decoder, load
 from ..decode import Request, decode
 from ..settings import Sampling
-from ..targets.generation_settings import not_applied
+from ..targets.target_files import not_applied
 
 DEFAULT_TOP_K = 50  # of transformers where it samples and nothing else is said
 NOT_RETURNED = (

@@ -144,16 +144,8 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
     """The same as in OLMo hybrid: a matrix for each part, and a strength of up to 2."""
 
     needs = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "a_proj",
-        "b_proj",
-        "g_proj",
-        "o_norm",
-        "A_log",
-        "conv1d",
-    )
+        "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "A_log", "conv1d"
+    )  # fmt: skip
 
     def project(self, x: Tensor) -> tuple[Tensor, Any]:
         module = self.module

@@ -21,13 +21,13 @@ from ..rounds.recorded import prepare_to_compile
 from ..settings import TargetConfig, check_dtype
 from .adapter import merge_adapter
 from .causal_model import CausalModel
-from .generation_settings import not_applied
 from .model_head import ModelHead
 from .spread import load_spread
 from .target_files import (
     base_and_adapter,
     check_config,
     check_fits,
+    not_applied,
     read_model,
     read_tokenizer,
 )

@@ -1,10 +1,10 @@
-"""Reading of a target's files: errors of one line, and the memory that its weights will take."""
+"""Reading of a target's files: errors of one line, the memory that its weights will take, and the
+settings of its generation_config that decoding here does not apply."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ...heads.files import read_json
 from ...heads.layout import dtype_name
 from ...heads.pretrained import clear_errors
 from ...heads.stored_tensors import header
-from ..settings import TargetConfig
+from ..settings import Sampling, TargetConfig
 
 HUB = "https://huggingface.co/"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number
@@ -172,38 +172,18 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 """Types that loading converts, by the names of safetensors."""
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Sizes of the weights in a folder's safetensors files."""
+def loaded_bytes(folder: str | Path, dtype: torch.dtype) -> int:
+    """Return the bytes in memory of the weights in a folder's safetensors files, in `dtype`.
 
-    floats: int
-    """Number of elements that loading converts to the type asked for."""
-    stored_bytes: int
-    """Bytes of all tensors as they are stored."""
-    other_bytes: int
-    """Bytes of the tensors that loading leaves as they are, such as quantised ones."""
-
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights in memory, in `dtype`."""
-        return self.floats * dtype.itemsize + self.other_bytes
-
-
-def footprint(folder: str | Path) -> Footprint | None:
-    """Return the footprint of the model in a folder; None of one without safetensors files.
-
-    Raises `UserError` for a file whose header cannot be read.
+    Quantised tensors stay as they are. Raises `UserError` for a file whose header cannot be read.
     """
-    floats = stored_bytes = other_bytes = 0
-    files = sorted(Path(folder).glob("*.safetensors"))
-    for file in files:
+    total = 0
+    for file in sorted(Path(folder).glob("*.safetensors")):
         for tensor in header(file).values():
             start, end = tensor.data_offsets
-            stored_bytes += end - start
-            if tensor.dtype in FLOATS:
-                floats += prod(tensor.shape)
-            else:
-                other_bytes += end - start
-    return Footprint(floats, stored_bytes, other_bytes) if files else None
+            converted = tensor.dtype in FLOATS
+            total += prod(tensor.shape) * dtype.itemsize if converted else end - start
+    return total
 
 
 def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:
@@ -212,23 +192,99 @@ def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> Non
     The system would kill the process without a message. Nothing is checked for a GPU (its allocator
     raises an error), for a name on the hub, and for a `dtype` that is known only after loading.
     """
-    weights = footprint(path)
-    if weights is None or device.type != "cpu" or not isinstance(dtype, torch.dtype):
+    if device.type != "cpu" or not isinstance(dtype, torch.dtype):
         return
-    needed, installed = weights.loaded_bytes(dtype), psutil.virtual_memory().total
-    if needed > installed:
-        raise UserError(f"target {path} needs {too_large(weights, dtype, needed, installed)}")
-
-
-def too_large(found: Footprint, dtype: torch.dtype, needed: int, there: int) -> str:
-    """Return a phrase on `needed` bytes of weights in `dtype`, of `there` bytes, with a remedy."""
+    needed, installed = loaded_bytes(path, dtype), psutil.virtual_memory().total
+    if needed <= installed:
+        return
     remedy = "use a machine with more memory, or share it between ranks with target.spread=fsdp"
-    halved = found.loaded_bytes(torch.bfloat16)
-    if dtype.itemsize > 2 and halved < there:
+    halved = loaded_bytes(path, torch.bfloat16)
+    if dtype.itemsize > 2 and halved < installed:
         remedy = f"give --target.dtype bfloat16, which needs {gigabytes(halved)}"
-    name = dtype_name(dtype)
-    return f"{gigabytes(needed)} in {name}, of {gigabytes(there)} that there are; {remedy}"
+    raise UserError(
+        f"target {path} needs {gigabytes(needed)} in {dtype_name(dtype)}, of "
+        f"{gigabytes(installed)} that there are; {remedy}"
+    )
 
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB"
+
+
+APPLIED = {"eos_token_id", "repetition_penalty"}
+"""Settings of a generation_config that decoding here applies."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Settings of sampling, which are given with every command, see `other_sampling`."""
+
+WITHOUT_EFFECT = {
+    # lengths: every command has one of its own
+    *("max_length", "max_new_tokens"),
+    # of beams and groups of them, which `num_beams` and `num_beam_groups` ask for
+    *("early_stopping", "length_penalty", "diversity_penalty"),
+    # how a token is computed
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"),
+    *("prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config"),
+    # drafts, which do not change the text
+    *("use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("assistant_ensemble_weight", "target_lookbehind", "speculation_type"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    # what is returned next to the text, and how often
+    *("num_return_sequences", "return_dict_in_generate", "output_attentions"),
+    *("output_hidden_states", "output_scores", "output_logits"),
+    # scores that are finite, of which only the order or the softmax is taken
+    *("remove_invalid_values", "renormalize_logits"),
+    # tokens outside of the text, and of models with an encoder
+    *("pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    "transformers_version",
+}
+"""Settings that change no reply. A setting that is in no list here changes it: what a later version
+of transformers adds is named, not passed over."""
+
+OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("token_healing", "dola_layers"), (False,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"), ([],)),
+    **dict.fromkeys(("stop_strings", "force_words_ids", "constraints"), ([],)),
+}
+"""Values by which a setting changes nothing, besides the default of its class."""
+
+
+def not_applied(config: Any) -> dict[str, Any]:
+    """Return the settings of a `GenerationConfig` that change the text of `generate`, and not ours.
+
+    Keys that the class does not have are left out: `generate` does not read them.
+    """
+    found = {}
+    for name, default in vars(type(config)()).items():
+        if name[0] == "_" or name in APPLIED or name in SAMPLING or name == "do_sample":
+            continue
+        value = getattr(config, name, default)
+        if name not in WITHOUT_EFFECT and value not in (None, default, *OFF.get(name, ())):
+            found[name] = value
+    return found
+
+
+def other_sampling(config: Any, sampling: Sampling) -> str:
+    """Return a line on the sampling that a `GenerationConfig` asks for, "" if it is `sampling`.
+
+    Model makers recommend it there, and servers take it where a request names none.
+    """
+    own = {name: getattr(config, name, None) for name in SAMPLING}
+    different = [
+        f"{name}={value}"
+        for name, value in own.items()
+        if value is not None and value != getattr(sampling, name)
+    ]
+    # Without `do_sample` transformers is greedy, and the others are left from its defaults.
+    if not different or not getattr(config, "do_sample", False):
+        return ""
+    ours = ", ".join(f"{name}={getattr(sampling, name):g}" for name in SAMPLING)
+    return (
+        f"generation_config.json recommends sampling with {', '.join(different)}, which servers "
+        f"take by default; here {ours} are taken unless others are given"
+    )

@@ -28,7 +28,7 @@ from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.accept import recursive
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import TreeShape

@@ -25,7 +25,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.masks import with_replies
 from draftsmith.inference.targets.target import load_for_decoding

@@ -37,7 +37,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round, split, tau
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
 from draftsmith.inference.settings import TargetConfig

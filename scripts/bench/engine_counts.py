@@ -35,7 +35,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding

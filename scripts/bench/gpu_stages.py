@@ -38,7 +38,7 @@ from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import KeptCache, TreeCache
 from draftsmith.inference.rounds.device import prepare
 from draftsmith.inference.rounds.sampling import Draws

@@ -60,7 +60,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
 }  # fmt: skip
 # Four children of the root, two of each, and chains of these: 29 nodes, of which the first 26.
-WIDE = TreeShape(TreeShape.wide((4, 2, 1, 1)).parents[:26])
+WIDE = TreeShape((-1, *[0] * 4, *[n // 2 + 1 for n in range(8)], *range(5, 13), *range(13, 18)))
 SHAPES = {1: TreeShape.chain(0), 6: TreeShape.chain(5), 26: WIDE}
 CONTEXT = 128
 

@@ -38,7 +38,7 @@ class Recorder:
     """Stands in for a proposer's plan: drafts the text's own next tokens, so many of them right,
     and notes the logits of every draft: `seen[row of the batch][position of the root]` `[D, V]`."""
 
-    width, threshold = 1, 0.0
+    width = 1
 
     def __init__(self, texts: list[list[int]], drafts: int, right: int) -> None:
         self.length = self.nodes = drafts
@@ -168,7 +168,7 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
         ranks = ranks[..., 0] if drafter.method == "dspark" else ranks
         accepted = accepted_in_chains(ranks, drafter.drafts)
         ways: list[dict[str, Any]] = [{}, {"width": 3, "nodes": 9}]
-        for settings in [*ways, {"threshold": 0.2}] if drafter.method == "dspark" else ways:
+        for settings in ways:
             proposer = proposer_of(drafter, **settings)
             expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
             found = emitted_per_round(generate_one(target, proposer, prompt, limit))

@@ -29,7 +29,7 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds import noise
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
@@ -202,7 +202,7 @@ def test_coupled_text_of_real_targets_equals_the_oracle(
         ]
         specs += [
             str(ROOT / "scripts/quickstart/drafters/distill") + f":{s}"
-            for s in ("length=4", "threshold=auto", "length=3,width=2")
+            for s in ("length=4", "length=3,width=2")
         ]
         for name in ("eagle1", "eagle3"):
             specs += [

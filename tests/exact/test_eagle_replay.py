@@ -13,7 +13,7 @@ from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import Accepted
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import Target

@@ -33,13 +33,14 @@ from tests.helpers.architectures import (
 )
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.trained import chat_prompts, story_prompts, trained_artifact
+from tests.helpers.trees import wide_tree
 
 BATCH = 8
 SAMPLED = ("llama", "gpt2")
 """Architectures with every drafter in the default tests; `test_families.py` samples others."""
 
-SIXTEEN_NODES = TreeShape.wide((3, 2, 1))
-SIXTY_NODES = TreeShape(TreeShape.wide((4, 3, 2, 1)).parents[:60])
+SIXTEEN_NODES = wide_tree((3, 2, 1))
+SIXTY_NODES = TreeShape(wide_tree((4, 3, 2, 1)).parents[:60])
 DRAFT_MODEL = ROOT / "scripts" / "quickstart" / "draft_model"
 
 
@@ -227,7 +228,7 @@ def test_quickstart_target_matches_greedy_generate(quickstart: Target, count: in
                 f"{folder}:length=4,width=1", quickstart, print
             )
     folder = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
-    for settings in ("length=4", "threshold=auto", "length=4,width=3,nodes=9"):
+    for settings in ("length=4", "length=4,width=3,nodes=9"):
         trained[f"committed distill {settings}"] = load_proposer(
             f"{folder}:{settings}", quickstart, print
         )

@@ -9,7 +9,7 @@ import torch
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.tree_plan import grow
 from draftsmith.inference.replay import replay
 from draftsmith.inference.targets.causal_model import Hidden

@@ -143,7 +143,6 @@ def rounds(
         path = [0, *range(2, count + 1)] if accepted.shape is None else list(range(count))
         accepted.tokens, accepted.nodes = [[7] * count] * rows, [path] * rows
         accepted.drafted, accepted.refused = [levels] * rows, [False] * rows
-        accepted.choices = [[7] * 64] * rows
 
     original = decode._RunningBatch.round
     seen = Counter[str]()

@@ -57,8 +57,6 @@ def test_what_is_saved_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None
     ours, theirs = dict(drafter.named_parameters()), dict(loaded.named_parameters())
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "fc.weight")
     ways = [("width=1", drafter.drafts), ("nodes=6,width=3", 6), ("length=2,nodes=5", 5)]
-    if drafter.method == "dspark":
-        ways.append(("threshold=0.5", drafter.drafts))
     for settings, nodes in ways:
         proposer = load_proposer(f"{tmp_path / 'd'}:{settings}", target, pytest.fail)
         assert (

@@ -44,8 +44,7 @@ from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
@@ -327,9 +326,6 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
         "plain": PlainDecoding(),
         "ngram": NgramLookup(length=5),
         "draft-model chain": DraftModelProposer(drafter, target.vocab_size, TreeSettings(length=3)),
-        "draft-model adaptive": DraftModelProposer(
-            drafter, target.vocab_size, TreeSettings(length=5, threshold=0.3)
-        ),
         "draft-model tree": DraftModelProposer(
             drafter, target.vocab_size, TreeSettings(length=3, width=3, nodes=9)
         ),
@@ -346,7 +342,7 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
         ),
         "dflash chain": proposer_of(random_block(target)),
         "dflash tree": proposer_of(random_block(target), width=9, nodes=9),
-        "dspark adaptive": proposer_of(random_block(target, "dspark"), threshold=0.3),
+        "dspark chain": proposer_of(random_block(target, "dspark"), width=1),
         "dspark tree": proposer_of(random_block(target, "dspark"), width=3, nodes=9),
     }
     branching = TreeSettings(length=3, width=2, nodes=6)

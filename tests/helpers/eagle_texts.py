@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from draftsmith.inference.decode import generate, generate_one
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 
 
 def own_texts(target: Target, prompts: list[list[int]], limit: int) -> list[tuple[list[int], int]]:
-    from draftsmith.inference.proposers.plain import PlainDecoding
+    from draftsmith.inference.proposers.ngram import PlainDecoding
 
     replies = generate(target, PlainDecoding(), prompts, limit, eos_ids=frozenset())
     return [

@@ -13,8 +13,7 @@ from draftsmith.heads.errors import UserError, first_line
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.targets.target import Target, checked
 from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import make_tokenizer

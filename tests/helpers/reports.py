@@ -55,7 +55,7 @@ def sample(tokens: list[str], came: list[int]) -> dict[str, Any]:
 
 
 def made(
-    batches: tuple[int, ...] = (1,), temperatures: tuple[float, ...] = (0.0,), lossless: bool = True
+    batches: tuple[int, ...] = (1,), temperatures: tuple[float, ...] = (0.0,)
 ) -> dict[str, Any]:
     """A report as `draftsmith evaluate` writes it, with numbers that are easy to find again."""
     settings = []
@@ -73,7 +73,6 @@ def made(
                 {
                     "temperature": temperature,
                     "batch": batch,
-                    "lossless": lossless,
                     "drafters": drafters,
                 }
             )

@@ -14,7 +14,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.proposers.tree_plan import grow
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target

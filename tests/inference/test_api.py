@@ -159,15 +159,6 @@ def test_a_dtype_may_be_torchs_own() -> None:
     assert load(str(QUICKSTART), device="cpu", dtype=torch.bfloat16).target.dtype == torch.bfloat16
 
 
-def test_lossy_replies_are_flagged(quickstart: Target) -> None:
-    decoder = load(quickstart, "ngram")
-    assert not decoder.generate(PROMPT, 20, temperature=1.0, rule="lossy-typical").lossless
-    assert decoder.generate(PROMPT, 20, temperature=1.0).lossless
-    assert decoder.generate(PROMPT, 20, rule="lossy-typical").lossless, (
-        "at T = 0 it is greedy decoding"
-    )
-
-
 def test_compilation_without_a_compiler_is_a_clear_error(
     quickstart: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,7 @@ MODEL = QUICKSTART.parent / "draft_model"
         (f"{DRAFTERS}/dspark:length=8,nodes=3", "a tree of 8 levels needs at least as many nodes"),
         (f"{DRAFTERS}/dspark:lookup_length=4", "give lookup too"),
         (f"{DRAFTERS}/dspark:dtype=int8", "dtype=int8 is no type that a drafter can have"),
-        (f"{DRAFTERS}/dspark:threshold=2", "threshold must be a probability between 0"),
         (f"{DRAFTERS}/eagle3:width=2000", "width can be 1024 at most"),
-        (f"{DRAFTERS}/eagle3:score_temperature=0", "score_temperature must be above 0"),
         (
             f"{DRAFTERS}/medusa:tree=best",
             "has no setting 'tree'; there are: length, width, nodes",
@@ -53,9 +51,9 @@ def test_settings_are_looked_at_without_a_target(spec: str, said: str) -> None:
     [
         "none", "ngram:length=8", "ngram:length=4,name=short",
         f"{DRAFTERS}/dspark:dtype=bf16,length=3,width=4,nodes=4",
-        f"{DRAFTERS}/dspark:threshold=0.3", f"{DRAFTERS}/eagle3:length=2,width=1",
+        f"{DRAFTERS}/dspark:length=3", f"{DRAFTERS}/eagle3:length=2,width=1",
         f"{DRAFTERS}/eagle3:nodes=8,lookup=3", f"{DRAFTERS}/medusa:width=1,length=2",
-        f"{DRAFTERS}/distill:threshold=0.3",
+        f"{DRAFTERS}/distill:length=3",
         f"{MODEL}:length=4,name=small-1.5", "missing.d",
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ def test_own_drafters_are_evaluated_by_command_and_python(
         def propose(self, root: Any, draws: Any) -> Any:
             from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 
-            return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
+            return DraftTree(root[:, None], TreeShape.chain(0))
 
     report = draftsmith.evaluate(
         quickstart, [f"{MODULE}:LastSeen", f"{MODULE}:LastSeen:length=1", Mine()], prompts,

@@ -72,7 +72,7 @@ def test_bools_infinities_and_what_is_out_of_range_are_refused(name: str, value:
     ],
 )
 def test_the_limits_of_the_ranges_are_decoded(tiny: Target, sampling: Sampling) -> None:
-    from draftsmith.inference.proposers.plain import PlainDecoding
+    from draftsmith.inference.proposers.ngram import PlainDecoding
 
     prompts = [[5, 6, 7, 5, 6], [9, 8]]
     found = generate(tiny, NgramLookup(length=3), prompts, 12, sampling)
@@ -81,7 +81,7 @@ def test_the_limits_of_the_ranges_are_decoded(tiny: Target, sampling: Sampling) 
 
 
 def test_at_the_lowest_temperature_the_text_is_the_greedy_one(tiny: Target) -> None:
-    from draftsmith.inference.proposers.plain import PlainDecoding
+    from draftsmith.inference.proposers.ngram import PlainDecoding
 
     cold = generate(tiny, PlainDecoding(), [[5, 6, 7]], 12, Sampling(temperature=LEAST_TEMPERATURE))
     greedy = generate(tiny, PlainDecoding(), [[5, 6, 7]], 12)

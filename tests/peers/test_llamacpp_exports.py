@@ -31,7 +31,7 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.proposers.dflash import DFlashProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.exported import (

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import mtp

@@ -155,7 +155,7 @@ def test_wrong_input_of_other_commands_is_one_line(
     for option, value, message in (
         ("--temperature", "-1", "temperature must be 0 or more, not -1"),
         ("--top-p", "1.5", "top_p must be above 0 and at most 1"),
-        ("--rule", "exact", "lossy-typical"),
+        ("--rule", "exact", "recursive"),
         (
             "--drafter",
             "ngram:size=3",

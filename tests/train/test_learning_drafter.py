@@ -102,7 +102,6 @@ def test_the_training_pass_and_drafting_agree(quickstart: Target, trained: Path)
     "tree",
     [
         "",
-        ",threshold=0.5",
         *(pytest.param(t, marks=pytest.mark.full) for t in (",width=1,length=5", ",nodes=9")),
     ],
 )

@@ -36,9 +36,9 @@ from ...inference.evaluation.measure import difference, distinct_names
 from ...inference.evaluation.remarks import busy_now, slower
 from ...inference.metrics import emitted_per_round, tau, time_per_token
 from ...inference.profile import TuningProfile, read_profile
-from ...inference.proposers.plain import PlainDecoding
-from ...inference.targets.generation_settings import other_sampling
+from ...inference.proposers.ngram import PlainDecoding
 from ...inference.targets.target import load_for_decoding
+from ...inference.targets.target_files import other_sampling
 from .options import GenerateOptions as Options
 
 HEADING = 60  # characters of a prompt that are shown above its reply
@@ -198,9 +198,6 @@ def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
 def say(reply: Generation, options: Options) -> None:
     """Print the tokens, rounds, tau and speed of a reply on stderr."""
     rounds = len(reply.rounds)
-    lossy = ""
-    if not options.sampling.lossless:
-        lossy = " (LOSSY: typical acceptance does not keep the target's distribution)"
     summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
     seconds = time_per_token(reply)
     speed = f", {1 / seconds:,.0f} tokens/s" if seconds else ""
@@ -210,7 +207,7 @@ def say(reply: Generation, options: Options) -> None:
     }
     ended = endings.get(reply.finish_reason, "")
     print(
-        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}{lossy}",
+        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}",
         file=sys.stderr,
     )
 

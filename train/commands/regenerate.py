@@ -29,9 +29,9 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.conversations.templates import endless, warn_of_plain_text
 from ...inference.decode import Request, decode
 from ...inference.keys import headers_with_key
-from ...inference.proposers.plain import PlainDecoding
-from ...inference.targets.generation_settings import other_sampling
+from ...inference.proposers.ngram import PlainDecoding
 from ...inference.targets.target import Target, load_for_decoding
+from ...inference.targets.target_files import other_sampling
 from ..data.templates import cut_replies
 from .options import RegenerateOptions as Options
 from .replies import regenerate_on_server

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from ...heads.errors import UserError
 from ...inference.console import Progress
 from ...inference.decode import Generation, Request, generate
-from ...inference.proposers.plain import PlainDecoding
+from ...inference.proposers.ngram import PlainDecoding
 from ...inference.targets.causal_model import CausalModel
 from ..config import Rollouts
 from .batches import Batches, Document, pack_rows

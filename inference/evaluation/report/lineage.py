@@ -101,12 +101,12 @@ def merged(part: Part) -> Report:
 
     Plain decoding and baselines are those of the last report that has them, as is all else.
     """
-    settings: dict[tuple[float, int, bool], SettingFigures] = {}
+    settings: dict[tuple[float, int], SettingFigures] = {}
     sizes: dict[str, int | None] = {}
     for number, (label, (_, report)) in enumerate(zip(part.labels, part.reports, strict=True)):
         names = {own[number]: f"{name}, {label}" for name, (own, _) in part.drafters.items()}
         for setting in report.settings:
-            key = setting.temperature, setting.batch, setting.lossless
+            key = setting.temperature, setting.batch
             drafters = {**settings[key].drafters} if key in settings else {}
             for name, figures in setting.drafters.items():
                 drafters[names.get(name, name)] = figures

@@ -153,10 +153,10 @@ def looks_of(reports: Sequence[Report]) -> dict[str, int]:
 
 
 def smallest(report: Report) -> list[SettingFigures]:
-    """Return the setting of the smallest batch for each temperature, lossless and lossy apart."""
-    found: dict[tuple[float, bool], SettingFigures] = {}
+    """Return the setting of the smallest batch for each temperature."""
+    found: dict[float, SettingFigures] = {}
     for setting in sorted(report.settings, key=lambda setting: setting.batch):
-        found.setdefault((setting.temperature, setting.lossless), setting)
+        found.setdefault(setting.temperature, setting)
     return [setting for setting in report.settings if any(setting is s for s in found.values())]
 
 
@@ -178,16 +178,7 @@ def others_folded(report: Report, draw: Callable[[SettingFigures], list[Block]])
 def verdict(report: Report) -> list[Block]:
     """Return what a reader has to know before any figure, the headline, and tau and speed-up."""
     said = []
-    if lossy := [caption(s) for s in report.settings if not s.lossless]:
-        said.append(
-            text(
-                "⚠ LOSSY: typical acceptance does not keep the target's distribution "
-                f"({'; '.join(lossy)}). Replies differ from the target's own in distribution, and "
-                "speed-ups are not those of lossless decoding.",
-                "lossy",
-            )
-        )
-    elif report.settings:
+    if report.settings:
         said.append(text("✓ lossless: every rule used keeps the target's distribution", "lossless"))
     said += [text(f"{line}.", "verdict") for line in headline(report)]
     taus, gains = [], []
@@ -284,15 +275,14 @@ def speed(report: Report) -> list[Block]:
     """Return a chart of the speed-up over batch sizes for each temperature that has several."""
     made = []
     for first in smallest(report):
-        kind = first.temperature, first.lossless
-        same = [s for s in report.settings if (s.temperature, s.lossless) == kind]
+        same = [s for s in report.settings if s.temperature == first.temperature]
         rows = []
         for setting in sorted(same, key=lambda setting: setting.batch):
             for name, s in drafting(setting):
                 low, high = ends(s.speedup_ci95) or (None, None)
                 rows += points(name, {setting.batch: s.speedup}, low=low, high=high, point=True)
         note = "lines: 95% intervals; dashed across: plain decoding"
-        title = f"Speed-up, T = {first.temperature:g}{'' if first.lossless else ', LOSSY'}"
+        title = f"Speed-up, T = {first.temperature:g}"
         axes = {"x": "batch size (requests)", "y": SPEED_UP, "low": 0, "rule": 1, "log": True}
         if len(same) > 1:
             made.append(chart("lines", title, note, rows, **axes))

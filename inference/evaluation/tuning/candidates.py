@@ -23,8 +23,7 @@ from ...costs import GPUS, gpu_named
 from ...drafters import load_proposer, parse_spec
 from ...proposer import Proposer
 from ...proposers.default_tree import chain_of, expected_gain
-from ...proposers.ngram import LookupProposer
-from ...proposers.plain import PlainDecoding
+from ...proposers.ngram import LookupProposer, PlainDecoding
 from ...proposers.tree_plan import Planned, TreePlan, grow
 from ...proposers.with_lookup import WithLookup
 from ...targets.target import Target
@@ -40,9 +39,6 @@ CHAINS, TREES, FIXED = 3, 4, 1
 # Where nothing is known of a drafter.
 USUAL_CHAINS = (1, 2, 3, 5, 8)
 USUAL_TREES = ((2, 2, 4), (3, 4, 8), (5, 4, 16))
-# Of dynamic trees at T = 0, where a drafter's best token is right more often than its probability
-# says (docs/verification.md#score-temperature).
-SCORE_TEMPERATURE = 0.7
 LOOKUPS = (1, 2, 4, 6, 8, 12, 16)
 
 
@@ -71,7 +67,7 @@ class Candidate:
 PLAIN = Candidate("plain decoding", {}, PlainDecoding)
 
 
-def candidates(spec: str, target: Target, batch: int, temperature: float) -> list[Candidate]:
+def candidates(spec: str, target: Target, batch: int) -> list[Candidate]:
     """Return the candidates of the drafter `spec`, the default one first.
 
     The default is what a user gets without a profile (`proposers.default_tree`). Raises `UserError`
@@ -89,9 +85,6 @@ def candidates(spec: str, target: Target, batch: int, temperature: float) -> lis
         make: Any = partial(load_proposer, spec, target, silent)
     else:
         settings, make = _planned(proposer, spec, target, batch), partial(_follow, proposer)
-        for setting in settings[1:]:
-            if temperature == 0 and _kind_of(setting) == "dynamic":
-                setting["score_temperature"] = SCORE_TEMPERATURE
     distinct: list[Candidate] = []
     for setting in settings:
         if all(setting != other.setting for other in distinct):
@@ -102,12 +95,8 @@ def candidates(spec: str, target: Target, batch: int, temperature: float) -> lis
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raise `UserError` for drafters without a chain or tree to choose, and adaptive chains."""
-    if isinstance(proposer, Planned):
-        if proposer.plan.threshold:
-            raise UserError("tune chooses a chain's length itself; leave out threshold")
-        return
-    if isinstance(proposer, LookupProposer):
+    """Raise `UserError` for drafters without a chain or tree to choose."""
+    if isinstance(proposer, Planned | LookupProposer):
         return
     if isinstance(proposer, WithLookup):
         raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")
@@ -192,8 +181,6 @@ def _setting_of(plan: TreePlan) -> JsonObject:
     setting: JsonObject = {"length": plan.length, "width": plan.width}
     if plan.width > 1:
         setting["nodes"] = plan.nodes
-        if plan.score_temperature != 1:
-            setting["score_temperature"] = plan.score_temperature
     return setting
 
 

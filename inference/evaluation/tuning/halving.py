@@ -18,7 +18,7 @@ from ... import metrics
 from ...conversations.choice import alternately, number_of
 from ...conversations.prompts import Prompt
 from ...decode import Generation, Request, generate
-from ...proposers.plain import PlainDecoding
+from ...proposers.ngram import PlainDecoding
 from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain

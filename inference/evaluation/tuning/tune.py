@@ -94,7 +94,7 @@ def run(options: Options) -> None:
             if (row := journal.get(key)) is None:
                 # What earlier parts have left of the time is shared by those that remain.
                 left = max(seconds - (time.monotonic() - started), 0) / (len(parts) - number)
-                ways = candidates(spec, target, batch, sampling.temperature)
+                ways = candidates(spec, target, batch)
                 row = tuned_row(target, ways, prompts, batch, sampling, left, tick)
                 journal.put(key, row)
             drafters[key_of(spec)].append(row)

@@ -40,7 +40,7 @@ def written(
     }
     plain: dict[str, Any] = {**figures, "per_request": []}
     drafters = {"plain": plain, "ngram": plain, name: {**figures, "per_request": requests}}
-    setting = {"temperature": temperature, "batch": 1, "lossless": True, "drafters": drafters}
+    setting = {"temperature": temperature, "batch": 1, "drafters": drafters}
     return {"settings": [setting], "prompt_set": {"sha256": sha, "prompts": 20}}
 
 

@@ -13,8 +13,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine, as_in_engine
 from draftsmith.inference.evaluation.evaluate import Options, check
-from draftsmith.inference.metrics import mean
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
@@ -98,7 +97,7 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
     requests = [
         Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 16))
     ]
-    tau, expected = {}, None
+    tau = {}
     for rule in ("coupled", "match"):
         proposer = load_proposer(f"{DRAFT_MODEL}:length=3", quickstart, print)
         rounds = [
@@ -109,10 +108,7 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
             for r in g.rounds
         ]
         tau[rule] = 1 + sum(r.accepted for r in rounds) / len(rounds)
-        if rule == "match":
-            expected = mean([r.expected for r in rounds])
     assert tau["match"] < tau["coupled"]
-    assert expected == pytest.approx(tau["match"], rel=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -232,10 +232,7 @@ def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) ->
         greedy["drafters"]["draft_model"]["equal_to_ar"] == 6
         and sampled["drafters"]["draft_model"]["equal_to_ar"] is None
     )
-    assert (
-        sampled["drafters"]["longer"]["verify_mode"] == ["match"]
-        and sampled["drafters"]["longer"]["rb_tau"] > 1
-    )
+    assert sampled["drafters"]["longer"]["verify_mode"] == ["match"]
 
 
 @pytest.mark.full

@@ -224,9 +224,7 @@ def false_alarms(draws: int, categories: int, prompts: int, seed: int) -> float:
             requests=len(requests), tau_incl_bonus=1.0, tau_ci95=None, tokens_s=None,
             mean_n_draft=DRAFTS, per_request=requests,
         )  # fmt: skip
-        setting = SettingFigures(
-            temperature=0.0, batch=1, lossless=True, drafters={"plain": plain, "head": head}
-        )
+        setting = SettingFigures(temperature=0.0, batch=1, drafters={"plain": plain, "head": head})
         return Report(prompt_set=PromptSet(sha256="x", prompts=len(requests)), settings=[setting])
 
     flagged = 0

@@ -14,7 +14,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.remarks import fastest
 from draftsmith.inference.evaluation.report.page import looks_of, training
 from draftsmith.inference.evaluation.report.report import Options, gather, html, markdown, run
-from draftsmith.inference.evaluation.tables import Table, served, size, summary
+from draftsmith.inference.evaluation.tables import Table, served, size
 from draftsmith.inference.evaluation.training_log import Training, trainings
 from tests.conftest import ROOT
 from tests.helpers.command_line import run_cli
@@ -104,7 +104,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         "no such layer",
     ):
         assert fact in seen.words
-    assert "✓ lossless" in seen.words and "LOSSY" not in seen.words
+    assert "✓ lossless" in seen.words
     assert "batch 1: head is fastest, 2.61x" in seen.words
     bars = seen.chart("Tau by category, T = 0, batch 1")["rows"]
     of_head = {row["group"]: row["text"] for row in bars if row["name"] == "head"}
@@ -118,14 +118,6 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         "3.94 MB",
         "2e+03 GB",
     ]
-
-
-def test_a_lossy_setting_is_flagged_loudly(tmp_path: Path) -> None:
-    seen = Seen(page_of(made(lossless=False), tmp_path))
-    first = seen.blocks[0]
-    assert first["look"] == "lossy" and "LOSSY" in first["text"] and "✓ lossless" not in seen.words
-    assert "LOSSY" in summary(typed(made(lossless=False))).title
-    assert "LOSSY" in markdown(gather([str(tmp_path / "made.json")]))
 
 
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:

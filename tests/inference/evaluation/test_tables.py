@@ -45,11 +45,7 @@ def report_of(name: str = "eagle3") -> Report:
                 "ngram": figures(1.2, gain - 0.1, 0.5, 1.3 + temperature),
                 name: figures(3.4, gain, 0.75, 2.6 + temperature),
             }
-            settings.append(
-                SettingFigures(
-                    temperature=temperature, batch=batch, lossless=True, drafters=drafters
-                )
-            )
+            settings.append(SettingFigures(temperature=temperature, batch=batch, drafters=drafters))
     prompt_set = PromptSet(sha256="", prompts=4, categories={"io": 2, "math": 2})
     return Report(prompt_set=prompt_set, settings=settings, dtype="float32")
 
@@ -92,7 +88,7 @@ def test_a_setting_is_sorted_by_speed_and_its_fastest_is_marked() -> None:
 
 def test_what_has_no_speed_up_comes_last_and_wins_nothing() -> None:
     drafters = {"plain": figures(1, NAN, 0, 1), "a": figures(2, NAN, 0, 1)}
-    setting = SettingFigures(temperature=0, batch=1, lossless=True, drafters=drafters)
+    setting = SettingFigures(temperature=0, batch=1, drafters=drafters)
     prompts = PromptSet(sha256="", prompts=1)
     lines = shown(Report(prompt_set=prompts, settings=[setting]), 80)
     assert not [line for line in lines if "nan" in line or line.lstrip().startswith("* ")]
@@ -170,7 +166,7 @@ def test_the_headline_does_not_give_the_win_of_a_lookup_to_what_was_trained() ->
         drafters = {"plain": figures(1, 1, 0, 1)} | drafters
         for name in drafters:
             drafters[name].kind = name
-        return of_setting(SettingFigures(temperature=0, batch=1, lossless=True, drafters=drafters))
+        return of_setting(SettingFigures(temperature=0, batch=1, drafters=drafters))
 
     assert said(ngram=2.49, eagle=1.34, medusa=0.92) == (
         "ngram (untrained) is fastest, 2.49x plain decoding, tau 2.00; the fastest trained drafter "
@@ -185,7 +181,7 @@ def test_the_headline_does_not_give_the_win_of_a_lookup_to_what_was_trained() ->
     assert said(eagle=1.004).startswith("no drafter is faster"), "1.00x is no gain"
     unsure = {"plain": figures(1, 1, 0, 1), "eagle": figures(2, 1.3, 0, 1)}
     unsure["eagle"].speedup_ci95 = (0.8, 2.1)
-    one = of_setting(SettingFigures(temperature=0, batch=1, lossless=True, drafters=unsure))
+    one = of_setting(SettingFigures(temperature=0, batch=1, drafters=unsure))
     assert "(95%: 0.80-2.10), tau 2.00, but too few prompts to be sure of it" in one
 
 

@@ -67,7 +67,7 @@ def test_effort_for_a_budget_matches_hand_computed_values() -> None:
 def test_tuning_tries_six_to_ten_candidates_default_first(
     drafter: str, kinds: set[str], quickstart: Target
 ) -> None:
-    found = candidates(drafter, quickstart, 1, 0.0)
+    found = candidates(drafter, quickstart, 1)
     assert 6 <= len(found) <= 10 and {way.kind for way in found} == kinds
     assert len({way.label for way in found}) == len(found)
     default: Any = load_proposer(drafter, quickstart, print, choose=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
@@ -16,9 +15,8 @@ from draftsmith.inference import drafters
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.proposers.growth import Level, Slots
-from draftsmith.inference.proposers.tree_plan import cut
 from draftsmith.inference.rounds.sampling import Draws
-from draftsmith.inference.rounds.tree import DraftTree, TreeShape
+from draftsmith.inference.rounds.tree import DraftTree
 from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.train.methods import dflash, dspark
 from draftsmith.train.methods.dspark import (
@@ -47,7 +45,7 @@ def test_the_tree_of_independent_drafts_is_the_best_of_all_paths(nodes: int) -> 
         2, 3, 5, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64
     )
     root = torch.tensor([0, 1])
-    tree = Slots(logits).tree(root, draws_on(2), 5, nodes, 1.0)
+    tree = Slots(logits).tree(root, draws_on(2), 5, nodes)
     probs = logits.log_softmax(-1)
     for row in range(2):
         scored = {
@@ -72,7 +70,8 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
     proposer = proposer_of(drafter, width=6, nodes=6)
     outputs = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     root = torch.tensor([9])
-    tree = proposer._draft(outputs, root, draws_on(1))
+    first_logits, go_on = proposer._logits(outputs, root, None)
+    tree, _ = proposer.plan.draft(first_logits, root, draws_on(1), go_on)
     base = drafter.base_logits(outputs)[0]
     first = (base[0] + drafter.transition(root)[0]).log_softmax(-1)
     scored: dict[tuple[int, ...], float] = {
@@ -82,77 +81,6 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
         second = (base[1] + drafter.transition(torch.tensor(t))).log_softmax(-1)
         scored |= {(t, int(u)): float(first[t] + second[u]) for u in second.topk(6).indices}
     assert paths_of(tree, 0) == set(sorted(scored, key=lambda path: -scored[path])[:6])
-
-
-def test_cut_chain_drops_nodes_and_distributions_after_the_cut() -> None:
-    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]])
-    probs = torch.full((3, 4, 5), 0.2)
-    probs[:, 3] = 0
-    kept = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
-    found = cut(DraftTree(tokens, TreeShape.chain(3), probs=probs), kept)
-    assert found.tokens.tolist() == [[1, 2, 3], [5, -1, -1], [9, 1, -1]]
-    assert isinstance(found.probs, Tensor) and found.probs.sum(-1).gt(0).tolist() == [
-        [True, True, False],
-        [False, False, False],
-        [True, False, False],
-    ]
-    none = cut(
-        DraftTree(tokens, TreeShape.chain(3), probs=probs), torch.zeros(3, 3, dtype=torch.bool)
-    )
-    assert none.tokens.tolist() == [[1], [5], [9]]
-
-
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")]
-)
-def test_more_confidence_asked_for_means_fewer_drafts_and_the_same_text(sampling: Sampling) -> None:
-    target = tiny_target(num_hidden_layers=3)
-    drafter = random_block(target, "dspark")
-    requests = [Request([5 + i, 6, 7], i) for i in range(6)]
-    drafted, texts = [], []
-    for threshold in (0.0, 0.1, 0.4, 0.999):
-        found = generate(target, proposer_of(drafter, threshold=threshold), requests, 20, sampling)
-        rounds = [r for g in found for r in g.rounds]
-        drafted.append(sum(r.drafted or 0 for r in rounds) / len(rounds))
-        texts.append([g.token_ids for g in found])
-    assert (
-        drafted[0] == drafter.drafts
-        and drafted == sorted(drafted, reverse=True)
-        and drafted[-1] < 0.2 < drafted[1]
-    )
-    if not sampling.compares_distributions:
-        assert all(text == texts[0] for text in texts)
-
-
-def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_temperatures() -> (
-    None
-):
-    """One chain, draft by draft: it ends before the first draft at which the product falls below
-    the threshold."""
-    target = tiny_target(num_hidden_layers=3, dtype=torch.float64)
-    drafter = random_block(target, "dspark")
-    outputs = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    temperatures = [0.5, 2.0, 1.0, 4.0]
-    whole = (
-        proposer_of(drafter, threshold=1e-9)
-        ._draft(outputs, torch.tensor([9]), draws_on(1))
-        .tokens[0]
-        .tolist()
-    )
-    chance, chances = 1.0, []
-    for d in range(4):
-        state = drafter.state(outputs[0, d], torch.tensor(whole[d]))
-        normed = torch.cat([drafter.norm(state[:32]), state[32:]])
-        said = normed @ drafter.confidence_head.weight[0] + drafter.confidence_head.bias[0]
-        chance *= float(torch.sigmoid(said / temperatures[d]))
-        chances.append(chance)
-    for threshold in (0.9, 0.5, 0.2, 0.05, 0.01):
-        proposer = proposer_of(drafter, threshold=threshold, temperatures=temperatures)
-        kept = sum(1 for c in chances if c >= threshold)
-        assert (
-            proposer._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist()
-            == whole[: kept + 1]
-        )
 
 
 def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
@@ -204,21 +132,16 @@ def test_omitted_spec_settings_default_to_evaluated_ones(kind: str) -> None:
         (("width", 1),): (3, 1, 3),
         (("nodes", 5),): (3, 5, 5),
         (("nodes", 2),): (2, 2, 2),
-        (("threshold", 0.3),): (3, 1, 3),
         (("length", 2), ("width", 2)): (2, 2, 6),  # two levels of two children have no more
     }
-    if kind == "dflash":  # which has no confidences
-        del shapes[("threshold", 0.3),]
     for settings, expected in shapes.items():
         plan = drafters.proposer_of(artifact, **dict(settings)).plan
         assert (plan.length, plan.width, plan.nodes) == expected
     for wrong in (
         {"length": 9},
         {"width": 0},
-        {"threshold": 2.0},
         {"nodes": 0},
         {"nodes": 2, "length": 3},
-        {"threshold": 0.5, "nodes": 8},
         {"slots": 9},
         {"shape": [[0] * depth for depth in range(1, 6)]},
     ):
@@ -234,7 +157,7 @@ def test_tune_finds_no_tree_deeper_than_a_block(kind: str, size: int, tmp_path: 
     for calibration in ({"length": 3, "tree_nodes": 6}, {"rank_accuracy": accuracy}):
         artifact = Artifact(drafter, target.fingerprint(), calibration)
         artifact.save(tmp_path / "d")
-        found = candidates(str(tmp_path / "d"), target, 1, 0.0)
+        found = candidates(str(tmp_path / "d"), target, 1)
         assert {way.kind for way in found} >= {"chain", "dynamic"}
         for way in found:
             deepest = way.setting.get("length") or max(map(len, way.setting["shape"]))

@@ -23,6 +23,7 @@ from draftsmith.inference.proposers.tree_plan import grow, grow_chain, shape_of_
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.settings import Sampling
+from tests.helpers.trees import wide_tree
 
 
 def test_ranks_become_a_shape_in_order_of_length_then_rank() -> None:
@@ -297,24 +298,6 @@ def test_a_fixed_shape_holds_the_likeliest_children_of_each_node() -> None:
     assert tree.probs is None and places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0.3, 0.5, 2.0]))
-def test_score_temperature_is_a_temperature_of_the_scores(
-    seed: int, score_temperature: float
-) -> None:
-    class Warmed(TableDrafter):
-        def logits(self, path: tuple[int, ...]) -> Tensor:
-            return super().logits(path) / score_temperature
-
-    plain, warmed = TableDrafter(seed, vocab=5, steps=1000), Warmed(seed, vocab=5, steps=1000)
-    root = torch.tensor([0])
-    ours, _ = grow_dynamic(plain.logits(())[None], root, draws(), plain, 3, 3, 6, score_temperature)
-    theirs, _ = grow_dynamic(warmed.logits(())[None], root, draws(), warmed, 3, 3, 6)
-    assert paths_of(ours, 0) == paths_of(theirs, 0)
-    assert ours.scores is not None and theirs.scores is not None
-    torch.testing.assert_close(ours.scores, theirs.scores)
-
-
 def test_where_a_distribution_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
     sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
     drafter = TableDrafter(3, vocab=7, steps=1000)
@@ -323,6 +306,6 @@ def test_where_a_distribution_runs_out_of_tokens_nodes_are_missing_with_all_belo
         torch.tensor([0]),
         draws(sampling),
         drafter,
-        TreeShape.wide((3, 1)),
+        wide_tree((3, 1)),
     )
     assert (tree.tokens[0] == NO_NODE).int().tolist() == [0, 0, 0, 1, 0, 0, 1]

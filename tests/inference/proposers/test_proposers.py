@@ -268,9 +268,9 @@ def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(
 
 def test_drafter_specs_are_parsed_into_name_and_settings() -> None:
     assert parse_spec("ngram") == ("ngram", {})
-    assert parse_spec("runs/a:nodes=8,threshold=auto") == (
+    assert parse_spec("runs/a:nodes=8,dtype=bf16") == (
         "runs/a",
-        {"nodes": 8, "threshold": "auto"},
+        {"nodes": 8, "dtype": "bfloat16"},
     )
     assert parse_spec("C:/models/x=1/y") == ("C:/models/x=1/y", {})
     with pytest.raises(UserError, match="'8' is not key=value"):

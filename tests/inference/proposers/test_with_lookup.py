@@ -72,7 +72,7 @@ def test_lookup_match_has_expected_chain_and_kind() -> None:
 def test_match_length_equals_backward_comparison(text: list[int], shortest: int) -> None:
     source = BetterSource(shortest)
     source.extend(text)
-    place = source._index.place()
+    place = source.place()
     if place is None:
         return
     same = 0

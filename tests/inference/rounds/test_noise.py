@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.inference.rounds import noise
 
 MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
 CPU = torch.device("cpu")
 
 
@@ -20,15 +21,22 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def mix_int(x: int) -> int:
+    """SplitMix64's finaliser of one Python integer, as an unsigned 64-bit number."""
+    x &= MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
 @given(st.integers(0, MASK))
 def test_mixing_tensors_is_mixing_integers(value: int) -> None:
-    assert int(noise.mix(torch.tensor([signed(value)]))[0]) & MASK == noise.mix_int(value)
+    assert int(noise.mix(torch.tensor([signed(value)]))[0]) & MASK == mix_int(value)
 
 
 def by_hand(key: int, stream: int, place: int, index: int) -> float:
-    golden = 0x9E3779B97F4A7C15
-    at = noise.mix_int(key ^ noise.mix_int(place * golden + stream))
-    bits = noise.mix_int(at ^ noise.mix_int(index * golden + golden))
+    at = mix_int(key ^ mix_int(place * GOLDEN + stream))
+    bits = mix_int(at ^ mix_int(index * GOLDEN + GOLDEN))
     return (bits >> 12) * 2.0**-52 + 2.0**-53
 
 
@@ -43,6 +51,10 @@ def test_uniforms_are_what_the_definition_says(
     seed: int, request: int, sample: int, place: int, index: int
 ) -> None:
     key = noise.row_keys(seed, [(request, sample)], CPU)
+    expected = 0
+    for number in (seed, request, sample):
+        expected = mix_int(expected + GOLDEN + mix_int(number + GOLDEN))
+    assert int(key[0]) & MASK == expected
     found = noise.uniform(key, noise.COIN, torch.tensor([place]), 100)[0, index]
     assert float(found) == by_hand(int(key[0]) & MASK, noise.COIN, place, index)
     gumbel = noise.gumbel(key, noise.COIN, torch.tensor([place]), 100)[0, index]

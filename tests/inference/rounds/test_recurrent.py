@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import Counts, TreeCache
 from draftsmith.inference.rounds.recurrent import RecurrentStates, Terms, over_nodes
 from draftsmith.inference.rounds.tree import TreeShape

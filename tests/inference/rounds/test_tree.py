@@ -11,6 +11,7 @@ from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape, tabl
 from draftsmith.inference.targets.masks import Pass
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
+from tests.helpers.trees import wide_tree
 
 CPU = torch.device("cpu")
 
@@ -38,8 +39,8 @@ def test_tables_of_a_small_tree_match_hand_computed_values() -> None:
 def test_chain_and_wide_shapes_have_expected_parents() -> None:
     assert TreeShape.chain(3).parents == (-1, 0, 1, 2)
     assert TreeShape.chain(0).parents == (-1,) and TreeShape.chain(0).is_chain
-    assert TreeShape.wide((2, 1)).parents == (-1, 0, 0, 1, 2)
-    assert not TreeShape.wide((2, 1)).is_chain
+    assert wide_tree((2, 1)).parents == (-1, 0, 0, 1, 2)
+    assert not wide_tree((2, 1)).is_chain
 
 
 @settings(max_examples=60, deadline=None)

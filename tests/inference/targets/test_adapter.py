@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.adapter import merge_adapter
 from draftsmith.inference.targets.stored import (

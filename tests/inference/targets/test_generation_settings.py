@@ -12,14 +12,14 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.generation_settings import (
+from draftsmith.inference.targets.target import load_target
+from draftsmith.inference.targets.target_files import (
     APPLIED,
     SAMPLING,
     WITHOUT_EFFECT,
     not_applied,
     other_sampling,
 )
-from draftsmith.inference.targets.target import load_target
 from tests.conftest import tiny_target
 
 KNOWN = {name for name in vars(GenerationConfig()) if name[0] != "_"}

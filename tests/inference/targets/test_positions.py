@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.targets.model_head import borders_of
 from draftsmith.inference.targets.target import Target, checked
 from draftsmith.train.data.features import packing_error

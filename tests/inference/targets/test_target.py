@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConf
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import layout_of
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.generation_settings import not_applied
 from draftsmith.inference.targets.target import Target, load_target, target_of
+from draftsmith.inference.targets.target_files import not_applied
 from tests.conftest import tiny_target
 from tests.helpers.architectures import HYBRIDS, architecture
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.inference.targets.target_files import Footprint, footprint
+from draftsmith.inference.targets.target_files import loaded_bytes
 from tests.conftest import QUICKSTART
 
 
@@ -140,17 +140,12 @@ def test_mismatched_vocabulary_sizes_are_warned_about(
     assert "its end token 290 is none of its 280 tokens" in caplog.text
 
 
-def test_the_footprint_is_that_of_the_tensors(tmp_path: Path) -> None:
+def test_the_loaded_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     save_file(
         {"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7, dtype=torch.uint8)},
         tmp_path / "1.safetensors",
     )
     save_file({"c": torch.zeros(2)}, tmp_path / "2.safetensors")
-    found = footprint(tmp_path)
-    assert found == Footprint(floats=17, stored_bytes=30 + 7 + 8, other_bytes=7)
-    assert (
-        found is not None
-        and found.loaded_bytes(torch.float32) == 4 * 17 + 7
-        and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
-    )
-    assert footprint(tmp_path / "none") is None
+    assert loaded_bytes(tmp_path, torch.float32) == 4 * 17 + 7
+    assert loaded_bytes(tmp_path, torch.bfloat16) == 2 * 17 + 7
+    assert loaded_bytes(tmp_path / "none", torch.float32) == 0

@@ -25,6 +25,7 @@ from .said import (
     said_by,
     said_by_tools,
     split_reasoning,
+    times,
 )
 from .templates import ChatTemplate, plain_ids, refuse_rendered
 
@@ -172,9 +173,7 @@ class Rendering:
             content = content.lstrip().removeprefix(REASONING_BEGINS) if opened else content
             full, start = prompt + content.lstrip("\n" if opened else ""), len(prompt)
         else:
-            full = self._text(index + 1, False)
-            # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
-            start = len(prompt) if full.startswith(prompt) else None
+            full, start = self._full(index, prompt)
         written, begin = full, common(prompt, full) if start is None else start
         groups = self._said(index)
         if not any(group.reasoning for group in groups) and REASONING_ENDS not in content:
@@ -201,6 +200,43 @@ class Rendering:
         if cut and groups:
             end += len(_trailing_space(groups[-1], written[end:]))
         return AssistantTurn(index, full, written[:end] if cut else written, begin, end, cut)
+
+    def _full(self, index: int, prompt: str) -> tuple[str, int | None]:
+        """Return the conversation through the reply that answers `prompt`, and where that begins.
+
+        None if the rendering does not tell where.
+        """
+        full = self._text(index + 1, False)
+        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
+        start = len(prompt) if full.startswith(prompt) else None
+        if start is None and (tail := self._tail(index, prompt, full)):
+            return prompt + tail, len(prompt)
+        return full, start
+
+    def _tail(self, index: int, prompt: str, full: str) -> str:
+        """Return a reply whose rendering rewrites what is before it; empty if it is not found.
+
+        Harmony drops the reasoning before a call once a last reply is there, so that `full` does
+        not begin with `prompt`, which is what the server saw. The reply begins after the last
+        generation prompt before the place where another reply would differ.
+        """
+        before = self._text(index, False)
+        header = prompt[len(before) :] if prompt.startswith(before) else ""
+        other = {"role": "assistant", "content": "qzreply"}
+        try:
+            tools = self._conversation.tools
+            full_of_other = self.template.text([*self._messages[:index], other], tools, False)
+        except Exception:  # noqa: BLE001
+            return ""
+        past = common(full, full_of_other)
+        start = full.rfind(header, 0, past) if header.strip() else -1
+        # The header of an earlier reply would not have the message before it that is answered.
+        asked = [said for group in self._said(index - 1) for said in group.texts]
+        last = asked[-1] if asked else None
+        if start < 0 or not isinstance(last, Said):
+            return ""
+        found = 0 < times(last, prompt) <= times(last, full[:start])
+        return full[start + len(header) :] if found else ""
 
     def _note_unread(self, index: int, text: str) -> None:
         """Note the keys of a message that the template does not read, by its rendering `text`."""

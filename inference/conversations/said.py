@@ -168,6 +168,12 @@ def split_reasoning(content: str) -> tuple[str, str]:
     return head.split(REASONING_BEGINS)[-1], rest
 
 
+def times(said: Said, text: str) -> int:
+    """Return how often a text has a place in a rendered text, in the spelling that is there."""
+    escaped = json.dumps(said.text.strip(), ensure_ascii=False)[1:-1]
+    return next(filter(None, map(text.count, (*_spellings(said), escaped))), 0)
+
+
 def missing(said: Said) -> RowError:
     """Return the refusal of a row of which the template leaves out a text."""
     text = " ".join(said.text.split())

@@ -262,14 +262,16 @@ def test_empty_reasoning_and_tool_calls_are_ignored() -> None:
     assert learned("qwen3", asked_and({"content": "y", "tool_calls": ""})) == "y<|im_end|>"
 
 
-def test_harmony_rows_of_calls_with_reasoning_and_a_reply_are_refused() -> None:
+def test_harmony_calls_with_reasoning_are_learned_as_generated() -> None:
     """The template drops the reasoning before a call once the last reply is there."""
     call = {"content": None, "tool_calls": [{**CALL, "id": "c"}], "reasoning": "why"}
     row = asked_and(call)
     row["messages"].append({"role": "tool", "tool_call_id": "c", "content": 'it "rains"'})
     row["messages"].append({"role": "assistant", "content": "fine", "reasoning": "so"})
-    with pytest.raises(RowError, match="does not continue its own generation prompt; rows of"):
-        learned("gptoss", row)
+    text = learned("gptoss", row)
+    assert text.startswith("<|channel|>analysis<|message|>why<|end|>") and "rains" not in text
+    assert text.endswith("analysis<|message|>so<|end|><|start|>assistant<|channel|>final"
+                         "<|message|>fine<|return|>")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["lfm2_v2", "lfm2_2_5_vl", "qwen2_5", "qwen3_6", "glm4moe"])

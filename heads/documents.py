@@ -89,13 +89,6 @@ def demand(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
-class Confidence(Struct):
-    """Calibration of a DSpark drafter's confidence (docs/objectives.md#confidence)."""
-
-    temperatures: list[Annotated[float, Meta(gt=0)]] = []
-    """Temperature of the confidence's logit, by draft of the block."""
-
-
 class Tree(Struct, forbid_unknown_fields=True):
     """Draft tree, as a user names it: `length=3,width=2,nodes=4`."""
 
@@ -122,7 +115,6 @@ class Calibration(Struct):
     """Number of positions at which `rank_accuracy` was counted."""
     trees: dict[Literal["cpu", "cuda"], Tree] = {}
     """Tree to draft on a type of device where a user names none: the one of published figures."""
-    confidence: Confidence = msgspec.field(default_factory=Confidence)
 
 
 class FileFacts(Struct):

@@ -19,10 +19,6 @@ from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
 from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.train.methods import dflash, dspark
-from draftsmith.train.methods.dspark import (
-    calibration_error,
-    scale_sequentially,
-)
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import proposer_of, random_block
 
@@ -83,40 +79,12 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
     assert paths_of(tree, 0) == set(sorted(scored, key=lambda path: -scored[path])[:6])
 
 
-def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
-    """Chains whose drafts survive less often than the raw confidences say: error by depth before
-    and after. Ten texts of 400 roots."""
-    generator = torch.Generator().manual_seed(0)
-    true = torch.randn(4000, 4, generator=generator)
-    survived = (torch.rand(4000, 4, generator=generator) < true.sigmoid()).int().cumprod(-1).float()
-    found = scale_sequentially(3 * true, survived)
-    assert all(2.3 < temperature < 3.9 for temperature in found)
-    for depth, limit in enumerate((0.03, 0.03, 0.03, 0.03)):
-        chances = (3 * true / torch.tensor(found)).sigmoid().cumprod(-1)[:, depth]
-        assert calibration_error(chances, survived[:, depth]) < limit
-    raw = (3 * true[:, 0]).sigmoid()
-    assert calibration_error(raw, survived[:, 0]) > 0.08
-    honest = scale_sequentially(true, survived)
-    assert all(0.7 < t < 1.4 for t in honest[:2]), "deeper ones have few survivors to go by"
-
-
-def test_calibration_error_matches_hand_computed_values() -> None:
-    chances = torch.tensor([0.1, 0.9])
-    assert calibration_error(chances, torch.tensor([0.0, 1.0])) == pytest.approx(0.1)
-    assert calibration_error(torch.full((30,), 0.5), torch.tensor([1.0, 0.0] * 15)) == 0
-
-
 def test_calibrations_record_evaluation_length_and_tree_size() -> None:
     ranks = torch.tensor([[0, 1], [0, 0], [-1, 0], [0, -1], [0, 0]])
     found = dflash.METHOD.calibrate([(ranks, 1)], tree_nodes=16)
     assert found["length"] == 2 and found["tree_nodes"] == 16 and found["roots"] == 2
     assert found["rank_accuracy"][0][0] == 0.5 and found["rank_accuracy"][1][0] == 1
-    both = torch.stack([ranks.float(), torch.zeros(5, 2)], dim=-1)
-    sparked = dspark.METHOD.calibrate([(both, 1)], tree_nodes=16)
-    assert {k: sparked[k] for k in found} == found and len(
-        sparked["confidence"]["temperatures"]
-    ) == 2
-    assert dspark.METHOD.calibrate([(both[:2], 2)], 16)["roots"] == 0, (
+    assert dflash.METHOD.calibrate([(ranks[:2], 2)], 16)["roots"] == 0, (
         "a reply too short to calibrate on is no failure"
     )
 

@@ -185,6 +185,14 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
             "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
             "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
+    # Where that older key was false, SpecForge trained the head without the final norm, whose
+    # weights stayed at one.
+    norm_weight = found.tensors.get("norm.weight", torch.zeros(1))
+    if "norm_output" in found.config and bool((norm_weight == 1).all()):
+        found.notes.append(
+            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
+            "see that it accepts"
+        )
     return declared
 
 
@@ -196,6 +204,11 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if not taps:
         taps = default_taps(found.target.num_layers)
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
+    elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
+        found.notes.append(
+            f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
+            "low; see that it accepts"
+        )
     before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
     if before_residual is None:
         raise UserError(

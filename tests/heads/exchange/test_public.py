@@ -107,6 +107,23 @@ def test_speculators_checkpoint_is_read_without_notes(tmp_path: Path) -> None:
     assert found.layout == "speculators" and found.notes == []
 
 
+def test_heads_that_may_have_been_converted_wrongly_are_noted(tmp_path: Path) -> None:
+    """Converters have counted taps one too low, and SpecForge has trained heads without a norm."""
+    drafter, tensors = eagle3(norm_before_residual=True, norm_output=True, norm_fused_taps=True)
+    stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    low = speculators_config(drafter, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    (note,) = read(store(tmp_path / "s", low, stored)).notes
+    assert "taps are one too low" in note
+    _, tensors = eagle3()
+    ones = tensors | {"norm.weight": torch.ones_like(tensors["norm.weight"])}
+    found = read(
+        store(tmp_path / "f", specforge(norm_output=True), ones), Answers(norm_output=True)
+    )
+    assert not any("all ones" in note for note in found.notes), "the user has said it"
+    found = read(store(tmp_path / "g", specforge(norm_output=False), ones), Answers())
+    assert any("all ones" in note for note in found.notes)
+
+
 def test_medusa_heads_are_refused(tmp_path: Path) -> None:
     config = {"medusa_num_heads": 4, "medusa_num_layers": 1}
     tensors = dict(heads().drafter.serving_state())

@@ -18,7 +18,7 @@ from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
 from draftsmith.inference.settings import GREEDY, Sampling
-from draftsmith.train.methods import dflash, dspark
+from draftsmith.train.methods import dflash
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import proposer_of, random_block
 

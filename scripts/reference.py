@@ -256,7 +256,8 @@ def tables_in(kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def keys_of_table(kind: Any) -> Iterator[str]:
     """Yield the lines of the keys of a table; those without a text are defined in the metrics."""
-    found = docstring_parser.parse_from_object(kind).params
+    tables = [base for base in reversed(kind.__mro__) if is_table(base)]
+    found = [one for table in tables for one in docstring_parser.parse_from_object(table).params]
     texts = {one.arg_name: " ".join((one.description or "").split()) for one in found}
     hints = get_type_hints(kind)
     elsewhere = []

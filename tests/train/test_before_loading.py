@@ -41,10 +41,7 @@ TUNE = ("tune", "--prompts", "PROMPTS", "--out", "OUT", "--drafter")
         ((*EVALUATE, "--max-new-tokens", "0"), "--max-new-tokens must be at least 1, not 0"),
         ((*EVALUATE, "--profile", "missing.json"), "cannot read missing.json"),
         ((*EVALUATE, "--batch-size", "4"), "a batch of 4 needs as many prompts, and there are 1"),
-        (
-            ("evaluate", "--drafter", "ngram"),
-            "--prompts is missing: name held-out prompts with --p",
-        ),
+        (("evaluate", "--drafter", "ngram"), "--prompts is missing"),
         (("evaluate", "--prompts", "EMPTY"), "empty.jsonl:1: the prompt is empty"),
         (("evaluate", "--prompts", "EMPTY", "--bad-rows", "skip"), "holds no prompts"),
         ((*TUNE, f"{DSPARK}:bad=1"), SETTING),

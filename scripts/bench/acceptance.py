@@ -31,7 +31,7 @@ from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.accept import recursive
 from draftsmith.inference.rounds.sampling import Draws
-from draftsmith.inference.rounds.tree import TreeShape
+from draftsmith.inference.rounds.tree import NO_NODE, TreeShape
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
 from draftsmith.inference.targets.masks import with_replies
@@ -80,7 +80,7 @@ def accepted(
     deterministic = p[:, 0].gather(1, best).sum(-1)
 
     drawn, q = apart.sample(q_logits[:, None], 0, width, None)
-    shape = TreeShape.wide((width,))
+    shape = TreeShape((NO_NODE, *[0] * width))
     tokens = torch.cat([text, drawn[:, 0]], dim=1)
     probs = (
         torch.cat([p, p.expand(-1, width, -1)], dim=1),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.draft_model import DraftModel
-from ..heads.errors import UserError, first_line
+from ..heads.errors import UserError, first_line, out_of_memory
 from ..heads.layout import dtype_name
 from ..heads.pretrained import make_causal_lm
 from ..inference.targets.causal_model import CausalModel
@@ -137,6 +137,8 @@ def _cut(
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"cannot cut layers {kept} of {target.config.model_type} ({first_line(error)}); choose "
             "others, or give draft_model.path"

@@ -17,7 +17,7 @@ from .added_tokens import OPTION, added_ids, effect_of, said_of
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .fingerprint import tokenizer_hash
+from .fingerprint import numbers_of, tokenizer_hash
 from .layout import DrafterModule
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer, save_model
 
@@ -74,7 +74,8 @@ class DraftModel(DrafterModule, nn.Module):
         self.tokenizer.save_pretrained(directory)
 
     def facts(self) -> JsonObject:
-        return {}  # transformers writes and reads config.json, so there is nothing to compare
+        """Return the values of its configuration that change what it computes."""
+        return numbers_of(self.model.config.get_text_config())
 
     @classmethod
     def load(

@@ -179,12 +179,12 @@ def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
     Example: `rms_norm_eps was 1e-06, is 0.01`.
     """
     both, changes = before | now, []
+    tables = [{name for name in t if name.startswith("rope_parameters.")} for t in (before, now)]
     added = {
         name
-        for name in before.keys() ^ now.keys()
-        if name.startswith("rope_parameters.")
-        and name.rpartition(".")[2] not in BESIDE_ROPE
-        and both[name] != "default"
+        for name in tables[0] ^ tables[1]
+        # A table without any was noted without them.
+        if all(tables) and name.rpartition(".")[2] not in BESIDE_ROPE and both[name] != "default"
     }
     for name in sorted(before.keys() & now.keys() | added):
         was, found = before.get(name), now.get(name)

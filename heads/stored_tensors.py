@@ -5,6 +5,7 @@ Files of `torch.save` are read only where there are no safetensors, and only wit
 
 from __future__ import annotations
 
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,10 @@ from .files import inside
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 WEIGHTS_INDEX = "model.safetensors.index.json"
-PICKLES = ("pytorch_model.bin", "*.pt", "*.pth")
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 """Files of `torch.save` in which the first public drafters are kept."""
+# Files that trainers write next to the weights.
+TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -38,6 +41,7 @@ class StoredTensors(Mapping[str, Tensor]):
         be read or holds anything but tensors.
         """
         pickled = [path for pattern in PICKLES for path in sorted(folder.glob(pattern))]
+        pickled = [path for path in pickled if not TRAINERS_OWN.match(path.name)]
         use_pickles = bool(pickled) and not any(folder.glob("*.safetensors"))
         self.files = pickled if use_pickles else files_of(folder)
         self._readers: dict[str, Callable[[], Tensor]] = {}
@@ -96,13 +100,13 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield name and reader of each tensor in a file of `torch.save`. Raises `UserError`."""
-    size = path.stat().st_size
     try:
+        size = path.stat().st_size
         # torch.save does not compress: an archive that grows was made to fill the memory.
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > size:
-                    raise ValueError("it would be larger unpacked than it is")
+                    raise ValueError("its contents are larger than the file")
         # Tensors of an archive are mapped and not read yet.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         for name, tensor in content.items():

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -178,6 +178,9 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
+_ORDINARY = sys.unraisablehook
+
+
 def _listen() -> None:
     """Let SIGINT and SIGTERM end this process in a line and a status of this module."""
     global _PROCESS
@@ -187,6 +190,20 @@ def _listen() -> None:
     # Of several ranks one may wait for another without end, where no handler runs.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(found: Any) -> None:
+    """Handle an exception that Python cannot raise, by repeating an interrupt a moment later.
+
+    An interrupt within a destructor or a callback of the interpreter would otherwise be lost.
+    """
+    if isinstance(found.exc_value, KeyboardInterrupt):
+        # By an alarm, since an exception that is raised here is dropped too.
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        _ORDINARY(found)
 
 
 def _interrupt(number: int, _frame: object) -> None:

@@ -20,7 +20,8 @@ from ..heads.files import JsonObject, read_yaml
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..heads.artifact import Artifact, DrafterModule
+    from ..heads.artifact import Artifact
+    from ..heads.layout import DrafterModule
     from ..inference.targets.causal_model import Hidden
     from ..inference.targets.target import Target, TargetSource
     from .config import RunConfig

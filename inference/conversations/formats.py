@@ -36,7 +36,6 @@ CUT_SHORT = (
 ENDED = ("", "stop", "eos", "end_turn", "tool_use", "tool_calls", "pause_turn", "refusal")
 """Words for a reply that ended by itself, where others write a stop string, such as Anthropic's."""
 SYSTEM_KEYS = ("system", "system_prompt")
-QUESTION_KEYS = ("question", "instruction", "query")
 ANSWER_KEYS = ("answer", "response", "output")
 IGNORED = {
     "id", "question_id", "prompt_id", "conversation_id", "custom_id", "uuid", "category", "part",

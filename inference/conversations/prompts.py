@@ -174,12 +174,13 @@ def next_turn(
     return replace(prompt, token_ids=ids, conversation=conversation, later=prompt.later[1:])
 
 
-def check_source(source: RowSource) -> None:
+def check_source(source: RowSource, lines: bool = False) -> None:
     """Raise `UserError` for a source of prompts that cannot be read here.
 
-    Whether the hub has a data set is not asked.
+    Standard input and files of lines are read with `lines` only: elsewhere a table under another
+    ending would be taken for prompts. Whether the hub has a data set is not asked.
     """
-    if source.path == STANDARD_INPUT or _is_text(source):
+    if lines and (source.path == STANDARD_INPUT or _is_text(source)):
         refuse_settings(source, "lines of text")
     elif benchmark_of(source) is None:
         source_files(source)

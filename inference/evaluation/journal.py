@@ -71,9 +71,9 @@ class Journal:
                 break  # it was being written when the process died
             try:
                 key, value = json.loads(line)
+                self._done[key] = value
             except (ValueError, TypeError, RecursionError):
-                break
-            self._done[key] = value
+                break  # it is damaged
             end += len(line)
         return end
 

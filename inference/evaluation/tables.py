@@ -291,7 +291,7 @@ def remarks_of_server(server: ServerReport) -> list[str]:
         lines.append("The server does not speculate: it writes one token a step.")
     if definitions := dict.fromkeys(s.tau_definition for s in server.settings if s.speculates):
         lines += [f"The server's tau: {definition}." for definition in definitions]
-        lines.append("With steps without a draft counted, it compares with a local tau.")
+        lines.append("Steps without a draft count in it, so it compares with a local tau.")
     lines.append(
         "Tokens a second: all replies together, prefills included; local ones are without."
     )

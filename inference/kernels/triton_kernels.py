@@ -280,7 +280,7 @@ def rotate(
     source = qkv + (position * (heads + 2 * kv_heads) + head) * SIZE
     found = tl.load(source + at, mask=real, other=0).to(tl.float32)
     if head < heads + kv_heads:
-        # Number i is paired with i + n / 2, as in `rotary.rotate`.
+        # Number i is paired with i + n / 2, as in `elementwise.rotate`.
         half: tl.constexpr = ROTATED // 2
         turns = at < ROTATED
         pair = tl.where(at < half, at + half, at - half)

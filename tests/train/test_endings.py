@@ -192,3 +192,24 @@ def test_sigterm_ends_a_chat_that_was_interrupted_before(
         endings._interrupt(signal.SIGTERM, None)
     assert endings.say_stopped("nothing is left") == 143
     assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"
+
+
+def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
+    """So it is where a lock of the import system is let go: Python prints such an exception and
+    goes on."""
+    code = (
+        "import os, signal, time\n"
+        "from draftsmith.train.endings import run_command\n"
+        "class Swallows:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "def work(argv):\n"
+        "    Swallows()\n"
+        "    time.sleep(20)\n"
+        "run_command(work, [])\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == "interrupted; nothing was written\n", (
+        done.stderr
+    )
+    assert time.monotonic() - began < 15

@@ -27,7 +27,7 @@ TIE = "\0"  # a space at which no line ends
 NUMBERS = "N,N,..."
 FORMS = {
     NUMBERS: "acceptance",
-    "FILE": "config data json profile prompts report reports vocab_data",
+    "FILE": "config data json profile prompts report reports",
     "FOLDER": "adapter features from init_from out path store target",
     "ADDRESS": "host", "DEVICE": "device", "DRAFTER": "drafter", "ENGINE": "like",
     "JSON": "chat_template_kwargs", "KEY": "api_key", "KEY=VALUE": "set",

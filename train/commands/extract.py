@@ -153,8 +153,7 @@ class Extraction:
             source = LiveTarget(target, tuple(layout.taps))
         self.write_shards(source, batches)
         if self.accelerator.is_main_process:
-            size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
-            log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
+            log.info("%s: features of %d packed rows", store, batches.packs)
 
     def judge_texts(self, tables: Tables, batches: Batches) -> Judged:
         """Return the held-out texts with their features, the sizes of the taps, and a sample.

@@ -59,7 +59,7 @@ def run(options: Options) -> None:
     given: list[tuple[str, str | Conversation]]
     if options.prompts is not None:
         source = options.source(options.prompts)
-        check_source(source)
+        check_source(source, lines=True)
         # Conversations get the template's arguments of the options.
         variables = options.chat_template_kwargs
         given = [

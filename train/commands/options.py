@@ -237,7 +237,7 @@ class ImportOptions:
     """Make a drafter of a public checkpoint, or of an export of draftsmith.
 
     The target is the one that the drafter was trained for, or one that was tuned from it without
-    more tokens.
+    added tokens.
     """
 
     examples: ClassVar[tuple[str, ...]] = (

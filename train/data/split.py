@@ -115,7 +115,8 @@ def _common(
     }
     if common:
         log.info(
-            "%d runs of %d words, in more than %d conversations each, are no contamination",
+            "%d runs of %d words, each in more than %d conversations, do not count as "
+            "contamination",
             len(common), NGRAM_WORDS, most,
         )  # fmt: skip
     return common

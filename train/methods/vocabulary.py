@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from ...distill.divergences import log_probs, wide_dtype
+from ...distill.divergences import RENORMALISED, log_probs, wide_dtype
 from ...heads.errors import UserError
 from ...heads.vocabulary import VocabularyMaps, most_frequent, spread_ids
 from ...inference.targets.target import TargetSource
@@ -89,10 +89,10 @@ class VocabularyMap:
     def teacher(self, loss: str, target_logits: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the log-probabilities `[rows, Vd]` that teach by `loss`, of logits `[J, V]`.
 
-        `kl`, which renormalises them, is spared the sum over all tokens.
+        Losses that renormalise them are spared the sum over all tokens.
         """
         inside = self.restrict(target_logits)[rows]
-        if loss == "kl" or not self.reduced:
+        if loss in RENORMALISED or not self.reduced:
             return log_probs(inside)
         wide = inside.to(wide_dtype(inside.dtype))
         return wide - target_logits.to(wide.dtype).logsumexp(-1, keepdim=True)[rows]
@@ -139,10 +139,10 @@ def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
 
     `counts` `[V]` says how often the texts hold each token.
     """
-    # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
-    # would be near zero too.
     # A median, because the rows of unused tokens, which may be near zero, hardly move it.
     usual = float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
+    # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
+    # would be near zero too.
     if row_sizes(torch.tensor([token]), target) < SMALLEST_ROW * usual:
         return "has next to no embedding, from which nothing is drafted"
     if token in target.eos_ids:

@@ -284,8 +284,6 @@ class ServingEngine:
     """Exports by kind of drafter."""
     place: int = 100
     """Place in lists of engines."""
-    chains_only: bool = True
-    """True if its drafts are a chain, false if they may be a tree."""
     in_process: bool = False
     """True if it decodes in the user's own process, and nothing is served."""
     card_tags: tuple[str, ...] = ()

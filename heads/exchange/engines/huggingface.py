@@ -72,7 +72,7 @@ TRUST = (
     "`trust_remote_code=True` lets transformers run `custom_generate/generate.py` of this folder, "
     "which calls draftsmith and nothing else; draftsmith has to be installed."
 )
-ASSISTED = "It may be the `assistant_model` of transformers' own generation too, without batches."
+ASSISTED = "transformers' own generation takes it as `assistant_model` too, one prompt at a time."
 OWN = FileLayout("native", lambda native: (native.config, native.tensors), has_target_head=True)
 """The files as draftsmith reads them, without what only engines of others need."""
 
@@ -84,7 +84,6 @@ ENGINE = ServingEngine(
     name="hf",
     title="transformers",
     place=6,
-    chains_only=False,
     in_process=True,
     card_tags=("custom_generate",),
     add_files=_add_code,

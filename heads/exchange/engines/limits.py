@@ -200,6 +200,7 @@ def yarn(*unread: str) -> Remark:
 YARN = {"truncate": (None, True), "beta_fast": (None, 32)}
 YARN |= dict.fromkeys(("beta_slow", "attn_factor"), (None, 1))
 """Values that change nothing, of keys for which there are others than none."""
+SCALES = ("mscale", "mscale_all_dim")
 ONE_SCALE = Remark(
     lambda facts: (
         facts.shape.rope["rope_type"] == "yarn"
@@ -207,6 +208,15 @@ ONE_SCALE = Remark(
     ),
     "its YaRN rotary positions have only one of mscale and mscale_all_dim, which the engine reads "
     "alone",
+)
+ZERO_SCALE = Remark(
+    lambda facts: (
+        facts.shape.rope["rope_type"] == "yarn"
+        and None not in (scales := [facts.shape.rope.get(key) for key in SCALES])
+        and 0 in scales
+    ),
+    "its YaRN rotary positions have an mscale or mscale_all_dim of 0, which the engine reads, and "
+    "transformers does not",
 )
 
 

@@ -81,6 +81,7 @@ EAGLE1_LAYOUT = FileLayout("sglang-eagle1", _eagle1)
 READS = (
     limits.DYNAMIC_ROPE,
     limits.yarn("attention_factor", "attn_factor"),
+    limits.ZERO_SCALE,
     limits.LONGROPE,
     limits.PROPORTIONAL_FACTOR,
 )
@@ -215,7 +216,6 @@ ENGINE = ServingEngine(
     name="sglang",
     title="SGLang",
     place=2,
-    chains_only=False,
     recipes={
         "eagle3": Recipe(
             partial(_serve, "EAGLE3"),

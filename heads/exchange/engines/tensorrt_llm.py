@@ -36,6 +36,7 @@ READS = (
     limits.DYNAMIC_ROPE,
     limits.yarn("attention_factor", "truncate"),
     limits.ONE_SCALE,
+    limits.ZERO_SCALE,
     limits.LONGROPE,
     limits.of_type("proportional", "which the engine was never seen to read"),
 )

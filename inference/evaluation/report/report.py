@@ -64,11 +64,17 @@ def run(options: Options) -> None:
 
 
 def format_of(options: Options) -> str:
-    """Return the format to write. Raises `UserError` if neither --format nor --out says it."""
+    """Return the format to write. Raises `UserError` if --out has another's ending."""
     ending = Path(options.out or "").suffix.lower()
-    if options.format is None and ending and ending not in ENDINGS:
+    named = ENDINGS.get(ending)
+    if options.format is None and ending and named is None:
         raise UserError(f"--out {options.out} ends in neither .html nor .md; give --format too")
-    return options.format or ENDINGS.get(ending, "html")
+    if options.format is not None and named not in (None, options.format):
+        raise UserError(
+            f"--out {options.out} has the ending of another format than --format {options.format}; "
+            "change one of them"
+        )
+    return options.format or named or "html"
 
 
 def gather(paths: Sequence[str]) -> Found:

@@ -137,7 +137,7 @@ def test_phrases_shared_by_many_rows_are_not_contamination(
     with caplog.at_level("INFO"):
         tables = build(Data([Source(write(tmp_path / "a.jsonl", rows))], held), TARGET, seed=0)
     assert len(tables.train) + len(tables.held_out) == 200
-    assert "runs of 13 words, in more than 10 conversations each" in caplog.text
+    assert "runs of 13 words, each in more than 10 conversations" in caplog.text
 
 
 def test_contamination_above_a_share_is_an_error_that_names_the_words(tmp_path: Path) -> None:

@@ -165,7 +165,6 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = method.teacher_forced(drafter, hidden, ids)
-        ranks = ranks[..., 0] if drafter.method == "dspark" else ranks
         accepted = accepted_in_chains(ranks, drafter.drafts)
         ways: list[dict[str, Any]] = [{}, {"width": 3, "nodes": 9}]
         for settings in ways:

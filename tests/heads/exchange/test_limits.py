@@ -32,6 +32,11 @@ LONG = {
     "long_factor": [2.0] * 4, "original_max_position_embeddings": 64,
 }  # fmt: skip
 PLAIN = {"rope_theta": 10000.0}
+ZERO_SCALE = {
+    "sglang": "an mscale or mscale_all_dim of 0",
+    "trtllm": "only one of mscale and mscale_all_dim",
+    "llamacpp": "have mscale_all_dim 0.0",
+}
 ALL = ("vllm", "speculators", "sglang", "trtllm", "llamacpp")
 # Rotary parameters, and which engines refuse an EAGLE-3 and a DFlash of them, with a part of what
 # they say. All others compute what draftsmith computes.
@@ -66,6 +71,12 @@ TABLE: list[tuple[dict[str, Any], dict[str, str], dict[str, str]]] = [
         YARN | {"mscale": 0.707},
         {"trtllm": "only one of mscale and mscale_all_dim"},
         {"trtllm": "only one of mscale and mscale_all_dim"},
+    ),
+    # transformers ignores both where one is 0; the others divide by what they give
+    (
+        YARN | {"mscale": 0.707, "mscale_all_dim": 0.0},
+        ZERO_SCALE,
+        ZERO_SCALE,
     ),
     # both equal: a scale of 1, which llama.cpp does not read
     (

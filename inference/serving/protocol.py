@@ -182,15 +182,15 @@ def requests_of(request: Common, engine: Engine, name: str, longest: int) -> lis
     limit, param = request.max_tokens, "prompt"
     if isinstance(request, ChatRequest):
         limit, param = request.max_completion_tokens or limit, "messages"
-    prompts = given_prompts(request)
-    replies = len(prompts) * request.n
-    if replies > engine.queue:
+    # Counted first: a request may hold hundreds of thousands of prompts.
+    count = len(listed(request.prompt)) if isinstance(request, CompletionRequest) else 1
+    if (replies := count * request.n) > engine.queue:
         why = f"{replies} replies are asked for, and at most {engine.queue} can wait"
-        raise RequestError(why, "n" if len(prompts) == 1 else "prompt")
+        raise RequestError(why, "n" if count == 1 else "prompt")
     # `row_keys` takes 64 bits; 0 is the name of the only prompt of `Decoder.generate`.
     first = 0 if request.seed is not None else secrets.randbits(62)
     target, found = engine.target, []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(given_prompts(request)):
         check_length(prompt, engine, param)
         try:
             ids = encoded(prompt, request, target.tokenizer, name)
@@ -228,11 +228,8 @@ def given_prompts(request: Common) -> list[Conversation]:
         except RowError as error:
             raise RequestError(str(error), "messages") from error
     assert isinstance(request, CompletionRequest)
-    given: Any = request.prompt
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]
     prompts = []
-    for prompt in given:
+    for prompt in listed(request.prompt):
         if isinstance(prompt, str):
             prompts.append(Conversation(text=prompt, completion=""))
         elif isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
@@ -240,6 +237,11 @@ def given_prompts(request: Common) -> list[Conversation]:
         else:
             raise RequestError("a prompt is a text or a list of token ids", "prompt")
     return prompts
+
+
+def listed(prompt: Any) -> list[Any]:
+    """Return the prompts of a request for completions, of which one may be given alone."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def check_length(prompt: Conversation, engine: Engine, param: str) -> None:

@@ -151,7 +151,7 @@ def tuned(folder: Path) -> Any:
     """Acceptance is counted, and does not depend on times."""
     found = json.loads((folder / "out.json").read_text())
     return {
-        name: [(row["default"]["predicted"]["tau"], row["candidates"]) for row in rows]
+        name: [(row["default"]["label"], row["default"]["measured"]["tau"]) for row in rows]
         for name, rows in found["drafters"].items()
     }
 

@@ -210,7 +210,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "longer as in vllm:drafts=2 is left out" in said
+    assert "longer as in sglang is left out" in said
     return json.loads((folder / "o.json").read_text())
 
 

@@ -257,3 +257,21 @@ def complaints(
             accepted.append(mutation.name)
     TOTALS.update(tried=len(chosen), accepted=len(accepted), wrong=len(wrong))
     return wrong, accepted
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """One to eight bytes or stretches changed, left out or put in; sometimes cut short too."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        at = draw.randrange(max(len(changed), 1))
+        length = draw.randrange(1, 20)
+        kind = draw.randrange(4)
+        if kind == 0:
+            changed[at : at + 1] = bytes([draw.randrange(256)])
+        elif kind == 1:
+            del changed[at : at + length]
+        elif kind == 2:
+            changed[at:at] = draw.randbytes(length)
+        else:
+            changed[at : at + 8] = b"\xff" * 8
+    return bytes(changed[: draw.randrange(len(changed) + 1)] if draw.random() < 0.1 else changed)

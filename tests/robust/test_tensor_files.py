@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.stored_tensors import StoredTensors
-from tests.helpers.mutations import TOTALS, outcome
+from tests.helpers.mutations import TOTALS, damaged, outcome
 from tests.helpers.public_checkpoints import LLAMA, store
 from tests.helpers.random_artifacts import eagle
 
@@ -25,24 +25,6 @@ TENSORS = {
 GROWTH = 100 << 20
 
 WEIGHTS = "model.safetensors"
-
-
-def damaged(data: bytes, draw: random.Random) -> bytes:
-    """One to eight bytes or stretches changed, left out or put in; sometimes cut short too."""
-    changed = bytearray(data)
-    for _ in range(draw.choice((1, 1, 2, 8))):
-        at = draw.randrange(max(len(changed), 1))
-        length = draw.randrange(1, 20)
-        kind = draw.randrange(4)
-        if kind == 0:
-            changed[at : at + 1] = bytes([draw.randrange(256)])
-        elif kind == 1:
-            del changed[at : at + length]
-        elif kind == 2:
-            changed[at:at] = draw.randbytes(length)
-        else:
-            changed[at : at + 8] = b"\xff" * 8
-    return bytes(changed[: draw.randrange(len(changed) + 1)] if draw.random() < 0.1 else changed)
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.full)])

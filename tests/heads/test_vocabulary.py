@@ -14,7 +14,7 @@ from draftsmith.heads.vocabulary import ids_of_offsets, most_frequent, to_target
 
 
 def offsets(ids: torch.Tensor) -> torch.Tensor:
-    """As they are stored for ascending ids."""
+    """Return the offsets that are stored for ascending ids."""
     return ids - torch.arange(len(ids))
 
 

@@ -136,7 +136,7 @@ def test_a_tensor_that_the_file_does_not_hold_is_refused(kind: str, tmp_path: Pa
 
 
 class Evil:
-    """What a pickle can do: run a command while it is read."""
+    """Object whose pickle runs a command while it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Memory of a step by arithmetic, beside what autograd really holds."""
+"""Memory of a step by arithmetic, compared with what autograd holds."""
 
 from __future__ import annotations
 

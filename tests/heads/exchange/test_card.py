@@ -24,7 +24,7 @@ def test_the_card_names_a_licence_only_where_one_was_given(tmp_path: Path) -> No
 
 
 def test_the_header_is_what_the_hub_reads(tmp_path: Path) -> None:
-    """Return the card as huggingface_hub reads it."""
+    """The hub's own library finds the target, the data sets and the tags in it."""
     artifact = eagle()
     artifact.provenance["data"] = {"datasets": ["openai/gsm8k"]}
     for engine in ("hf", "vllm"):

@@ -34,7 +34,7 @@ from .layers import (
     inner_size,
     layout_of,
 )
-from .pretrained import check_repeated, config_of_values, make_causal_lm
+from .pretrained import check_numbers, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -137,7 +137,7 @@ class MtpDrafter(RecyclingDrafter):
     @classmethod
     def shape_from(cls, config: JsonObject) -> MtpShape:
         values = config["layer"]
-        check_repeated(values, "config.json")
+        check_numbers(values, "config.json")
         return shape_of(config_of_values(values), values)
 
 

@@ -24,21 +24,23 @@ from .errors import UserError, first_line
 from .files import JsonObject, read_json
 from .stored_tensors import files_of
 
-REPEATED = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1 << 10)
-REPEATED |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16)
-"""Keys of a config.json by which a model repeats its layers and experts, and their largest values.
+LARGEST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1 << 10)
+LARGEST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16)
+LARGEST |= dict.fromkeys(("vocab_size", "hidden_size"), 1 << 24)
+"""Largest plausible values of numbers in a config.json.
 
-transformers makes a list or a module for each, even of a model whose tensors take no memory, before
-it compares anything with the weights: a damaged number would keep it busy for hours.
+transformers makes a list or a module for each layer and expert, even of a model whose tensors take
+no memory, before it compares anything with the weights: a damaged number would keep it busy for
+hours. Drafters are made from the sizes before the weights are read.
 """
 
 
-def check_repeated(values: Any, where: object) -> None:
-    """Raise `UserError`, which names the file `where`, for implausible numbers under `REPEATED`."""
+def check_numbers(values: Any, where: object) -> None:
+    """Raise `UserError`, which names the file `where`, for implausible numbers under `LARGEST`."""
     for table in (values, values.get("text_config")) if isinstance(values, dict) else ():
         if not isinstance(table, dict):
             continue
-        for name, most in REPEATED.items():
+        for name, most in LARGEST.items():
             given = table.get(name)
             # Of experts there may be one number for each layer.
             for number in given if isinstance(given, list) else [given]:
@@ -49,15 +51,15 @@ def check_repeated(values: Any, where: object) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Raise `UserError` for a config.json in a folder that `check_repeated` refuses."""
+    """Raise `UserError` for a config.json in a folder that `check_numbers` refuses."""
     if (path := folder / "config.json").is_file():
-        check_repeated(read_json(path), path)
+        check_numbers(read_json(path), path)
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model in a folder or on the hub.
 
-    Raises `UserError` for a damaged number of layers or experts, and the errors of transformers,
+    Raises `UserError` for a damaged number of those in `LARGEST`, and the errors of transformers,
     see `clear_errors`.
     """
     check_config(Path(path))

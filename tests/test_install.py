@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import QUICKSTART, ROOT
+from tests.helpers.rows import chat, write
 
 PACKAGES = ("draftsmith", "heads", "inference", "distill", "train")
 BESIDES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
@@ -160,8 +161,7 @@ def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(
     prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
     question = [{"role": "user", "content": "def f():"}]
     prompts.write_text(json.dumps({"messages": question}) + "\n")
-    conversation = [*question, {"role": "assistant", "content": "return 1"}]
-    rows.write_text("".join(json.dumps({"messages": conversation}) + "\n" for _ in range(4)))
+    write(rows, [chat(f"def f{n}():", f"return {n}") for n in range(16)])
     target, drafter = f"--target {QUICKSTART}", f"--drafter {EAGLE3}"
     train = f"train medusa {target} --out run --data.sources"
     expected = {

@@ -135,8 +135,8 @@ class RunFolder:
         """
         before = self.state_of(step).identity
         for name, value in identity.items():
-            if name == "numbers":
-                if changes := changed_numbers(before.get(name, {}), value):
+            if name == "numbers" and isinstance(stored := before.get(name, {}), dict):
+                if changes := changed_numbers(stored, value):
                     raise UserError(
                         f"{self.path} holds checkpoints of a run whose target's configuration has "
                         f"changed since ({changes}); change it back, or choose another output"

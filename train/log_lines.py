@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from rich.table import Table
 
-from ..heads.errors import UserError
+from ..heads.errors import UserError, first_line
 from ..inference.console import clock, plain_table
 from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
@@ -80,13 +81,18 @@ def tau_of(row: Mapping[str, Any]) -> str:
 
 
 def check_tracker(name: str) -> None:
-    """Raise `UserError` for a tracker that accelerate would leave out without a word."""
-    # Its package is missing, or accelerate does not know it in this version.
-    if name != "none" and name not in map(str, get_available_trackers()):
-        raise UserError(
-            f"tracker is {name}, which accelerate {accelerate.__version__} does not find here; "
-            f"pip install {name}, or leave the tracker out"
-        )
+    """Raise `UserError` for a tracker that cannot be used here."""
+    if name == "none":
+        return
+    reason = f"accelerate {accelerate.__version__} does not find it here"
+    try:
+        import_module(name)
+        # accelerate leaves out a tracker that it does not know without an error.
+        if name in map(str, get_available_trackers()):
+            return
+    except ImportError as error:
+        reason = f"it cannot be imported ({first_line(error)})"
+    raise UserError(f"tracker is {name}, but {reason}; pip install {name}, or leave it out")
 
 
 def start_tracker(accelerator: Accelerator, run: RunConfig) -> None:

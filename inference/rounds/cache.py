@@ -279,7 +279,9 @@ class TreeCache(Cache):
         `counts` are the positions of each row in all chunks. Example: in chunks of 3, rows of 5 and
         2 positions commit 3 and 2, then 2 and 0.
         """
-        here = [min(max(count - start, 0), width) for count in counts.here]
+        # A compiled function would be compiled again for other numbers of the host.
+        numbers = [] if self.fixed else counts.here
+        here = [min(max(count - start, 0), width) for count in numbers]
         self.commit(Counts(here, (counts.there - start).clamp(0, width)))
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -352,7 +352,7 @@ def proposers(target: Target, drafter: Target) -> dict[str, Proposer]:
         "medusa": MedusaProposer(heads, TreeSettings(shape=ranks)),
     }
     for name, proposer in with_lookup.items():
-        found[f"{name} with lookup"] = WithLookup(proposer, 1, 5)
+        found[f"{name} with lookup"] = WithLookup(proposer, 1, 5, prior=2.0)
     return found
 
 

@@ -68,6 +68,7 @@ HARMLESS_IN_TARGETS = {
     "special_tokens_map.json": r"",
     "chat_template.jinja": r"",
     "training.json": r"",  # notes of the quickstart, which nothing reads
+    "README.md": r"",  # a description for people
     "model.safetensors": r"a bit of",  # another weight
 }
 # another figure; a missing one is shown as -
@@ -86,7 +87,7 @@ def sealed(folder: Path) -> None:
     """With checksums of what is there now, where that can still be written."""
     try:
         seal(folder)
-    except (UserError, OSError, TypeError, ValueError):
+    except (UserError, OSError, TypeError, ValueError, KeyError):
         return
 
 
@@ -141,7 +142,8 @@ def test_damaged_targets_are_refused_or_harmless(count: int, tmp_path: Path) -> 
 
     wrong, accepted = complaints(QUICKSTART, tmp_path / "t", trials(QUICKSTART, 0, count), command)
     assert not wrong, "\n".join(wrong)
-    assert all(harmless(name, HARMLESS_IN_TARGETS) for name in accepted), accepted
+    harmful = [name for name in accepted if not harmless(name, HARMLESS_IN_TARGETS)]
+    assert not harmful, "\n".join(harmful)
 
 
 @pytest.fixture(scope="session")

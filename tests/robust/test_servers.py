@@ -146,6 +146,7 @@ def test_regenerating_through_misbehaving_server_ends_in_one_line(
 ) -> None:
     monkeypatch.setattr(replies, "PAUSES_S", (0.0, 1.0))
     monkeypatch.setattr(replies, "REPLY_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.ANSWER_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     with serving(MISBEHAVIOUR[kind]) as url:

@@ -330,7 +330,7 @@ def test_special_tokens_are_left_out_unless_asked_for(server: Running, quickstar
 
 def test_end_token_is_not_part_of_reply_text(server: Running, quickstart: Target) -> None:
     """As in vLLM, whose replies are learned from: also where special tokens are shown."""
-    body = {"messages": [{"role": "user", "content": "def close(self):"}], "max_tokens": 200}
+    body = {"messages": [{"role": "user", "content": "def is_empty(self):"}], "max_tokens": 200}
     body |= {"model": "target:plain", "skip_special_tokens": False, "return_token_ids": True}
     answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
     (choice,) = answer["choices"]

@@ -416,7 +416,7 @@ def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     run, shape, _ = planned(Options(config=str(recipe), method="eagle", set=changes))
     assert json.loads(out.read_text())["shape"]["drafter_params"] == shape.drafter_params
     assert run.batch_rows == 4 and run.heads.draft_vocab_size == 16000
-    with pytest.raises(UserError, match="--set batch_rows sets nothing"):
+    with pytest.raises(UserError, match="--batch-rows needs a value: a whole number"):
         planned(Options(config=str(recipe), method="eagle", set=["batch_rows"]))
 
 

@@ -77,7 +77,7 @@ def test_trackers_are_those_of_accelerate() -> None:
 
 def test_missing_or_unknown_tracker_is_one_line(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(tmp_path, saved_tiny, **SHORT)
-    with pytest.raises(draftsmith.UserError, match="pip install swanlab, or leave the tracker out"):
+    with pytest.raises(draftsmith.UserError, match="pip install swanlab, or leave it out"):
         draftsmith.train("medusa", config=config, tracker="swanlab")
     with pytest.raises(draftsmith.UserError, match="takes none, aim, .* or wandb, not mlfow"):
         draftsmith.train("medusa", config=config, tracker="mlfow")

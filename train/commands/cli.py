@@ -122,7 +122,8 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     if method not in METHODS and ":" not in method:
         close = difflib.get_close_matches(method, METHODS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        fail(f"name a method to train: {methods}, or module:Class of your own{hint}")
+        unknown = f"unknown method {method!r}; " if method else ""
+        fail(f"{unknown}name a method to train: {methods}, or module:Class of your own{hint}")
 
     run = parse(run_class_named(method), argv[1:], f"{prog} {method}", partial(_resolved, method))
     choose_threads(run, training=True)
@@ -136,7 +137,12 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         if is_main_rank():
             say_what_came_out(best, run, method)
 
-    guarded(start, lambda: "the same command continues from the last checkpoint")
+    def if_interrupted() -> str:
+        if any(Path(run.out, "checkpoints").glob("step-*")):
+            return "the same command continues from the last checkpoint"
+        return "no checkpoint was written yet; the same command starts over"
+
+    guarded(start, if_interrupted)
 
 
 def _resolved(method: str, values: Values[RunConfig]) -> str:

@@ -19,17 +19,17 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .commands.python import evaluate as evaluate
+    from .commands.python import export as export
+    from .commands.python import train as train
     from .heads.errors import UserError as UserError
     from .heads.exchange.hub import Drafter as Drafter
     from .inference.api import Decoder as Decoder
     from .inference.api import Reply as Reply
     from .inference.api import load as load
-    from .inference.proposer import Proposer as Proposer
-    from .inference.settings import Sampling as Sampling
+    from .inference.base.settings import Sampling as Sampling
+    from .inference.proposers.contract import Proposer as Proposer
     from .train.callbacks import Callback as Callback
-    from .train.commands.python import evaluate as evaluate
-    from .train.commands.python import export as export
-    from .train.commands.python import train as train
 
     __version__: str
 
@@ -37,12 +37,12 @@ _MODULES = {
     "Callback": ".train.callbacks",
     "Decoder": ".inference.api",
     "Drafter": ".heads.exchange.hub",
-    "Proposer": ".inference.proposer",
+    "Proposer": ".inference.proposers.contract",
     "Reply": ".inference.api",
-    "Sampling": ".inference.settings",
+    "Sampling": ".inference.base.settings",
     "UserError": ".heads.errors",
-    "evaluate": ".train.commands.python",
-    "export": ".train.commands.python",
+    "evaluate": ".commands.python",
+    "export": ".commands.python",
     "load": ".inference.api",
 }
 __all__ = [

@@ -1,6 +1,6 @@
 """Entry point of `python -m draftsmith COMMAND`."""
 
-from .train.commands.cli import main
+from .commands.cli import main
 
 if __name__ == "__main__":
     main()

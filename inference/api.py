@@ -21,20 +21,19 @@ from transformers import PreTrainedModel
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter
 from ..heads.files import JsonObject
+from .base.detokenize import StreamedText, special_ids
+from .base.settings import OTHER_NAMES, Sampling, TargetConfig
 from .conversations.formats import Conversation, conversation_of
 from .conversations.messages import RowError, check_text
 from .conversations.rendering import prompt_ids
 from .conversations.templates import check_template_kwargs
 from .decode import Generation, Request, Round, decode, generate
-from .detokenize import StreamedText, special_ids
-from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
-from .own_drafters import checked_proposer, with_name
 from .profile import TuningProfile
-from .proposer import Proposer
-from .rounds.recorded import prepare_to_compile
-from .settings import OTHER_NAMES, Sampling, TargetConfig
-from .targets.target import Target, load_for_decoding, target_of
+from .proposers.contract import Proposer
+from .proposers.own_drafters import checked_proposer, with_name
+from .proposers.registry import check_spec, load_proposer
+from .targets.target import Target, load_for_decoding, prepare_to_compile, target_of
 
 log = logging.getLogger(__name__)
 

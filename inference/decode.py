@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
-from .detokenize import StopStrings
-from .own_drafters import is_users, reported, wrong_tree
-from .proposer import Accepted, Prompts, Proposer
-from .rounds import recorded
+from . import recorded
+from .base.detokenize import StopStrings
+from .base.settings import GREEDY, Sampling
+from .proposers.contract import Accepted, Prompts, Proposer
+from .proposers.own_drafters import is_users, reported, wrong_tree
 from .rounds.cache import StaticCache, TreeCache
 from .rounds.device import Clock, send
 from .rounds.noise import row_keys
-from .rounds.outcome import verify
 from .rounds.sampling import Draws
 from .rounds.tree import DraftTree
-from .settings import GREEDY, Sampling
 from .targets.causal_model import CausalModel
+from .targets.outcome import verify
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 

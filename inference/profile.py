@@ -14,9 +14,9 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.fingerprint import Fingerprint, changed_numbers, without_name
 from ..heads.layout import dtype_name
-from .drafters import parse_spec, without_tree
+from .base.tree_settings import LOOKUP_SETTINGS
+from .proposers.registry import parse_spec, without_tree
 from .targets.target import Target
-from .tree_settings import LOOKUP_SETTINGS
 
 
 class TunedRow(Struct):

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .proposer import Accepted, Prompts, Proposer
+from .base.settings import GREEDY
+from .proposers.contract import Accepted, Prompts, Proposer
 from .rounds.accept import match
 from .rounds.cache import TreeCache
 from .rounds.sampling import Draws
-from .settings import GREEDY
 from .targets.causal_model import Hidden
 
 RANKS = 10  # best tokens of a draft whose accuracies are counted

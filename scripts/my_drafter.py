@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith import Proposer
-from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.targets.target import Target

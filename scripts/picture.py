@@ -36,7 +36,7 @@ def main() -> None:
         sys.exit("error: there is no Chromium; install the package chromium")
     if not TARGET.is_dir():
         sys.exit(f"error: there is no {TARGET}; run scripts/smollm2/get.sh")
-    command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
+    command = [sys.executable, "-c", "from draftsmith.commands.cli import main; main()"]
     command += ["serve", "--target", str(TARGET), "--target.device", "cpu"]
     command += ["--drafter", str(DRAFTER), "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
 """Table of configs/README.md: the figures of `draftsmith data plan` for every printed recipe.
 
-The hub is not asked: targets and siblings are the config.json files of train/planning/targets/.
+The hub is not asked: targets and siblings are the files of draftsmith/commands/targets/.
 
     python scripts/recipes.py            # print the table
     python scripts/recipes.py --write    # put it into configs/README.md
@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from draftsmith.train.commands.plan import Options, count, hours, planned
-from draftsmith.train.commands.recipe import names, recipe
+from draftsmith.commands.plan import Options, count, hours, planned
+from draftsmith.commands.recipe import names, recipe
 from draftsmith.train.estimate import RunSizes, size
-from draftsmith.train.method import METHODS
+from draftsmith.train.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "train" / "planning" / "targets"

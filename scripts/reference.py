@@ -15,8 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 from msgspec import Struct
 
-from draftsmith.inference.evaluation.results import Report
-from draftsmith.train.command_line.fields import (
+from draftsmith.command_line.fields import (
     SHORT_GROUPS,
     Option,
     fields_of,
@@ -25,9 +24,10 @@ from draftsmith.train.command_line.fields import (
     options_of_class,
     takes,
 )
-from draftsmith.train.command_line.help_text import pairs_together, usage_of, wrapped
-from draftsmith.train.commands.verbs import VERBS, options_of_verb
-from draftsmith.train.method import METHODS, run_class_named
+from draftsmith.command_line.help_text import pairs_together, usage_of, wrapped
+from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.inference.evaluation.results import Report
+from draftsmith.train.methods.registry import METHODS, run_class_named
 
 REPORT = """# Keys of a report
 

@@ -26,8 +26,8 @@ LONGEST = 8  # files that are listed
 ENGINES = "vllm|sglang|llamacpp|trtllm|tgi|speculators"
 OPTIONS = """
 import dataclasses, typing
-from draftsmith.train.commands.verbs import VERBS, options_of_verb
-from draftsmith.train.method import METHODS, run_class_named
+from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.train.methods.registry import METHODS, run_class_named
 found = set()
 def take(config_class):
     hints = typing.get_type_hints(config_class)

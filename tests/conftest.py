@@ -25,9 +25,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.methods.medusa import copy_head
+from draftsmith.train.methods.medusa.method import copy_head
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "scripts" / "quickstart" / "target"

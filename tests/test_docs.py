@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from draftsmith.train.command_line.fields import fields_of
-from draftsmith.train.method import METHODS, run_class_named
+from draftsmith.command_line.fields import fields_of
+from draftsmith.train.methods.registry import METHODS, run_class_named
 from tests.conftest import ROOT
 from tests.helpers.documents import anchors_of
 from tests.helpers.pages import HISTORY, PAGES, module_of

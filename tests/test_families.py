@@ -31,9 +31,9 @@ from transformers import (
 )
 
 import draftsmith
+from draftsmith.commands.cli import main
 from draftsmith.heads.exchange.engines import ENGINES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.exporter import load_alone
-from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, by_default
 
 HEAD: dict[str, Any] = {"head_dim": 16}

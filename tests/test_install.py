@@ -39,7 +39,7 @@ sys.meta_path.insert(0, Broken())
 """
 COMMANDS = """
 import contextlib, io, json, sys
-from draftsmith.train.commands.cli import main
+from draftsmith.commands.cli import main
 for words in json.loads(sys.argv[1]):
     said, code = io.StringIO(), 0
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_files_of_the_tree(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entry,) = [n for n in archive.namelist() if n.endswith("entry_points.txt")]
-        assert b"draftsmith = draftsmith.train.commands.cli:main" in archive.read(entry)
+        assert b"draftsmith = draftsmith.commands.cli:main" in archive.read(entry)
     tree = wheel.parent / "tree"
     files = {str(f.relative_to(tree)) for p in PACKAGES for f in (tree / p).rglob("*.*")}
     files = {name for name in files if (tree / name).is_file()}

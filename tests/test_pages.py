@@ -34,7 +34,7 @@ STAND_INS = {"Qwen/Qwen3-0.6B": QUICKSTART, "Qwen/Qwen3-8B": QUICKSTART}
 SHELL = r"""
 set -euo pipefail
 draftsmith() {
-    local run='from draftsmith.train.commands.cli import main; main()'
+    local run='from draftsmith.commands.cli import main; main()'
     if [ "$1" != serve ]; then "$PYTHON" -c "$run" "$@"; return; fi
     [[ "$*" == *" --port "* ]] || set -- "$@" --port "$PORT"
     "$PYTHON" -c "$run" "$@" > "$BLOCKS/server" 2>&1 &

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.inference.console import Console
+from draftsmith.inference.base.console import Console
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.names import distinct_labels
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.report.report import gather, html, markdown
 from draftsmith.inference.evaluation.tables import show
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.reports import Seen

@@ -12,73 +12,97 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.train.command_line.fields import options_of_class
-from draftsmith.train.command_line.help_text import help_page
-from draftsmith.train.command_line.parse import options_from, parse
-from draftsmith.train.commands.cli import VERBS
-from draftsmith.train.method import METHODS, method_named
+import draftsmith
+from draftsmith.command_line.fields import options_of_class
+from draftsmith.command_line.help_text import help_page
+from draftsmith.command_line.parse import options_from, parse
+from draftsmith.commands.cli import VERBS
+from draftsmith.train.methods.registry import METHODS, method_named
 from tests.conftest import ROOT
 from tests.promises import PROMISES
 
 ROOTS = ("heads", "inference", "distill", "train")
-LAYERS = (  # packages of one line may import each other and all lines above
-    ("heads",),
-    ("heads.exchange.engines",),
-    ("heads.exchange",),
-    (
-        "inference",
-        "inference.conversations",
-        "inference.kernels",
-        "inference.rounds",
-        "inference.targets",
-    ),
-    ("inference.proposers",),
-    (
-        "inference.evaluation",
-        "inference.evaluation.report",
-        "inference.evaluation.server",
-        "inference.evaluation.tuning",
-    ),
-    ("inference.serving",),
-    ("distill",),
-    ("train", "train.command_line", "train.data"),
-    ("train.methods",),
-    ("train.planning",),
-    ("train.commands",),
-    ("draftsmith",),
+LAYERS = (  # a package may import itself and all above
+    "heads",
+    "heads.exchange.engines",
+    "heads.exchange",
+    "inference.base",
+    "inference.kernels",
+    "inference.rounds",
+    "inference.targets",
+    "inference.conversations",
+    "inference.proposers",
+    "inference",
+    "inference.evaluation",
+    "inference.evaluation.report",
+    "inference.evaluation.tuning",
+    "inference.serving",
+    "distill",
+    "command_line",
+    "train.data",
+    "train",
+    "train.losses",
+    "train.methods.dflash",
+    "train.methods.distill",
+    "train.methods.dspark",
+    "train.methods.eagle",
+    "train.methods.medusa",
+    "train.methods.mtp",
+    "train.methods",
+    "commands",
+    "draftsmith",
 )
-LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+LAYER = {package: level for level, package in enumerate(LAYERS)}
 FILES = sorted(file for root in ROOTS for file in (ROOT / root).rglob("*.py"))
-FILES += sorted((ROOT / "draftsmith").glob("*.py"))
+FILES += sorted(
+    file
+    for file in (ROOT / "draftsmith").rglob("*.py")
+    if file.relative_to(ROOT).parts[1] not in ROOTS  # links to them
+)
+IMPORTED_BY_NAME = {
+    "draftsmith": lambda: [*draftsmith._MODULES.values(), ".train"],
+    "commands.cli": lambda: [f"..{module}" for module, _ in VERBS.values()],
+    "commands.verbs": lambda: [f"..{options.rpartition('.')[0]}" for _, options in VERBS.values()],
+}
+"""What the modules import whose `import_module` is given no literal name."""
+
+
+def parts_of(path: Path) -> list[str]:
+    """Return the names of a path below `draftsmith`, whose folders the four roots are."""
+    parts = [*path.relative_to(ROOT).parts]
+    return parts[1:] if parts[0] == "draftsmith" else parts
 
 
 def module_of(file: Path) -> str:
     """`inference/proposers/eagle.py` -> `inference.proposers.eagle`; a package is its
     `__init__.py`."""
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    parts = parts_of(file.with_suffix(""))
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "draftsmith"
 
 
 def package_of(file: Path) -> str:
-    return ".".join(file.parent.relative_to(ROOT).parts)
+    return ".".join(parts_of(file.parent)) or "draftsmith"
 
 
 MODULES = {module_of(file): file for file in FILES}
 
 
+def full_name(name: str, level: int, file: Path) -> list[str]:
+    """Return the parts of a module's name that `file` gives relatively, with `level` dots."""
+    parts = parts_of(file.parent)
+    return parts[: len(parts) - level + 1] + (name.split(".") if name else [])
+
+
 def imported_modules(file: Path) -> set[str]:
-    """Modules of ours that a file imports, inside functions too. Absolute imports of our own are
-    errors."""
+    """Modules of ours that a file imports, inside functions and by `import_module` too. Absolute
+    imports of our own are errors."""
     modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            parts = package_of(file).split(".")
-            parts = parts[: len(parts) - node.level + 1]
-            if parts == ["draftsmith"]:  # which has the other packages as its own
-                parts = []
-            parts += node.module.split(".") if node.module else []
+            parts = full_name(node.module or "", node.level, file)
             for alias in node.names:
                 nested = ".".join([*parts, alias.name])
-                modules.add(nested if nested in MODULES else ".".join(parts))
+                modules.add(nested if nested in MODULES else ".".join(parts) or "draftsmith")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = (
                 [node.module or ""]
@@ -89,10 +113,39 @@ def imported_modules(file: Path) -> set[str]:
                 assert name.split(".")[0] not in (*ROOTS, "draftsmith"), (
                     f"{file}: import relatively inside the package"
                 )
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            modules |= imported_by_name(node, file)
     return modules
 
 
-IMPORTS = {module: imported_modules(file) for module, file in MODULES.items()}
+def imported_by_name(call: ast.Call, file: Path) -> set[str]:
+    """Return the modules of ours that an `import_module` may import.
+
+    A name that is put together stands for its literal beginning's package, `f".{method}"` for the
+    file's own; the rest is in `IMPORTED_BY_NAME`. A call without `__package__` imports what a user
+    names.
+    """
+    name, *package = call.args
+    table = IMPORTED_BY_NAME.get(module_of(file))
+    if table is None and not package and "__" not in ast.unparse(name):
+        return set()
+    names = table() if table else [str(ast.literal_eval(_beginning(name)))]
+    return {
+        ".".join(full_name(one.lstrip("."), len(one) - len(one.lstrip(".")), file)) for one in names
+    }
+
+
+def _beginning(name: ast.expr) -> ast.expr:
+    """Return the literal beginning of an f-string, without a name that it cuts off."""
+    if not isinstance(name, ast.JoinedStr):
+        return name
+    first = name.values[0]
+    literal = str(first.value) if isinstance(first, ast.Constant) else "."
+    dots = len(literal) - len(literal.lstrip("."))
+    return ast.Constant("." * dots + literal[dots:].rpartition(".")[0])
+
+
+IMPORTS = {module: imported_modules(file) - {module} for module, file in MODULES.items()}
 
 
 def test_the_packages_are_those_of_the_layers() -> None:
@@ -105,23 +158,17 @@ def test_imports_point_one_way(module: str) -> None:
     if module in ("train", "train.__main__"):
         return
     own = LAYER[package_of(MODULES[module])]
-    upwards = [other for other in IMPORTS[module] if LAYER[package_of(MODULES[other])] > own]
+    # A package stands for its modules where a name is put together.
+    packages = {
+        other: other if other in LAYER else package_of(MODULES[other]) for other in IMPORTS[module]
+    }
+    upwards = [other for other, package in packages.items() if LAYER[package] > own]
     assert not upwards, f"{module} imports {upwards}"
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """`TopologicalSorter` raises `CycleError`, which names the circle."""
     assert len([*graphlib.TopologicalSorter(IMPORTS).static_order()]) == len(MODULES)
-
-
-def test_names_of_classes_are_unique() -> None:
-    """One meaning for each name, with or without an underscore."""
-    homes: dict[str, list[str]] = {}
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), []).append(f"{file}:{node.lineno}")
-    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 def test_no_test_file_imports_another() -> None:
@@ -142,8 +189,8 @@ def test_every_test_of_a_promise_exists() -> None:
 
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb() -> None:
     names = [
-        "train.commands.cli",
-        "train.commands.generate",
+        "commands.cli",
+        "commands.generate",
         *(name for name in MODULES if name.startswith("inference")),
     ]
     code = "".join(f"import draftsmith.{name}\n" for name in names)
@@ -195,7 +242,7 @@ ANSWERED_AT_ONCE = [
 )
 def test_help_and_mistakes_are_answered_without_torch(words: str, code: int, said: str) -> None:
     """Counted in imports, not in seconds: torch and transformers together take four."""
-    asked = "import sys; from draftsmith.train.commands.cli import main\n"
+    asked = "import sys; from draftsmith.commands.cli import main\n"
     asked += f"try: main({words.split()!r})\nexcept SystemExit as e: code = e.code\n"
     asked += (
         "else: code = 0\nheavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pandas', "

@@ -20,7 +20,7 @@ class _Callable(ModuleType):
 
     @property
     def __call__(self) -> Callable[..., Path]:  # a property, so that `help` finds the function
-        from .commands.python import train
+        from ..commands.python import train
 
         return train
 

@@ -21,6 +21,7 @@ import msgspec
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from ..command_line.parse import options_from
 from ..heads.artifact import Artifact
 from ..heads.documents import read_document
 from ..heads.errors import UserError
@@ -34,10 +35,9 @@ from ..heads.files import (
 )
 from ..heads.fingerprint import changed_numbers
 from ..heads.locks import partial_path
-from .command_line.parse import options_from
 from .config import RunConfig
+from .data.documents import TrainerState
 from .data.rollouts import Written
-from .documents import TrainerState
 from .log_lines import flat
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What a run's configs say before anything is loaded: cost, and which engines take its drafter.
 
 The cost, in GPU memory, bytes and operations, is arithmetic on shapes: target and drafter are built
-on the meta device, without weights. What a GPU reaches is in `inference/costs.py`.
+on the meta device, without weights. What a GPU reaches is in `inference/base/costs.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..command_line.endings import is_main_rank
 from ..heads.errors import UserError
 from ..heads.exchange.engines import drafter_facts, refusal, sentences
 from ..heads.exchange.engines.engine import DrafterFacts
@@ -24,10 +25,9 @@ from ..heads.exchange.exporter import load_alone
 from ..heads.files import check_space
 from ..heads.fingerprint import numbers_of
 from ..heads.pretrained import make_causal_lm
-from ..inference.costs import TARGET_BYTES
+from ..inference.base.costs import TARGET_BYTES
 from ..inference.targets.target import resolve_device
 from .config import RunConfig, divided
-from .endings import is_main_rank
 from .method import AnyMethod
 from .outline import (
     ConfigOnly,

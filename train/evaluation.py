@@ -22,10 +22,9 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
 from ..heads.layout import dtype_name
-from ..inference.console import Progress
+from ..inference.base.console import Progress
 from ..inference.conversations.choice import alternately, described
 from ..inference.decode import Request, generate_one
-from ..inference.drafters import load_proposer, proposer_of
 from ..inference.evaluation.intervals import tau_interval
 from ..inference.metrics import (
     emitted_per_round,
@@ -35,12 +34,13 @@ from ..inference.metrics import (
     tau_by_position,
 )
 from ..inference.proposers.ngram import PlainDecoding
+from ..inference.proposers.registry import load_proposer, proposer_of
 from ..inference.replay import rounds_on_text
 from ..inference.targets.causal_model import Hidden
 from ..inference.targets.masks import with_replies
 from ..inference.targets.stored import HeldOutPrompt, HeldOutText
 from ..inference.targets.target import Target, TargetSource
-from .config import Evaluation
+from .data.config import Evaluation
 from .data.tables import Tables
 from .method import AnyMethod
 

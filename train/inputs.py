@@ -25,9 +25,10 @@ from ..inference.targets.stored import (
     tensors_in,
 )
 from ..inference.targets.target import Target, TargetSource, load_target, resolve_device
-from .config import Data, RunConfig, TargetConfig
+from .config import RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
+from .data.config import Data
 from .data.features import FeatureSource, LiveTarget
 from .data.served import Client, ServedFeatures, ServedTarget, served_texts
 from .data.store import StoredFeatures

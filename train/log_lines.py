@@ -15,7 +15,7 @@ from accelerate.tracking import get_available_trackers
 from rich.table import Table
 
 from ..heads.errors import UserError, first_line
-from ..inference.console import clock, plain_table
+from ..inference.base.console import clock, plain_table
 from ..inference.evaluation.remarks import looping
 from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from .config import RunConfig

@@ -20,13 +20,14 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from ..command_line.endings import Stopped
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder, whole_file
-from ..inference.console import Progress, several
+from ..inference.base.console import Progress, several
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
-from ..inference.own_drafters import reported
+from ..inference.proposers.own_drafters import reported
 from ..inference.targets.spread import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
@@ -35,7 +36,6 @@ from .callbacks import Callback
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig, divided, interval
 from .data.batches import Batches
-from .endings import Stopped
 from .estimate import check_affordable, say_engines
 from .evaluation import GivenUp, HeldOutEvaluation, warn_of_difference
 from .inputs import inputs_of

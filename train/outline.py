@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
-from ..inference.settings import TargetConfig
+from ..inference.base.settings import TargetConfig
 from ..inference.targets.model_head import ConfigFacts
 from ..inference.targets.target_files import base_and_adapter
 from .config import RunConfig

@@ -7,34 +7,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..command_line.endings import versions
 from ..heads.files import JsonObject
+from ..inference.base.settings import RowSource
 from ..inference.conversations.sources import rows_of, source_files
-from ..inference.settings import RowSource
-
-PACKAGES = (
-    "draftsmith",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "safetensors",
-    "tokenizers",
-)
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of each of `PACKAGES`; None for one that is absent."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = None
-    return installed
 
 
 def provenance() -> JsonObject:

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ..command_line.endings import Stop
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
@@ -20,7 +21,6 @@ from .config import RunConfig
 from .data.batches import Batch, Batches, Document
 from .data.features import FeatureSource
 from .data.rollouts import Written
-from .endings import Stop
 from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..settings import BadRows, RowSource
+from ..base.settings import BadRows, RowSource
 from .choice import Units, alternately, described
 from .formats import Conversation, conversation_of
 from .messages import RowError

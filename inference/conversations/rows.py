@@ -18,8 +18,8 @@ import msgspec
 
 from ...heads.errors import UserError
 from ...heads.files import checksum, whole_file
-from ..console import several
-from ..settings import BadRows
+from ..base.console import several
+from ..base.settings import BadRows
 from .messages import RowError, check_text, parsed
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ...heads.errors import UserError, first_line
 from ...heads.files import write_failure
-from ..settings import RowSource
+from ..base.settings import RowSource
 from .messages import RowError
 from .rows import GivenRows, parsed, read_json_rows
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
+from ..base.keys import headers_with_key
+from ..base.settings import Sampling, TargetConfig, check_url
 from ..conversations.prompts import Prompt, check_source, read_prompts
 from ..conversations.rows import GivenRows
 from ..conversations.templates import check_template_kwargs
-from ..drafters import check_spec
-from ..keys import headers_with_key
 from ..profile import read_profile
-from ..settings import Sampling, TargetConfig, check_url
+from ..proposers.registry import check_spec
 from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import ImitatedEngine
 from .measure import Setting

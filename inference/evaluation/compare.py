@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..console import Console
+from ..base.console import Console
 from ..metrics import tau
 from .engines import AS_IN
 from .intervals import LEVEL, interval, pooled, tau_interval

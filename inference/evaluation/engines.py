@@ -12,16 +12,16 @@ from ...heads.errors import UserError
 from ...heads.exchange.engines import ENGINES
 from ...heads.exchange.engines.engine import DrafterFacts
 from ...heads.fingerprint import numbers_of
-from ..drafters import Given, load_proposer, parse_spec, without_tree
-from ..proposer import Proposer
+from ..base.settings import Rule, choice_named
+from ..base.tree_settings import positive
+from ..proposers.contract import Proposer
 from ..proposers.dflash import DFlashProposer
 from ..proposers.draft_model import DraftModelProposer
 from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
-from ..settings import Rule, choice_named
+from ..proposers.registry import Given, load_proposer, parse_spec, without_tree
 from ..targets.target import Target
-from ..tree_settings import positive
 from .measure import ChosenWay
 
 AS_IN = " as in "

@@ -29,18 +29,19 @@ from ...heads.errors import UserError
 from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
-from ..console import Progress, warn
+from ..base.console import Progress, warn
+from ..base.settings import Sampling
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.rows import GivenRows
 from ..conversations.sources import benchmark_of
 from ..conversations.templates import endless
-from ..drafters import is_own_drafter, load_proposer, parse_spec, without_tree
-from ..own_drafters import checked_proposer, files_of
 from ..profile import TuningProfile, key_of, machine_of
-from ..proposer import Proposer
-from ..settings import Sampling
+from ..proposers.contract import Proposer
+from ..proposers.own_drafters import checked_proposer, files_of
+from ..proposers.registry import is_own_drafter, load_proposer, parse_spec, without_tree
 from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
+from . import server_report as live_report
 from .checks import check, prompts_of
 from .engines import AS_IN, ImitatedEngine, as_in_engine
 from .figures import figures_of_setting
@@ -58,7 +59,6 @@ from .results import (
     SettingFigures,
     write_report,
 )
-from .server import report as live_report
 from .tables import show
 
 log = logging.getLogger(__name__)

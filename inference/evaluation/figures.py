@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import metrics
+from ..base.settings import Sampling
 from ..decode import Generation, Round
-from ..settings import Sampling
 from ..targets.masks import with_replies
 from ..targets.target import Target
 from .intervals import LEVEL, interval, pooled, summed, tau_interval

@@ -17,14 +17,14 @@ from msgspec import convert, to_builtins
 
 from ...heads.files import JsonObject
 from ...heads.layout import dtype_name
-from ..console import Progress
+from ..base.console import Progress
+from ..base.settings import Rule, Sampling
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
 from ..metrics import batch_seconds
-from ..proposer import Given, Proposer
+from ..proposers.contract import Given, Proposer
 from ..rounds.noise import row_keys
 from ..rounds.sampling import Draws
-from ..settings import Rule, Sampling
 from ..targets.masks import with_replies
 from ..targets.target import Target
 from .journal import Journal

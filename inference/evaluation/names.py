@@ -15,9 +15,9 @@ from pathlib import Path
 from ...heads.artifact import OWN_FILE
 from ...heads.errors import UserError
 from ...heads.files import read_json
-from ..drafters import UNTRAINED, Given, parse_spec
-from ..own_drafters import is_own, own_name
-from ..tree_settings import LOOKUP_SETTINGS
+from ..base.tree_settings import LOOKUP_SETTINGS
+from ..proposers.own_drafters import is_own, own_name
+from ..proposers.registry import UNTRAINED, Given, parse_spec
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""

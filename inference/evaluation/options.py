@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ...heads.errors import UserError
-from ..costs import known_gpu
-from ..settings import RowOptions, Sampling, SourceOptions, TargetConfig, TemplateOptions
+from ..base.costs import known_gpu
+from ..base.settings import RowOptions, Sampling, SourceOptions, TargetConfig, TemplateOptions
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..drafters import UNTRAINED
+from ..proposers.registry import UNTRAINED
 from .names import LOOKUP
 from .results import (
     Conditions,

@@ -1,6 +1,6 @@
 """`draftsmith simulate`: tokens per round and speed-up of a drafter before anything is built.
 
-It is arithmetic on assumed or measured acceptances; the formulas are in `inference/costs.py`.
+It is arithmetic on assumed or measured acceptances; the formulas are in `inference/base/costs.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,8 @@ from pathlib import Path
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
-from ..console import Console
-from ..costs import (
-    GPUS,
-    Roofline,
-    best_length,
-    break_even,
-    chain_tokens,
-    speedup,
-    stretched,
-)
+from ..base.console import Console
+from ..base.costs import GPUS, Roofline, best_length, break_even, chain_tokens, speedup, stretched
 from .checks import numbers
 from .options import SimulateOptions as Options
 from .results import DrafterFigures, factor, read_measured

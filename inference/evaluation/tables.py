@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.text import Text
 
-from ..console import Console, plain_table
+from ..base.console import Console, plain_table
 from .remarks import fastest, headline
 from .results import (
     NOTHING,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...heads.vocabulary import to_target
+from ..base.tree_settings import MOST, TreeSettings
 from ..kernels import operators
 from ..kernels.trial import attention_fits
-from ..proposer import Prompts
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.sampling import Draws
-from ..tree_settings import MOST, TreeSettings
+from .contract import Prompts
 from .tree_plan import Planned, TreePlan
 
 

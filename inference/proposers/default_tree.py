@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ...heads.artifact import Artifact
 from ...heads.files import JsonObject
-from ..costs import Gpu, pass_cost, speedup, tree_tokens
+from ..base.costs import Gpu, pass_cost, speedup, tree_tokens
+from ..base.tree_settings import Ranks
 from ..targets.causal_model import CausalModel, bytes_of
-from ..tree_settings import Ranks
 from .tree_plan import TreePlan, grow
 
 GROWTH = 1.25
@@ -35,7 +35,7 @@ def default_tree(artifact: Artifact, target: CausalModel) -> DefaultTree | None:
     """Return the tree that the artifact names for the target's device, or else the best on a CPU.
 
     The latter is the one with which the drafter is expected to gain most, by the model of
-    `inference.costs`; nothing is timed, so that it is the same on every CPU and in every run. It is
+    `base.costs`; nothing is timed, so that it is the same on every CPU and in every run. It is
     None on other devices, and for drafters without held-out accuracies: those draft as they were
     evaluated in training.
     """

@@ -20,16 +20,16 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
-from ..drafters import Kind
-from ..proposer import Accepted, Prompts
+from ..base.tree_settings import TREE_SETTINGS, TreeSettings, positive
 from ..rounds.attention import attention_of_nodes
 from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .cached import FeatureProposer
+from .contract import Accepted, Prompts
 from .growth import Continue, Slots
+from .kind import Kind
 from .tree_plan import DEFAULT_TREE, tree_of
 
 KIND = Kind("dflash", tree=TREE_SETTINGS, own=("slots",), lookups=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
-from ..drafters import Kind
-from ..proposer import Accepted, Prompts
+from ..base.tree_settings import TREE_SETTINGS, TreeSettings
 from ..rounds.cache import Counts, KeptCache
 from ..rounds.device import row_of, send
 from ..rounds.sampling import Draws
@@ -26,9 +25,10 @@ from ..rounds.tree import DraftTree
 from ..targets.causal_model import CausalModel, bytes_of
 from ..targets.masks import Pass
 from ..targets.target import Target
-from ..tree_settings import TREE_SETTINGS, TreeSettings
 from .cached import CachedProposer
+from .contract import Accepted, Prompts
 from .growth import Level
+from .kind import Kind
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH = 4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
-from ..tree_settings import TreeSettings
+from ..base.tree_settings import TreeSettings
 from . import dflash
 from .dflash import DFlashProposer, settings_for
 from .growth import Continue, Level

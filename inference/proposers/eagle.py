@@ -19,16 +19,16 @@ from torch.nn import functional
 
 from ...heads.artifact import Artifact
 from ...heads.layers import RecyclingDrafter
-from ..drafters import Kind
-from ..proposer import Accepted, Prompts
+from ..base.tree_settings import TREE_SETTINGS, TreeSettings, positive
 from ..rounds.attention import attention_of_nodes
 from ..rounds.cache import Counts
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree, named
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .cached import FeatureProposer
+from .contract import Accepted, Prompts
 from .growth import Level
+from .kind import Kind
 from .tree_plan import DEFAULT_TREE
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25

@@ -14,11 +14,11 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
 from ...heads.vocabulary import to_target
-from ..drafters import Kind
+from ..base.tree_settings import TREE_SETTINGS, TreeSettings, positive
 from ..rounds.sampling import Draws
 from ..rounds.tree import DraftTree
-from ..tree_settings import TREE_SETTINGS, TreeSettings, positive
 from .growth import Slots
+from .kind import Kind
 from .tree_plan import DEFAULT_NODES, DEFAULT_TREE, NewestStateProposer, TreePlan, grow, tree_of
 
 DEFAULT_WIDTH = 10  # best tokens of a head that are candidates of a best-first tree

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ..proposer import Accepted, Prompts, Proposer
+from ..base.tree_settings import positive
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import CausalModel
-from ..tree_settings import positive
+from .contract import Accepted, Prompts, Proposer
 
 
 class PlainDecoding(Proposer):

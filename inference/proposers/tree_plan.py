@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..proposer import Accepted, Prompts, Proposer
+from ..base.tree_settings import MOST, Ranks, TreeSettings, positive
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree, TreeShape
 from ..targets.causal_model import bytes_of
-from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from .contract import Accepted, Prompts, Proposer
 from .growth import Continue, Level, Slots, grow_dynamic, grow_fixed
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be

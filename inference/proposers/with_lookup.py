@@ -20,11 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..proposer import Accepted, Prompts, Proposer
+from ..base.tree_settings import positive
 from ..rounds.device import send
 from ..rounds.sampling import Draws
 from ..rounds.tree import NO_NODE, DraftTree
-from ..tree_settings import positive
+from .contract import Accepted, Prompts, Proposer
 from .ngram import LookupProposer, Ngrams, copy_from
 
 DEFAULT_LENGTH = 8

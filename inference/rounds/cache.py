@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..settings import Sampling
+from ..base.settings import Sampling
 from .device import fixed, send
 from .recurrent import RecurrentStates
 from .sampling import Draws

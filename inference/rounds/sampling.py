@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..settings import Sampling
+from ..base.settings import Sampling
 from . import noise
 from .tree import NO_NODE
 

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 from yaml import YAMLError
 
 from ...heads.files import JsonObject
-from ..settings import Sampling
+from ..base.settings import Sampling
 from .engine import INTERNAL, BatchSettings, Engine, RequestError
 from .protocol import ChatRequest, Common, CompletionRequest, read_request, requests_of, sampling_of
 from .replies import EventStream, Pending

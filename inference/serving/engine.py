@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...heads.files import JsonObject
+from ..base.detokenize import special_ids
+from ..base.settings import GREEDY, Sampling
 from ..decode import Request, Round, decode
-from ..detokenize import special_ids
-from ..drafters import proposer_like
-from ..proposer import Proposer
-from ..settings import GREEDY, Sampling
+from ..proposers.contract import Proposer
+from ..proposers.registry import proposer_like
 from ..targets.target import Target
 from .counters import ServerCounters
 

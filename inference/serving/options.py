@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ...heads.errors import UserError
-from ..settings import Sampling, TargetConfig
+from ..base.settings import Sampling, TargetConfig
 
 
 @dataclass

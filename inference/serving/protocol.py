@@ -17,13 +17,13 @@ from msgspec import Meta, Struct
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
+from ..base.settings import Sampling
 from ..conversations.formats import Conversation, conversation_of
 from ..conversations.messages import RowError, joined
 from ..conversations.rendering import prompt_ids
 from ..conversations.rows import parsed
 from ..conversations.templates import check_template_kwargs
 from ..decode import Request
-from ..settings import Sampling
 from .engine import Engine, RequestError
 
 LONGEST_NAME = 256  # characters

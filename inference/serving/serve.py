@@ -16,13 +16,13 @@ from importlib.util import find_spec
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..console import warn
-from ..drafters import check_spec, load_proposer
+from ..base.console import warn
+from ..base.keys import read_key
 from ..evaluation.measure import distinct_names
-from ..keys import read_key
 from ..profile import TuningProfile, read_profile
-from ..proposer import Proposer
+from ..proposers.contract import Proposer
 from ..proposers.ngram import PlainDecoding
+from ..proposers.registry import check_spec, load_proposer
 from ..targets.target import Target, load_for_decoding
 from ..targets.target_files import other_sampling
 from .options import ServeOptions as Options

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
@@ -16,9 +19,8 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
+from ..base.settings import TargetConfig, check_dtype
 from ..rounds.device import prepare
-from ..rounds.recorded import prepare_to_compile
-from ..settings import TargetConfig, check_dtype
 from .adapter import merge_adapter
 from .causal_model import CausalModel
 from .model_head import ModelHead
@@ -238,3 +240,19 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype 
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return getattr(torch, check_dtype(name))
+
+
+def prepare_to_compile(device: torch.device) -> None:
+    """Say what compilation will take. Raises `UserError` on a CPU without a C++ compiler."""
+    if device.type == "cuda":
+        return  # rounds are recorded there, in about a second
+    wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(wanted) is None:
+        raise UserError(
+            f"--compile needs a C++ compiler, and there is no {wanted}; install it, name "
+            "another one in CXX, or leave out --compile"
+        )
+    log.info(
+        "the first rounds with each kind of sampling are compiled, which takes one or two minutes, "
+        "or seconds where the cache on disk has them; batches of several rows are not compiled"
+    )

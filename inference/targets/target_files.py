@@ -23,7 +23,7 @@ from ...heads.files import read_json
 from ...heads.layout import dtype_name
 from ...heads.pretrained import clear_errors
 from ...heads.stored_tensors import header
-from ..settings import Sampling, TargetConfig
+from ..base.settings import Sampling, TargetConfig
 
 HUB = "https://huggingface.co/"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.console import Progress
+from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
@@ -32,7 +33,6 @@ from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.accept import recursive
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, TreeShape
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
 from draftsmith.inference.targets.masks import with_replies
 from draftsmith.inference.targets.target import Target, load_for_decoding

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.masks import with_replies
 from draftsmith.inference.targets.target import load_for_decoding
 

@@ -30,17 +30,17 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.console import Progress
+from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Round, generate_one
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round, split, tau
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.cache import StaticCache, TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_for_decoding
 

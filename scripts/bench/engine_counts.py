@@ -29,15 +29,15 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export, load_alone
+from draftsmith.inference.base.settings import GREEDY, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, generate_one
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.sampling import Draws
-from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 SCRIPTS = Path(__file__).parents[1]

@@ -48,7 +48,7 @@ def main() -> None:
     PartialState(cpu=True)
     if engine == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    from draftsmith.train.commands.cli import train_main
+    from draftsmith.commands.cli import train_main
 
     train_main(arguments)
 

@@ -39,11 +39,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.evaluation.checks import numbers
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.server_figures import ServerFigures
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_for_decoding
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -31,21 +31,21 @@ from random_models import (
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from draftsmith.inference.base.settings import GREEDY, Sampling, TargetConfig
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Generation, Request, decode, generate
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.proposer import Accepted, Prompts, Proposer
+from draftsmith.inference.proposers.contract import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.cache import KeptCache, TreeCache
 from draftsmith.inference.rounds.device import prepare
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
-from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.inference.tree_settings import TreeSettings
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart"

@@ -31,7 +31,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Optim
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.method import MethodName, method_named
+from draftsmith.train.methods.registry import MethodName, method_named
 from draftsmith.train.objectives import TrainingModule
 from draftsmith.train.schedule import make_optimizer
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.masks import Pass
 from draftsmith.inference.targets.target import Target, load_target
 

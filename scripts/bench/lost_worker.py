@@ -61,7 +61,7 @@ def main() -> None:
 
 def draftsmith(*arguments: Any, ranks: int = 1) -> subprocess.Popen[str]:
     if "extract" not in arguments:
-        command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
+        command = [sys.executable, "-c", "from draftsmith.commands.cli import main; main()"]
         return started([*command, *map(str, arguments)])
     command = [sys.executable, "-m"]
     if ranks > 1:

@@ -34,10 +34,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.distill.draft_models import DraftModelConfig
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import Batch
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 
 WHOLE = {"rows_per_chunk": 1 << 30}
 CASES: list[tuple[str, str, dict[str, Any]]] = [

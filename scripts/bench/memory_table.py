@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.config import TargetConfig
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 
 CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 HEADS: dict[str, dict[str, Any]] = {

@@ -21,11 +21,12 @@ from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
 from draftsmith.heads.layers import config_of
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import Batch, collate
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import Features
-from draftsmith.train.method import method_named
-from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.eagle.method import first_weights
+from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
 from draftsmith.train.outline import ConfigOnly
 

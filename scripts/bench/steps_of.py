@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from draftsmith.heads.eagle import EagleDrafter
-from draftsmith.train.methods import eagle
+from draftsmith.train.methods.eagle import method as eagle
 
 
 def main(checkout: str, weights: str, case: str, *options: str) -> None:

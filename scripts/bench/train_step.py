@@ -39,8 +39,8 @@ from draftsmith.heads.eagle import EagleShape, drafter_of
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.eagle import first_weights
-from draftsmith.train.methods.unrolled_loss import EagleLoss, UnrolledObjective
+from draftsmith.train.losses.unrolled import EagleLoss, UnrolledObjective
+from draftsmith.train.methods.eagle.method import first_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 256

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
 
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
 
 BASELINES = ("none", "ngram")

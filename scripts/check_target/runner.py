@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draftsmith.commands import cli
 from draftsmith.heads.errors import UserError
-from draftsmith.train.commands import cli
 
 TABLE = "│┃└┘─━┏┓┡┩┴┳╇┼"  # what tables on a terminal are drawn with
 REFUSED = 2  # exit code of every command for what a user has to change

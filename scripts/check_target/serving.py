@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM
 import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import Decoder
+from draftsmith.inference.base.settings import GREEDY
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.settings import GREEDY
 
-CLI = "from draftsmith.train.commands.cli import main; main()"
+CLI = "from draftsmith.commands.cli import main; main()"
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from draftsmith.distill.draft_models import (
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.decode import generate
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import Sampling
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.features import check_packing
 from tests.conftest import make_tokenizer, tiny_target

@@ -15,9 +15,9 @@ from draftsmith.heads.added_tokens import resized
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.fingerprint import Fingerprint
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target, load_for_decoding
 from tests.conftest import QUICKSTART, ROOT, by_default
 

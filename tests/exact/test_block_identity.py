@@ -17,7 +17,7 @@ import torch
 from draftsmith.heads.vocabulary import to_target
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.rounds.cache import TreeCache
@@ -26,8 +26,9 @@ from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods import dflash, dspark
-from draftsmith.train.methods.blocks import contexts, run_blocks
+from draftsmith.train.losses.blocks import contexts, run_blocks
+from draftsmith.train.methods.dflash import method as dflash
+from draftsmith.train.methods.dspark import method as dspark
 from tests.conftest import tiny_target
 from tests.helpers.eagle_texts import own_texts, text_of
 from tests.helpers.random_blocks import KINDS, proposer_of, random_block
@@ -263,7 +264,7 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
 
 
 def draws_on(ids: list[int], start: int) -> Draws:
-    from draftsmith.inference.settings import GREEDY
+    from draftsmith.inference.base.settings import GREEDY
 
     return Draws(
         GREEDY, torch.zeros(1, dtype=torch.long), torch.tensor([ids]), torch.tensor([start])

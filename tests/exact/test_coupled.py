@@ -25,13 +25,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds import noise
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import ROOT, tiny_target
 from tests.helpers.architectures import FromTheFuture, architecture, near_copy, proposers

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftsmith.inference.base.settings import Sampling
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Level, grow_fixed
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.accept import judge
 from draftsmith.inference.rounds.noise import row_keys
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import ROOT, by_default, random_heads
 from tests.helpers.architectures import near_copy
 from tests.helpers.enumeration import token_level

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, decode
-from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.rounds.cache import TreeCache
@@ -25,10 +26,9 @@ from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.unroll import unroll
+from draftsmith.train.losses.unroll import unroll
 from tests.conftest import tiny_target
 from tests.helpers.eagle_texts import own_texts
 from tests.helpers.random_eagles import KINDS, committed, random_eagle

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import Accepted
+from draftsmith.inference.proposers.contract import Accepted
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.config import Evaluation
 from draftsmith.train.data.batches import collate
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.evaluation import write_text
-from draftsmith.train.methods.eagle import METHOD
+from draftsmith.train.methods.eagle.method import METHOD
 from tests.conftest import random_heads, tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.eagle_texts import text_of

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.rounds import accept as verifiers
 from draftsmith.inference.rounds.accept import (
     AcceptancePlan,
@@ -27,7 +28,6 @@ from draftsmith.inference.rounds.accept import (
     traversal,
 )
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.settings import Sampling
 from tests.helpers.enumeration import token_level
 from tests.helpers.trees import wide_tree
 

@@ -10,17 +10,17 @@ from itertools import product
 import pytest
 import torch
 
+from draftsmith.inference.base.settings import Sampling, TargetConfig
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Generation, generate, generate_one
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.tree import TreeShape
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import ROOT, wrong_heads
 from tests.helpers.architectures import (
     ARCHITECTURES,

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from draftsmith.inference import decode as loop
+from draftsmith.inference.base.settings import Sampling, TargetConfig
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.rounds import cache as cache_module
 from draftsmith.inference.rounds import device, noise, tree
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import ROOT, random_heads
 from tests.helpers.architectures import architecture, near_copy, proposers
 from tests.helpers.fixed_shapes import SAMPLINGS, full, run, without_times

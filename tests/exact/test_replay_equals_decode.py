@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
@@ -14,8 +15,7 @@ from draftsmith.inference.proposers.tree_plan import grow
 from draftsmith.inference.replay import replay
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.methods.medusa import METHOD
+from draftsmith.train.methods.medusa.method import METHOD
 from tests.conftest import random_heads, tiny_target
 from tests.helpers.trained import accepted_in_tree, chat_prompts, story_prompts, trained_artifact
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from draftsmith.inference import decode as loop
+from draftsmith.inference import recorded as compiling
 from draftsmith.inference.decode import generate
-from draftsmith.inference.rounds import recorded as compiling
 from tests.helpers.architectures import architecture, near_copy, proposers
 from tests.helpers.fixed_shapes import SAMPLINGS, full, run, without_times
 

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
-from draftsmith.inference import decode
+from draftsmith.inference import decode, recorded
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.proposers import cached
-from draftsmith.inference.rounds import attention, outcome, recorded
-from draftsmith.inference.rounds.outcome import Accepted
-from draftsmith.inference.settings import Sampling
-from draftsmith.inference.targets import fused
+from draftsmith.inference.rounds import attention
+from draftsmith.inference.targets import fused, outcome
+from draftsmith.inference.targets.outcome import Accepted
 from draftsmith.inference.targets.target import Target
 from tests.helpers.architectures import architecture, proposers
 

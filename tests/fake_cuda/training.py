@@ -27,12 +27,14 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.inference.targets import masks as documents_module
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import collate
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.method import method_named
-from draftsmith.train.methods import blocks, dflash, ranks, unroll
-from draftsmith.train.methods.draft_model import runner_of
+from draftsmith.train.losses import blocks, ranks, unroll
+from draftsmith.train.methods.dflash import method as dflash
+from draftsmith.train.methods.distill.method import runner_of
+from draftsmith.train.methods.registry import method_named
 from draftsmith.train.objectives import TrainingModule
 from tests.conftest import random_heads
 from tests.fake_cuda.rounds import MODE, Watch, borrowed, cast

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.heads.artifact import OWN_FILE, Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, whole_directory, whole_file, write_json
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.conftest import edit_config, random_heads, tiny_target
 from tests.helpers.sealed import seal

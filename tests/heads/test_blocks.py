@@ -18,9 +18,9 @@ from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate, generate_one
-from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.first_weights import attend_nearby, block_weights, linear_fit, rescale
+from draftsmith.train.losses.first_weights import attend_nearby, block_weights, linear_fit, rescale
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.random_blocks import KINDS, random_block

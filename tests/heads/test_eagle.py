@@ -24,7 +24,7 @@ from draftsmith.heads.eagle import (
 )
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.eagle.method import first_weights
 from tests.conftest import tiny_target
 from tests.helpers.architectures import ARCHITECTURES, architecture
 from tests.helpers.random_eagles import KINDS, random_eagle

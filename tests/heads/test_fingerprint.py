@@ -20,7 +20,7 @@ from draftsmith.heads.fingerprint import (
     numbers_of,
     sampled_places,
 )
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.train.methods.medusa import copy_head
+from draftsmith.inference.proposers.registry import load_proposer
+from draftsmith.train.methods.medusa.method import copy_head
 from tests.conftest import tiny_target
 
 

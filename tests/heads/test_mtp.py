@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from draftsmith.commands.mtp import find_layer, read_for
 from draftsmith.heads.mtp import MtpDrafter
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.commands.mtp import find_layer, read_for
 from tests.conftest import tiny_target
 from tests.helpers import mtp_models
 

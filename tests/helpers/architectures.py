@@ -40,7 +40,8 @@ from transformers import (
     Zamba2Config,
 )
 
-from draftsmith.inference.proposer import Accepted, Prompts, Proposer
+from draftsmith.inference.base.tree_settings import TreeSettings
+from draftsmith.inference.proposers.contract import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
@@ -50,7 +51,6 @@ from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
 from draftsmith.inference.targets.mixers import Mixer
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import random_heads
 from tests.helpers.random_blocks import proposer_of, random_block
 from tests.helpers.random_eagles import random_eagle

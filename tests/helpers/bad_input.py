@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.train.commands.cli import main
+from draftsmith.commands.cli import main
 
 
 def expect(done: subprocess.CompletedProcess[str], *says: str) -> None:

@@ -9,7 +9,7 @@ from tests.helpers.training import environment
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from draftsmith.train.commands.cli import main; main()"
+    code = "from draftsmith.commands.cli import main; main()"
     return subprocess.run(
         [PYTHON, "-c", code, *arguments],
         env=environment(),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.inference.settings import TargetConfig
 
 # The worked example of docs/metrics.md#servers-counters: chains of 3 of which 0, 2 and 3 are
 # accepted, behind the prefill's token and before a step without a draft: 1 + (1 + 3 + 4) + 1

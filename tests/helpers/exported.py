@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from draftsmith.heads.artifact import Artifact
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.inference.settings import TargetConfig
 from tests.conftest import QUICKSTART, ROOT
 
 DRAFTS, REPLY, PROMPTS = 3, 96, 24

@@ -10,12 +10,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.heads.errors import UserError, first_line
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.ngram import NgramLookup, PlainDecoding
 from draftsmith.inference.targets.target import Target, checked
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import make_tokenizer
 from tests.helpers.random_eagles import random_eagle
 

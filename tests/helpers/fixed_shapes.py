@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.proposer import Proposer
-from draftsmith.inference.settings import Sampling
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.targets.target import Target
 
 SAMPLINGS = {

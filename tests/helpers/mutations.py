@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.commands.cli import main
+from draftsmith.commands.cli import main
 from tests.conftest import PYTHON
 
 SECONDS = 20

@@ -21,12 +21,12 @@ from typing import Any
 
 import yaml
 
+from draftsmith.command_line.fields import from_word
+from draftsmith.command_line.parse import Values, given_options
+from draftsmith.commands.verbs import GROUPS, options_of_verb
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.drafters import parse_spec
-from draftsmith.train.command_line.fields import from_word
-from draftsmith.train.command_line.parse import Values, given_options
-from draftsmith.train.commands.verbs import GROUPS, options_of_verb
-from draftsmith.train.method import METHODS, method_named, run_class_named
+from draftsmith.inference.proposers.registry import parse_spec
+from draftsmith.train.methods.registry import METHODS, method_named, run_class_named
 from tests.conftest import ROOT
 
 HISTORY = {ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").glob("*.md")}

@@ -13,10 +13,10 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.heads.vocabulary import most_frequent
+from draftsmith.inference.base.tree_settings import TREE_SETTINGS, TreeSettings
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TREE_SETTINGS, TreeSettings
 from tests.helpers.random_eagles import committed
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, drafter_of, shape_for
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.methods.eagle import first_weights
+from draftsmith.train.methods.eagle.method import first_weights
 from tests.conftest import ROOT
 
 PUBLISHED = {"norm_taps": False, "norm_output": False}

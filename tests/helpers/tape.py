@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import decode as loop
+from draftsmith.inference import recorded
 from draftsmith.inference.rounds import cache as cache_module
-from draftsmith.inference.rounds import recorded
 
 HOST = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import hub
 from draftsmith.inference import api, load
-from draftsmith.inference.detokenize import StreamedText
+from draftsmith.inference.base.detokenize import StreamedText
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, ROOT, tiny_target

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from draftsmith.inference import console
-from draftsmith.inference.console import Progress, clock, several
+from draftsmith.inference.base import console
+from draftsmith.inference.base.console import Progress, clock, several
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ widgets = ModuleType("ipywidgets")
 widgets.__spec__, widgets.Output = ModuleSpec("ipywidgets", None), Output
 if WITH_WIDGETS:
     sys.modules["ipywidgets"] = widgets
-from draftsmith.inference import console
+from draftsmith.inference.base import console
 if not WITH_WIDGETS:
     console.find_spec = lambda name: None
 console.LINE_S = 0.0
@@ -127,7 +127,7 @@ def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) 
 
 TERMINAL = """
 import sys
-from draftsmith.inference.console import Progress
+from draftsmith.inference.base.console import Progress
 with Progress(total=3, desc="training", unit=" steps") as outer:
     outer.update()
     for _ in Progress(range(2), desc="replaying", unit=" texts"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.drafters import check_spec, parse_spec
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.proposers.registry import check_spec, parse_spec
 from draftsmith.inference.targets.target import resolve_dtype
 from tests.conftest import QUICKSTART
 

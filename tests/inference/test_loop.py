@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import split
-from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.contract import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
 from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import tiny_target
 from tests.helpers.architectures import FromTheFuture, near_copy, proposers
 

@@ -17,13 +17,13 @@ from torch import Tensor
 import draftsmith
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
-from draftsmith.inference.drafters import check_spec, load_proposer
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.evaluation.evaluate import origin
 from draftsmith.inference.evaluation.names import distinct_labels
 from draftsmith.inference.evaluation.options import TuneOptions
 from draftsmith.inference.evaluation.tuning import tune
+from draftsmith.inference.proposers.registry import check_spec, load_proposer
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target
 from tests.conftest import ROOT
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import LARGEST_PENALTY, LEAST_TEMPERATURE, Sampling
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.settings import LARGEST_PENALTY, LEAST_TEMPERATURE, Sampling
 from draftsmith.inference.targets.target import Target
 
 

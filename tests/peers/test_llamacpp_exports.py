@@ -28,10 +28,10 @@ from draftsmith.heads.exchange.engines import ENGINES
 from draftsmith.heads.exchange.engines.engine import ExportRequest, ServingEngine
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.exported import (

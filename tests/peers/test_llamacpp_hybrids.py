@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.commands import mtp
+from draftsmith.commands.options import ExtractLayerOptions
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands import mtp
-from draftsmith.train.commands.options import ExtractLayerOptions
 from tests.conftest import QUICKSTART
 from tests.helpers.exported import DRAFTS, REPLY, Counts, counts_like_each, unseen_functions
 from tests.helpers.llamacpp import (

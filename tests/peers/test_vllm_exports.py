@@ -23,8 +23,8 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.exporter import export, load_alone
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.exported import (

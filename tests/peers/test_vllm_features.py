@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_head_in
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.config import Evaluation
 from draftsmith.train.data.batches import PADDING, collate
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.served import Client, ServedFeatures, ServedTarget, served_texts
 from draftsmith.train.evaluation import write_text

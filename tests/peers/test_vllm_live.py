@@ -27,10 +27,10 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import vllm
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.inference.evaluation.server.counters import Counters, read_counters
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.evaluation.server_counters import Counters, read_counters
 from tests.conftest import QUICKSTART
 
 pytestmark = [

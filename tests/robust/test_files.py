@@ -149,8 +149,8 @@ def test_damaged_targets_are_refused_or_harmless(count: int, tmp_path: Path) -> 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small report of an evaluation."""
+    from draftsmith.inference.base.settings import TargetConfig
     from draftsmith.inference.evaluation.evaluate import Options, run
-    from draftsmith.inference.settings import TargetConfig
 
     folder = tmp_path_factory.mktemp("report")
     prompts = folder / "prompts.txt.jsonl"
@@ -276,7 +276,7 @@ def test_an_adapter_imports_no_module(
     """peft would import one that begins with `megatron.`, and older versions any."""
     from peft import LoraConfig, get_peft_model
 
-    from draftsmith.inference.settings import TargetConfig
+    from draftsmith.inference.base.settings import TargetConfig
     from draftsmith.inference.targets.target import load_target
 
     base = load_target(TargetConfig(str(saved_tiny), device="cpu"))

@@ -25,7 +25,7 @@ from tests.helpers.stores import config_for
 from tests.helpers.training import LAUNCH, environment, make_config
 
 DRAFTER = QUICKSTART.parent / "drafters" / "eagle3"
-CLI = ["-c", "from draftsmith.train.commands.cli import main; main()"]
+CLI = ["-c", "from draftsmith.commands.cli import main; main()"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.train.commands import replies
+from draftsmith.commands import replies
 from tests.conftest import QUICKSTART, by_default
 from tests.helpers.mutations import outcome
 from tests.helpers.serving import serving, whole
@@ -146,7 +146,7 @@ def test_regenerating_through_misbehaving_server_ends_in_one_line(
 ) -> None:
     monkeypatch.setattr(replies, "PAUSES_S", (0.0, 1.0))
     monkeypatch.setattr(replies, "REPLY_S", SECONDS)
-    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.ANSWER_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server_client.ANSWER_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     with serving(MISBEHAVIOUR[kind]) as url:
@@ -183,8 +183,8 @@ def test_measuring_a_misbehaving_server_ends_in_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it writes replies, and (where it is no stream) while it says what it is."""
-    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.WHOLE_REPLY_S", SECONDS)
-    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.ANSWER_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server_client.WHOLE_REPLY_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server_client.ANSWER_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
     rows.write_text(json.dumps({"prompt": "def f():"}) + "\n")
     bad = {**MISBEHAVIOUR, **STREAMS}[kind]

@@ -11,15 +11,15 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors.torch import save_file
 
+from draftsmith.command_line.endings import leave
+from draftsmith.command_line.parse import parse
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.command_line.parse import parse
 from draftsmith.train.config import divided
 from draftsmith.train.data.batches import Batch, Batches
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.tables import build
-from draftsmith.train.endings import leave
 from draftsmith.train.inputs import Inputs
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 from draftsmith.train.trainer import Trainer
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.commands.cli import main
 from draftsmith.heads.artifact import Artifact
-from draftsmith.train.commands.cli import main
 from tests.conftest import (
     PYTHON,
     QUICKSTART,
@@ -424,7 +424,7 @@ def test_a_nan_in_the_target_is_found_before_training(tmp_path: Path, command: C
 def test_an_interrupt_is_answered_while_the_imports_still_run(
     saved_tiny: Path, seconds: float
 ) -> None:
-    command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
+    command = [sys.executable, "-c", "from draftsmith.commands.cli import main; main()"]
     process = subprocess.Popen(
         [*command, "generate", "--target", str(saved_tiny), "--prompt", "x"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import draftsmith
+from draftsmith.commands.cli import main
 from draftsmith.heads.errors import UserError
-from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 
 DSPARK = QUICKSTART.parent / "drafters" / "dspark"

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round, tau
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Evaluation
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.data.tables import load
 from draftsmith.train.evaluation import PLAIN_PROMPT, held_out_prompts
 from tests.conftest import QUICKSTART, ROOT

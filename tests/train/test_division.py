@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.command_line.parse import parse
 from draftsmith.heads.errors import UserError
-from draftsmith.train.command_line.parse import parse
-from draftsmith.train.config import Division, Evaluation, divided, interval
-from draftsmith.train.methods.medusa import MedusaRun
+from draftsmith.train.config import Division, divided, interval
+from draftsmith.train.data.config import Evaluation
+from draftsmith.train.methods.medusa.method import MedusaRun
 
 
 def run(rows: int, most: int) -> Any:

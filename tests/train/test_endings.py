@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from draftsmith.command_line import endings
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import damage
-from draftsmith.train import endings
 from draftsmith.train.checkpoint import RunFolder
 from tests.helpers.training import LAUNCH, environment, make_config
 
@@ -22,7 +22,7 @@ SIMULATE = ["simulate", "--acceptance", "0.8"]
 
 
 def started(arguments: list[str], **options) -> subprocess.Popen[str]:
-    code = "from draftsmith.train.commands.cli import main; main()"
+    code = "from draftsmith.commands.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.PIPE, **options
     )
@@ -199,7 +199,7 @@ def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
     goes on."""
     code = (
         "import os, signal, time\n"
-        "from draftsmith.train.endings import run_command\n"
+        "from draftsmith.command_line.endings import run_command\n"
         "class Swallows:\n"
         "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
         "def work(argv):\n"

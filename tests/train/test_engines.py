@@ -14,7 +14,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.checkpoint import RunFolder
 from tests.conftest import PYTHON, ROOT

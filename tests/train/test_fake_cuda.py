@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.train.methods.backends import bucket
+from draftsmith.train.losses.backends import bucket
 from tests.fake_cuda.build import run_with_guard
 
 

@@ -22,11 +22,11 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.command_line.parse import parse
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
-from draftsmith.train.command_line.parse import parse
-from draftsmith.train.methods.medusa import MedusaRun
+from draftsmith.train.methods.medusa.method import MedusaRun
 from tests.conftest import PYTHON
 from tests.helpers.faults import command_of, curve, disturb, flip
 from tests.helpers.training import (
@@ -316,7 +316,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
         "        found.last[:] = float('nan')\n"
         "    return found\n"
         "features.LiveTarget.features = poisoned\n"
-        "from draftsmith.train.commands.cli import train_main\n"
+        "from draftsmith.commands.cli import train_main\n"
         "train_main(sys.argv[1:])\n"
     )
     config = make_config(tmp_path, saved_tiny)

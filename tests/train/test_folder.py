@@ -121,7 +121,7 @@ def test_extraction_and_regeneration_have_their_output_for_themselves(
     store, replies = tmp_path / "store", tmp_path / "out.jsonl"
     store.mkdir()
     extraction = ["draftsmith.train", "data", "extract", "--config", str(config)]
-    regeneration = ["draftsmith.train.commands.cli", "data", "regenerate", "--data", rows]
+    regeneration = ["draftsmith.commands.cli", "data", "regenerate", "--data", rows]
     for path, command in (
         (store, [*extraction, "--method", "medusa", "--out", str(store)]),
         (replies, [*regeneration, "--target", str(QUICKSTART), "--out", str(replies)]),
@@ -132,7 +132,7 @@ def test_extraction_and_regeneration_have_their_output_for_themselves(
             if path is store:
                 done = run([PYTHON, "-m", *command])
             else:
-                code = "import sys; from draftsmith.train.commands.cli import main; main()"
+                code = "import sys; from draftsmith.commands.cli import main; main()"
                 done = run([PYTHON, "-c", code, *command[1:]])
             expect(done, f"{path} is being written by another process; wait until")
     assert [path.name for path in store.iterdir()] == [".lock"] and not replies.exists()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.train.command_line.fields import Option, fields_of, former_names, item_of
-from draftsmith.train.commands.verbs import VERBS, options_of_verb
-from draftsmith.train.method import METHODS, run_class_named
+from draftsmith.command_line.fields import Option, fields_of, former_names, item_of
+from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.train.methods.registry import METHODS, run_class_named
 
 
 def classes() -> dict[str, set[str]]:

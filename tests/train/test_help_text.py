@@ -8,16 +8,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from draftsmith.train.command_line.fields import options_of_class
-from draftsmith.train.command_line.help_text import (
+from draftsmith.command_line.fields import options_of_class
+from draftsmith.command_line.help_text import (
     explanation_of,
     help_page,
     pairs_together,
     usage_of,
     wrapped,
 )
-from draftsmith.train.commands.verbs import VERBS, options_of_verb
-from draftsmith.train.method import METHODS, method_named
+from draftsmith.commands.verbs import VERBS, options_of_verb
+from draftsmith.train.methods.registry import METHODS, method_named
 from tests.conftest import ROOT
 
 CLASSES: dict[str, Any] = {

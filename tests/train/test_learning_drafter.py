@@ -14,18 +14,19 @@ import pytest
 import torch
 
 import draftsmith
+from draftsmith.commands import cli
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
-from draftsmith.inference.drafters import check_spec, load_proposer, proposer_of
 from draftsmith.inference.evaluation.evaluate import origin
+from draftsmith.inference.proposers.registry import check_spec, load_proposer, proposer_of
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.targets.stored import HeldOutPrompt
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.commands import cli
-from draftsmith.train.config import Evaluation
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.evaluation import write_text
-from draftsmith.train.method import Method, method_named
+from draftsmith.train.method import Method
+from draftsmith.train.methods.registry import method_named
 from tests.conftest import PYTHON, QUICKSTART, ROOT
 from tests.helpers.trained import accepted_in_chains
 

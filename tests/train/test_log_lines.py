@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.inference.console import Console
+from draftsmith.inference.base.console import Console
 from draftsmith.inference.evaluation.training_log import METRICS_FILE
 from draftsmith.train.evaluation import warn_of_other_replies
 from draftsmith.train.log_lines import evaluation_line, step_line, summary

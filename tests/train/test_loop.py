@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.command_line.parse import config_with
+from draftsmith.commands.threads import stored_threads
 from draftsmith.heads.errors import UserError
-from draftsmith.train.command_line.parse import config_with
-from draftsmith.train.commands.threads import stored_threads
-from draftsmith.train.config import Evaluation
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.loop import check_before_loading
-from draftsmith.train.method import METHODS as TRAINED
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import METHODS as TRAINED
+from draftsmith.train.methods.registry import method_named
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.helpers.rows import chat, write
 from tests.helpers.training import (

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.train.data.features import Features, LiveTarget, check_packing
-from draftsmith.train.memory import recomputed, recomputing
-from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.methods.runs import EagleLoss
-from draftsmith.train.methods.unrolled_loss import UnrolledObjective
+from draftsmith.train.losses.memory import recomputed, recomputing
+from draftsmith.train.losses.unrolled import UnrolledObjective
+from draftsmith.train.methods.distill.method import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.methods.eagle.config import EagleLoss
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of
 from tests.helpers.random_eagles import random_eagle

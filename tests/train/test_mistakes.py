@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.commands.cli import main
 from draftsmith.heads.exchange.engines import ENGINES
-from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.bad_input import expect, quick
 

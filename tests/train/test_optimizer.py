@@ -15,8 +15,11 @@ from torch import nn
 from draftsmith.heads.eagle import EagleConfig, drafter_of, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.train.config import Data, Optim, RunConfig, Source, TargetConfig
-from draftsmith.train.methods.runs import DFlashRun, DSparkRun, EagleRun
+from draftsmith.train.config import Optim, RunConfig, TargetConfig
+from draftsmith.train.data.config import Data, Source
+from draftsmith.train.methods.dflash.config import DFlashRun
+from draftsmith.train.methods.dspark.config import DSparkRun
+from draftsmith.train.methods.eagle.config import EagleRun
 from draftsmith.train.parallel import check_optimizer
 from draftsmith.train.schedule import hidden_matrices, make_optimizer, orthogonal
 from tests.conftest import tiny_target

@@ -9,10 +9,10 @@ import torch
 import yaml
 
 import draftsmith
+from draftsmith.command_line.parse import options_from
+from draftsmith.commands.cli import main
 from draftsmith.heads.files import CHECKSUMS, write_checksums
-from draftsmith.train.command_line.parse import options_from
-from draftsmith.train.commands.cli import main
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 from draftsmith.train.outline import target_of_run
 from tests.conftest import QUICKSTART
 from tests.helpers.training import METHODS, make_config, weights

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 import pytest
 
+from draftsmith.command_line.fields import sized
+from draftsmith.command_line.parse import Values, given_options, options_from, parse
+from draftsmith.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
+from draftsmith.commands.plan_options import PlanOptions
 from draftsmith.heads.exchange.engines import ENGINES
-from draftsmith.inference.costs import GPUS
+from draftsmith.inference.base.costs import GPUS
+from draftsmith.inference.base.settings import Sampling, TargetConfig, choice_named
 from draftsmith.inference.evaluation.engines import ImitatedEngine
 from draftsmith.inference.evaluation.options import SimulateOptions
-from draftsmith.inference.settings import Sampling, TargetConfig, choice_named
-from draftsmith.train.command_line.fields import sized
-from draftsmith.train.command_line.parse import Values, given_options, options_from, parse
-from draftsmith.train.commands.options import ExportOptions, ExtractOptions, RegenerateOptions
-from draftsmith.train.config import Source
-from draftsmith.train.method import run_class_named
-from draftsmith.train.planning.options import PlanOptions
+from draftsmith.train.data.config import Source
+from draftsmith.train.methods.registry import run_class_named
 
 
 @dataclass

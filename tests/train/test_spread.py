@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.helpers.architectures import architecture
 from tests.helpers.faults import curve

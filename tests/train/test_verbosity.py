@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.inference.console import Progress
-from draftsmith.train.command_line.verbosity import set_up_logging, take_verbosity
-from draftsmith.train.commands.cli import main
+from draftsmith.command_line.verbosity import set_up_logging, take_verbosity
+from draftsmith.commands.cli import main
+from draftsmith.inference.base.console import Progress
 
 OURS, DATASETS = logging.getLogger("draftsmith"), logging.getLogger("datasets")
 

@@ -18,12 +18,12 @@ from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
 
 from ...heads.errors import UserError
-from ...inference.console import Progress
+from ...inference.base.console import Progress
 from ...inference.decode import Generation, Request, generate
 from ...inference.proposers.ngram import PlainDecoding
 from ...inference.targets.causal_model import CausalModel
-from ..config import Rollouts
 from .batches import Batches, Document, pack_rows
+from .config import Rollouts
 from .tables import TokenTable
 
 TEXTS_AT_ONCE = 32  # texts that are written together: more hardly gain speed

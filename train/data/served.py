@@ -33,13 +33,13 @@ from ...heads.errors import UserError, first_line
 from ...heads.files import JsonObject, whole_file
 from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
-from ...inference.console import Progress
-from ...inference.keys import OF_SERVER, headers_with_key
+from ...inference.base.console import Progress
+from ...inference.base.keys import OF_SERVER, headers_with_key
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.stored import HeldOutPrompt, HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
-from ..config import Evaluation
 from .batches import PADDING, Batch
+from .config import Evaluation
 from .features import Features
 
 REQUESTS = 32  # of each rank under way at a time: a server queues what it cannot run at once

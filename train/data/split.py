@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ...heads.errors import UserError
 from ...inference.conversations.choice import Group
-from ..config import HeldOutConfig
+from .config import HeldOutConfig
 from .templates import Encoded
 
 log = logging.getLogger(__name__)

@@ -34,9 +34,9 @@ from ...heads.files import checksum, differs, whole_file, write_json
 from ...inference.rounds.device import send
 from ...inference.targets.stored import StoreLayout, manifest_of
 from ...inference.targets.target import TargetSource
-from ..config import StoreType
-from ..documents import ShardNote, Wanted
 from .batches import PADDING, Batch, Batches
+from .config import StoreType
+from .documents import ShardNote, Wanted
 from .features import Features
 
 log = logging.getLogger(__name__)

@@ -31,15 +31,15 @@ from ...heads.files import (
     write_json,
 )
 from ...heads.fingerprint import tokenizer_hash
-from ...inference.console import Progress
+from ...inference.base.console import Progress
 from ...inference.conversations.choice import Group, Units, number_of, prompt_of
 from ...inference.conversations.formats import Conversation, conversation_of
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rows import LeftOut, Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
-from ..config import Data, Source
-from ..documents import TableCounts
+from .config import Data, Source
+from .documents import TableCounts
 from .split import SourceRow, chance, clean, is_held_out
 from .templates import Encoded, encode
 

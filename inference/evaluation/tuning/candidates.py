@@ -1,7 +1,7 @@
 """Candidates of `draftsmith tune`: the default, and a few chains and trees that promise most.
 
 Where the drafter's artifact holds its held-out accuracies by depth and rank, the one model of costs
-says which promise most on this device (`default_tree`, `inference.costs`); for other drafters they
+says which promise most on this device (`default_tree`, `base.costs`); for other drafters they
 are spread over the usual sizes.
 """
 
@@ -19,15 +19,15 @@ import torch
 from ....heads.artifact import OWN_FILE
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, read_json
-from ...costs import GPUS, gpu_named
-from ...drafters import load_proposer, parse_spec
-from ...proposer import Proposer
+from ...base.costs import GPUS, gpu_named
+from ...base.tree_settings import Ranks, TreeSettings
+from ...proposers.contract import Proposer
 from ...proposers.default_tree import chain_of, expected_gain
 from ...proposers.ngram import LookupProposer, PlainDecoding
+from ...proposers.registry import load_proposer, parse_spec
 from ...proposers.tree_plan import Planned, TreePlan, grow
 from ...proposers.with_lookup import WithLookup
 from ...targets.target import Target
-from ...tree_settings import Ranks, TreeSettings
 
 # Lengths of chains; levels, children of a node and drafted nodes of trees.
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)

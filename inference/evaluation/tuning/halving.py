@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from ....heads.files import JsonObject
 from ... import metrics
+from ...base.settings import Sampling
 from ...conversations.choice import alternately, number_of
 from ...conversations.prompts import Prompt
 from ...decode import Generation, Request, generate
 from ...proposers.ngram import PlainDecoding
-from ...settings import Sampling
 from ...targets.target import Target
 from ..figures import Gain, figures_of_drafter, gain
 from ..intervals import LEVEL

@@ -21,7 +21,8 @@ from msgspec import to_builtins
 
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
-from ...console import Console, Progress, warn
+from ...base.console import Console, Progress, warn
+from ...base.settings import Sampling
 from ...conversations.prompts import (
     Prompt,
     check_batches,
@@ -30,9 +31,8 @@ from ...conversations.prompts import (
     read_prompts,
 )
 from ...conversations.templates import endless
-from ...drafters import check_spec, load_proposer, refuse_own
 from ...profile import key_of, machine_of
-from ...settings import Sampling
+from ...proposers.registry import check_spec, load_proposer, refuse_own
 from ...targets.target import Target, load_for_decoding
 from ..checks import swept, tokenizer_of
 from ..evaluate import comparable_facts, origin

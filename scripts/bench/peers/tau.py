@@ -34,11 +34,11 @@ from rich.table import Table
 from speed import HERE, missing, python_of
 from transformers import AutoModelForCausalLM
 
+from draftsmith.command_line.parse import parse
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.command_line.parse import parse
 from draftsmith.train.data import tables
 from draftsmith.train.data.batches import Batches
-from draftsmith.train.methods.eagle import EagleRun
+from draftsmith.train.methods.eagle.method import EagleRun
 
 CONFIG = "configs/eagle/quickstart.yaml"
 TREE = "length=5,width=8,nodes=16"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.commands.importing import target_parts
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.inference.targets.stored import StoredTarget, embedding_and_head_in
-from draftsmith.train.commands.importing import target_parts
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers import public_blocks as blocks
 from tests.helpers import public_checkpoints as plain

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig
 
+from draftsmith.command_line.parse import options_from
 from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, TITLES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.train.command_line.parse import options_from
 from draftsmith.train.estimate import facts_before, say_engines
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.random_artifacts import TARGET, block, eagle, heads
 

@@ -17,10 +17,10 @@ import datasets
 import pytest
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import RowSource
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.rows import given_rows, write_rows
 from draftsmith.inference.conversations.sources import rows_of
-from draftsmith.inference.settings import RowSource
 from draftsmith.train.provenance import data_sets
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.hub import DataHub
@@ -168,7 +168,7 @@ import json, sys
 from itertools import islice
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.sources import rows_of
-from draftsmith.inference.settings import RowSource
+from draftsmith.inference.base.settings import RowSource
 for take, source in json.loads(sys.argv[1]):
     try:
         print(json.dumps([row["prompt"] for _, row in islice(rows_of(RowSource(**source)), take)]))
@@ -233,7 +233,7 @@ def test_what_the_hub_does_not_have_is_named(hub: DataHub, tmp_path: Path) -> No
 
 COMMAND = """
 import sys
-from draftsmith.train.commands.cli import main
+from draftsmith.commands.cli import main
 words = ["data", "regenerate", "--target", sys.argv[1], "--out", sys.argv[2], "--data", "me/sums"]
 words += ["--split", "test", "--max-new-tokens", "2"]
 main([*words, "--config-name", "main", "--limit", "1"])

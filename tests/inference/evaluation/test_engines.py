@@ -9,12 +9,12 @@ import pytest
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import ImitatedEngine, as_in_engine
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.random_blocks import proposer_of, random_block

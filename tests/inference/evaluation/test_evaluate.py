@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from draftsmith.command_line.parse import options_from
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.console import Progress
+from draftsmith.inference.base.console import Progress
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
 from draftsmith.inference.evaluation import evaluate
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import quantiles
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.command_line.parse import options_from
 from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli
 

@@ -22,7 +22,7 @@ from tests.helpers.command_line import run_cli
 from tests.helpers.training import environment
 
 DRAFTER = str(QUICKSTART.parent / "drafters" / "eagle3")
-CLI = "from draftsmith.train.commands.cli import main; main()"
+CLI = "from draftsmith.commands.cli import main; main()"
 
 
 def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: Path) -> None:

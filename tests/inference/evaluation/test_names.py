@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from draftsmith.inference.drafters import (
+from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.base.tree_settings import LOOKUP_SETTINGS
+from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
+from draftsmith.inference.profile import key_of
+from draftsmith.inference.proposers.registry import (
     MODEL_FOLDER,
     UNTRAINED,
     Given,
     load_proposer,
     trained_kind,
 )
-from draftsmith.inference.evaluation.names import distinct_labels, distinct_names, short_name
-from draftsmith.inference.profile import key_of
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.inference.tree_settings import LOOKUP_SETTINGS
 from tests.conftest import QUICKSTART, ROOT
 
 DRAFTERS = QUICKSTART.parent / "drafters"

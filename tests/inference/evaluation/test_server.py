@@ -17,17 +17,17 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import vllm
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.results import read_measured
-from draftsmith.inference.evaluation.server.client import PROTOCOLS
-from draftsmith.inference.evaluation.server.counters import (
+from draftsmith.inference.evaluation.server_client import PROTOCOLS
+from draftsmith.inference.evaluation.server_counters import (
     Counters,
     ServerReply,
     of_replies,
     read_counters,
 )
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from tests.helpers.command_line import run_cli
 from tests.helpers.engine_server import Serve, evaluate

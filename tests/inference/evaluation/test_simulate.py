@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.costs import (
+from draftsmith.inference.base.costs import (
     CPU_BALANCE,
     GPUS,
     Roofline,

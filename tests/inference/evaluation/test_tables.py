@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from draftsmith.inference.console import Console
+from draftsmith.inference.base.console import Console
 from draftsmith.inference.evaluation.remarks import busy, of_setting
 from draftsmith.inference.evaluation.report.report import Found, html, markdown
 from draftsmith.inference.evaluation.results import (

@@ -12,9 +12,9 @@ import numpy
 import pytest
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.decode import Generation, Round
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.evaluate import tuned_way
 from draftsmith.inference.evaluation.figures import Gain, gain
 from draftsmith.inference.evaluation.measure import Turn
@@ -30,7 +30,7 @@ from draftsmith.inference.evaluation.tuning.halving import (
 )
 from draftsmith.inference.evaluation.tuning.tune import Options, check
 from draftsmith.inference.profile import TuningProfile, key_of
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli

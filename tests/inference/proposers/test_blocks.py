@@ -11,14 +11,14 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.inference import drafters
+from draftsmith.inference.base.settings import GREEDY, Sampling
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
+from draftsmith.inference.proposers import registry as drafters
 from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import DraftTree
-from draftsmith.inference.settings import GREEDY, Sampling
-from draftsmith.train.methods import dflash
+from draftsmith.train.methods.dflash import method as dflash
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import proposer_of, random_block
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from draftsmith.heads.artifact import Artifact
-from draftsmith.inference.costs import pass_cost
-from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.base.costs import pass_cost
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.proposers.default_tree import (
     chain_of,
     default_tree,
@@ -23,10 +23,10 @@ from draftsmith.inference.proposers.default_tree import (
     expected_gain,
     expected_tokens,
 )
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.proposers.tree_plan import TreePlan
 from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import ROOT
 
 DRAFTERS = ROOT / "scripts/quickstart/drafters"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.proposers.growth import (
     Level,
     Slots,
@@ -22,7 +23,6 @@ from draftsmith.inference.proposers.growth import (
 from draftsmith.inference.proposers.tree_plan import grow, grow_chain, shape_of_ranks
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.settings import Sampling
 from tests.helpers.trees import wide_tree
 
 

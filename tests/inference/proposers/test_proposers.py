@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import Sampling
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.drafters import load_proposer, parse_spec
 from draftsmith.inference.profile import key_of
-from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.contract import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
 from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.registry import load_proposer, parse_spec
 from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
 from draftsmith.inference.rounds.cache import TreeCache
 from draftsmith.inference.rounds.tree import DraftTree, TreeShape
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import QUICKSTART, tiny_target
 from tests.helpers.architectures import architecture, near_copy
 

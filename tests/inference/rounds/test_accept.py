@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.rounds.accept import Verdict, judge, match
-from draftsmith.inference.rounds.outcome import Accepted
 from draftsmith.inference.rounds.sampling import Draws
 from draftsmith.inference.rounds.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.outcome import Accepted
 
 
 def reference(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:

@@ -24,7 +24,7 @@ QUICKLY_FULL = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "262144",
 }
-CLI = "from draftsmith.train.commands.cli import main; main()"
+CLI = "from draftsmith.commands.cli import main; main()"
 
 
 @dataclass

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.decode import Request, decode, generate
-from draftsmith.inference.drafters import load_proposer, proposer_like
+from draftsmith.inference.proposers.registry import load_proposer, proposer_like
 from draftsmith.inference.serving.engine import BatchSettings, Engine, Job, RequestError
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART, by_default
 from tests.helpers.trained import chat_prompts

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from draftsmith.inference.api import Decoder, load
-from draftsmith.inference.detokenize import special_ids
+from draftsmith.inference.base.detokenize import special_ids
 from draftsmith.inference.serving.serve import hosts_of, listen
 from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 from draftsmith.inference.api import Decoder, load
+from draftsmith.inference.base.detokenize import StopStrings, StreamedText, special_ids
 from draftsmith.inference.decode import Generation
-from draftsmith.inference.detokenize import StopStrings, StreamedText, special_ids
 from draftsmith.inference.targets.target import Target
 from tests.conftest import make_tokenizer
 

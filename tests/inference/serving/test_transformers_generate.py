@@ -16,10 +16,10 @@ from transformers import (
     TextIteratorStreamer,
 )
 
+from draftsmith.commands.exporting import run
+from draftsmith.commands.options import ExportOptions
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
-from draftsmith.train.commands.exporting import run
-from draftsmith.train.commands.options import ExportOptions
 from tests.conftest import QUICKSTART
 from tests.helpers.trained import questions
 

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.adapter import merge_adapter
 from draftsmith.inference.targets.stored import (
     EMBEDDING_AND_HEAD_FILE,
@@ -28,7 +29,6 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
-from draftsmith.inference.tree_settings import TreeSettings
 from tests.conftest import tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.random_eagles import random_eagle

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.rounds.cache import TreeCache
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.packed import linears_of
 from draftsmith.inference.targets.target import Target, load_for_decoding
 from tests.conftest import QUICKSTART, tiny_target

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.inference.targets.target_files import (
     APPLIED,

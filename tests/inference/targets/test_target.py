@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConf
 
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import layout_of
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.ngram import PlainDecoding
-from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target, target_of
 from draftsmith.inference.targets.target_files import not_applied
 from tests.conftest import tiny_target

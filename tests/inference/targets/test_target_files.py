@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
 from draftsmith.inference.targets.target_files import loaded_bytes
 from tests.conftest import QUICKSTART

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from draftsmith.commands import doctor
+from draftsmith.commands.cli import main
+from draftsmith.commands.doctor import Run, ShownSequence
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.conversations.rows import Notes
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands import doctor
-from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.doctor import Run, ShownSequence
-from draftsmith.train.config import Data, Source
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.tables import build
 from tests.helpers.bad_input import expect, quick
 from tests.helpers.published_templates import COLUMNS, Words, row_of

@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.command_line.parse import parse
+from draftsmith.commands import exporting, importing
+from draftsmith.commands.cli import main
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import EngineName
 from draftsmith.inference.api import load
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.command_line.parse import parse
-from draftsmith.train.commands import exporting, importing
-from draftsmith.train.commands.cli import main
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.fake_hub import Hub
 from tests.helpers.random_blocks import random_block
@@ -368,7 +368,7 @@ def test_export_is_uploaded_to_the_hub(
     shutil.rmtree(tmp_path / "out")
     done = subprocess.run(
         [sys.executable, "-c",
-        "import sys; from draftsmith.train.commands.cli import main; "
+        "import sys; from draftsmith.commands.cli import main; "
                                "main(sys.argv[1:])", "export",
          "--drafter", str(DRAFTERS / "medusa"), "--to", "tgi", "--out", str(tmp_path / "out"),
          "--push", "me/medusa"],

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.inference.api import Decoder, Reply, Transcript
-from draftsmith.inference.decode import Request, Round
-from draftsmith.inference.evaluation import remarks
-from draftsmith.inference.proposers.ngram import NgramLookup
-from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.targets.target import Target
-from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.generate import (
+from draftsmith.commands.cli import main
+from draftsmith.commands.generate import (
     GREEN,
     RESET,
     compare,
@@ -26,7 +20,13 @@ from draftsmith.train.commands.generate import (
     stream,
     write,
 )
-from draftsmith.train.commands.options import GenerateOptions
+from draftsmith.commands.options import GenerateOptions
+from draftsmith.inference.api import Decoder, Reply, Transcript
+from draftsmith.inference.base.settings import TargetConfig
+from draftsmith.inference.decode import Request, Round
+from draftsmith.inference.evaluation import remarks
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.targets.target import Target
 from tests.conftest import QUICKSTART
 from tests.helpers.bad_input import expect, quick
 

@@ -19,14 +19,14 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+from draftsmith.commands import mtp, options
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.mtp import joined_experts
 from draftsmith.heads.stored_tensors import header
 from draftsmith.inference.api import load
-from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.commands import mtp, options
 from tests.conftest import by_default, tiny_target
 from tests.helpers import mtp_models
 

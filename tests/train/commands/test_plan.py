@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
+from draftsmith.commands import plan
+from draftsmith.commands.plan import Options
+from draftsmith.commands.plan_verdict import plan_for
 from draftsmith.heads.errors import UserError
-from draftsmith.train.commands import plan
-from draftsmith.train.commands.plan import Options
 from draftsmith.train.estimate import RunSizes, check_affordable, memory_of_step, shape_of
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 from draftsmith.train.pace import PARTS
-from draftsmith.train.planning.verdict import plan_for
 from tests.conftest import tiny_target
 from tests.helpers.plans import run_of
 from tests.helpers.training import make_config, train

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import draftsmith
+from draftsmith.command_line.parse import options_from, parse
+from draftsmith.commands import python as functions
+from draftsmith.commands.options import ExportOptions, ExtractOptions
 from draftsmith.inference.conversations.rows import given_rows, write_rows
 from draftsmith.inference.evaluation.intervals import tau_interval
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train import evaluation
-from draftsmith.train.command_line.parse import options_from, parse
-from draftsmith.train.commands import python as functions
-from draftsmith.train.commands.options import ExportOptions, ExtractOptions
 from draftsmith.train.config import TargetConfig
-from draftsmith.train.method import method_named
+from draftsmith.train.methods.registry import method_named
 from tests.conftest import QUICKSTART
 from tests.helpers.command_line import run_cli
 from tests.helpers.trained import questions

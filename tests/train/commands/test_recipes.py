@@ -16,15 +16,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
+from draftsmith.command_line.parse import parse
+from draftsmith.commands import plan
+from draftsmith.commands.cli import main
+from draftsmith.commands.plan import Options, planned
 from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
-from draftsmith.train.command_line.parse import parse
-from draftsmith.train.commands import plan
-from draftsmith.train.commands.cli import main
-from draftsmith.train.commands.plan import Options, planned
-from draftsmith.train.method import METHODS, MethodName, method_named
-from draftsmith.train.methods.eagle import EagleRun
+from draftsmith.train.methods.eagle.method import EagleRun
+from draftsmith.train.methods.registry import METHODS, MethodName, method_named
 from draftsmith.train.outline import ConfigOnly, outlined
 from tests.conftest import ROOT
 from tests.helpers.documents import anchors_of
@@ -43,7 +43,7 @@ SCRIPT = script()
 RECIPES: list[Path] = SCRIPT.recipes()
 LAYERS = [path for path in RECIPES if path.parent.name == "mtp"]
 """Recipes for the layers that targets come with."""
-TARGETS = sorted((ROOT / "train" / "planning" / "targets").glob("*.json"))
+TARGETS = sorted((ROOT / "draftsmith" / "commands" / "targets").glob("*.json"))
 UNMEASURED = "No number here was measured by us: nobody has run this file yet."
 PUBLISHED = {  # parameters, as the models' cards have them
     "smollm2-360m-instruct": 0.362e9,
@@ -89,7 +89,7 @@ def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     ).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
     return drafter, raw(
-        ROOT / "train" / "planning" / "targets" / f"{Path(run.target.path).name}.json"
+        ROOT / "draftsmith" / "commands" / "targets" / f"{Path(run.target.path).name}.json"
     )
 
 
@@ -316,7 +316,7 @@ def test_draft_model_recipe_sizes_match_hand_count(recipe: Path, plans: Any) -> 
     draft_model = target | {"num_hidden_layers": 7}
     if run.draft_model.path:
         draft_model = raw(
-            ROOT / "train" / "planning" / "targets" / f"{Path(run.draft_model.path).name}.json"
+            ROOT / "draftsmith" / "commands" / "targets" / f"{Path(run.draft_model.path).name}.json"
         )
     hidden, per_head = draft_model["hidden_size"], draft_model["head_dim"]
     turned = draft_model["num_attention_heads"] + draft_model["num_key_value_heads"]

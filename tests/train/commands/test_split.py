@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.commands.options import SplitOptions
+from draftsmith.commands.split import run
 from draftsmith.heads.errors import UserError
-from draftsmith.train.commands.options import SplitOptions
-from draftsmith.train.commands.split import run
 from draftsmith.train.data.split import chance
 
 

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftsmith.commands.threads import CHOICES, crowded, crowded_threads, stored_threads
 from draftsmith.inference.evaluation.journal import Journal
-from draftsmith.train.commands.threads import CHOICES, crowded, crowded_threads, stored_threads
 from tests.conftest import ROOT
 
 CHOOSE = """
 import os, sys
 from types import SimpleNamespace
-from draftsmith.train.commands.threads import choose_threads
+from draftsmith.commands.threads import choose_threads
 choose_threads(SimpleNamespace(target="t", out=sys.argv[1]))
 print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
 """

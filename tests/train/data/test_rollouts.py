@@ -23,7 +23,7 @@ from draftsmith.train.data.rollouts import (
 )
 from draftsmith.train.data.tables import TokenTable
 from draftsmith.train.data.templates import Encoded
-from draftsmith.train.methods.draft_model import runner_of
+from draftsmith.train.methods.distill.method import runner_of
 from tests.conftest import tiny_target
 from tests.helpers.draft_models import draft_model_of
 

@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.stored import HeldOutPrompt, embedding_and_head_in
 from draftsmith.inference.targets.target import Target
-from draftsmith.train.config import Evaluation
+from draftsmith.train.data.config import Evaluation
 from draftsmith.train.data.served import Client, FeatureReply, ServedTarget, served_texts
 from tests.helpers.serving import serving, whole
 

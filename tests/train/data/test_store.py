@@ -20,12 +20,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.commands.extract import assigned_shards, refuse_another
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.base.settings import TargetConfig
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.replay import rounds_on_text
-from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.stored import (
     EMBEDDING_AND_HEAD_FILE,
     StoredTarget,
@@ -37,7 +38,6 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.commands.extract import assigned_shards, refuse_another
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
@@ -171,7 +171,7 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
 def multimodal() -> Target:
     """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
     config = json.loads(
-        (ROOT / "train" / "planning" / "targets" / "gemma-3-12b-it.json").read_text()
+        (ROOT / "draftsmith" / "commands" / "targets" / "gemma-3-12b-it.json").read_text()
     )
     config["text_config"] |= {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,

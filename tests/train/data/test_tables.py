@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.commands.cli import main
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
-from draftsmith.train.commands.cli import main
-from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
+from draftsmith.train.data.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare, tables_key
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts

@@ -10,7 +10,7 @@ import torch
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective, copy_head
+from draftsmith.train.methods.medusa.method import MedusaLoss, MedusaObjective, copy_head
 from tests.conftest import tiny_target
 from tests.helpers.alignment import batch_of, cut
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from draftsmith.train.methods import backends
-from draftsmith.train.methods.backends import GRAPHS, backend_for, bucket
+from draftsmith.train.losses import backends
+from draftsmith.train.losses.backends import GRAPHS, backend_for, bucket
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -19,9 +19,10 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.data.batches import collate
-from draftsmith.train.methods import eagle, medusa
-from draftsmith.train.methods.first_weights import start_uncertain, take_heads_before
-from draftsmith.train.methods.vocabulary import warn_of_mask_token
+from draftsmith.train.losses.first_weights import start_uncertain, take_heads_before
+from draftsmith.train.losses.vocabulary import warn_of_mask_token
+from draftsmith.train.methods.eagle import method as eagle
+from draftsmith.train.methods.medusa import method as medusa
 from tests.conftest import by_default, tiny_target
 from tests.helpers.random_eagles import random_eagle
 from tests.helpers.training import launch, make_config, train

@@ -16,11 +16,11 @@ from draftsmith.heads.errors import UserError
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.backends import Backend
-from draftsmith.train.methods.blocks import Anchors, BlockAttention, Pair, contexts, run_blocks
-from draftsmith.train.methods.dflash import BlockLoss, BlockObjective
-from draftsmith.train.methods.dspark import DSparkLoss, DSparkObjective
-from draftsmith.train.methods.vocabulary import mask_token_for, unused
+from draftsmith.train.losses.backends import Backend
+from draftsmith.train.losses.blocks import Anchors, BlockAttention, Pair, contexts, run_blocks
+from draftsmith.train.losses.vocabulary import mask_token_for, unused
+from draftsmith.train.methods.dflash.method import BlockLoss, BlockObjective
+from draftsmith.train.methods.dspark.method import DSparkLoss, DSparkObjective
 from tests.conftest import tiny_target
 from tests.helpers.random_blocks import KINDS, random_block
 

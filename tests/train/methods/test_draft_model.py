@@ -13,17 +13,18 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layout import place
+from draftsmith.inference.base.settings import Sampling
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.draft_model import make_proposer
-from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.stored import StoredTarget
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.batches import Batch
+from draftsmith.train.data.config import Data, Source
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.rollouts import Rollouts
-from draftsmith.train.methods.draft_model import (
+from draftsmith.train.methods.distill.method import (
     METHOD,
     DistillLoss,
     DistillObjective,

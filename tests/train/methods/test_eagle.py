@@ -18,10 +18,10 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import METHOD, NOISE, first_weights, freeze_head
-from draftsmith.train.methods.runs import EagleLoss
-from draftsmith.train.methods.unroll import Ahead, unroll
-from draftsmith.train.methods.unrolled_loss import TeacherPlaces, UnrolledObjective
+from draftsmith.train.losses.unroll import Ahead, unroll
+from draftsmith.train.losses.unrolled import TeacherPlaces, UnrolledObjective
+from draftsmith.train.methods.eagle.config import EagleLoss
+from draftsmith.train.methods.eagle.method import METHOD, NOISE, first_weights, freeze_head
 from draftsmith.train.objectives import (
     acceptance_lengths,
     depth_metrics,
@@ -151,7 +151,7 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
             probe.retain_grad()
         return kept
 
-    with patch("draftsmith.train.methods.unrolled_loss.unroll", probed):
+    with patch("draftsmith.train.losses.unrolled.unroll", probed):
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
     for probe in kept:

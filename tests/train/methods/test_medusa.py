@@ -19,15 +19,15 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import recipe_for
 from draftsmith.heads.exchange.exporter import export
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.inference.base.settings import Sampling, TargetConfig
 from draftsmith.inference.decode import generate
-from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.features import Features
-from draftsmith.train.methods.first_weights import take_heads_before
-from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
-from draftsmith.train.methods.ranks import ranks_in
+from draftsmith.train.losses.first_weights import take_heads_before
+from draftsmith.train.losses.ranks import ranks_in
+from draftsmith.train.methods.medusa.method import METHOD, MedusaLoss, MedusaObjective
 from tests.conftest import tiny_target
 from tests.helpers.random_artifacts import TARGET as EXPORTED_TARGET
 from tests.helpers.random_artifacts import heads as exported_heads

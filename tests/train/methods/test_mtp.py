@@ -13,17 +13,17 @@ from torch import Tensor
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.drafter_configs import MtpConfig
 from draftsmith.heads.mtp import MtpDrafter, shape_for
+from draftsmith.inference.base.tree_settings import TreeSettings
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.mtp import METHOD, freeze
-from draftsmith.train.methods.ranks import batch_of_text
-from draftsmith.train.methods.runs import MtpLoss
-from draftsmith.train.methods.unroll import unroll
-from draftsmith.train.methods.unrolled_loss import UnrolledObjective
+from draftsmith.train.losses.ranks import batch_of_text
+from draftsmith.train.losses.unroll import unroll
+from draftsmith.train.losses.unrolled import UnrolledObjective
+from draftsmith.train.methods.mtp.config import MtpLoss
+from draftsmith.train.methods.mtp.method import METHOD, freeze
 from tests.helpers import mtp_models
 from tests.helpers.alignment import batch_of
 from tests.helpers.trained import accepted_in_chains

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.methods.backends import Backend
-from draftsmith.train.methods.unroll import UnrolledAttention, unroll
+from draftsmith.train.losses.backends import Backend
+from draftsmith.train.losses.unroll import UnrolledAttention, unroll
 from tests.conftest import tiny_target
 from tests.helpers.alignment import cut
 from tests.helpers.random_eagles import KINDS, random_eagle

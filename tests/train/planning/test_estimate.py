@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import Gemma3TextConfig
 
-from draftsmith.train.commands import plan
-from draftsmith.train.commands.plan import Options
+from draftsmith.commands import plan
+from draftsmith.commands.plan import Options
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
 from draftsmith.train.method import AnyMethod

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from draftsmith.commands import plan
+from draftsmith.commands import plan_options as known
+from draftsmith.commands.plan_options import PlanOptions
+from draftsmith.commands.plan_verdict import Need, fit, verdict
 from draftsmith.heads.errors import UserError
-from draftsmith.train.commands import plan
-from draftsmith.train.config import FeatureOptions
+from draftsmith.train.data.config import FeatureOptions
 from draftsmith.train.estimate import StepMemory
-from draftsmith.train.planning import options as known
-from draftsmith.train.planning.options import PlanOptions
-from draftsmith.train.planning.verdict import Need, fit, verdict
 from tests.conftest import ROOT
 
 GB = 10**9

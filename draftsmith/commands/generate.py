@@ -1,0 +1,252 @@
+"""`draftsmith generate`: decodes prompts, and shows which drafts were accepted.
+
+Replies are streamed with accepted drafts in green, and followed by a line about each.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import groupby
+from typing import Any, TextIO
+
+from ..heads.errors import UserError
+from ..heads.files import JsonObject
+from ..inference.api import Decoder, Reply
+from ..inference.base.console import warn
+from ..inference.conversations.formats import Conversation, conversation_of
+from ..inference.conversations.messages import RowError
+from ..inference.conversations.prompts import (
+    STANDARD_INPUT,
+    Prompt,
+    check_source,
+    next_turn,
+    words_or_rows,
+)
+from ..inference.conversations.rendering import prompt_ids
+from ..inference.conversations.rows import Notes
+from ..inference.conversations.templates import check_template_kwargs
+from ..inference.decode import Generation, Request, decode
+from ..inference.evaluation.checks import tokenizer_of
+from ..inference.evaluation.measure import difference, distinct_names
+from ..inference.evaluation.remarks import busy_now, slower
+from ..inference.metrics import emitted_per_round, tau, time_per_token
+from ..inference.profile import TuningProfile, read_profile
+from ..inference.proposers.ngram import PlainDecoding
+from ..inference.proposers.registry import check_spec, load_proposer
+from ..inference.targets.target import load_for_decoding
+from ..inference.targets.target_files import other_sampling
+from .options import GenerateOptions as Options
+
+HEADING = 60  # characters of a prompt that are shown above its reply
+# Green of the terminal's own palette, which themes choose to be readable on their background.
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+def run(options: Options) -> None:
+    """Decode the prompts, stream the replies, and print a line about each on stderr.
+
+    Raises `UserError` for an empty prompt, and for one that is not UTF-8 text, before the target is
+    loaded.
+    """
+    check_spec(options.drafter)
+    check_template_kwargs(options.chat_template_kwargs)
+    if options.profile is not None:
+        read_profile(options.profile)
+    given: list[tuple[str, str | Conversation]]
+    if options.prompts is not None:
+        source = options.source(options.prompts)
+        check_source(source, lines=True)
+        # Conversations get the template's arguments of the options.
+        variables = options.chat_template_kwargs
+        given = [
+            (name, one if isinstance(one, str) else conversation(name, one, variables))
+            for name, one in words_or_rows(source)
+        ]
+        if not given:
+            name = "standard input" if options.prompts == STANDARD_INPUT else options.prompts
+            raise UserError(f"{name} holds no prompts; give at least one")
+        check_conversations(given, options)
+    else:
+        given = [("prompt", one_prompt(options.prompt or ""))]
+    decoder = load(options)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets its code in place of an error. Some streams
+        # cannot be changed.
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
+    for number, (name, prompt) in enumerate(given):
+        answer_turns(decoder, options, number, name, prompt)
+    if in_color():
+        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
+
+
+def conversation(name: str, row: Any, variables: JsonObject) -> Conversation:
+    """Return the conversation of a row, with the template's `variables`. Raises `UserError`."""
+    try:
+        return conversation_of(row).with_arguments(variables)
+    except RowError as error:
+        raise UserError(f"{name}: {error}; fix or remove it") from error
+
+
+def one_prompt(text: str) -> str:
+    """Return the words of `--prompt`, or standard input for `-`. Raises `UserError` if empty."""
+    try:
+        words = sys.stdin.buffer.read().decode() if text == STANDARD_INPUT else text
+    except UnicodeDecodeError as error:
+        raise UserError("standard input is not UTF-8 text") from error
+    if not words.strip():
+        raise UserError("the prompt is empty; give --prompt some words")
+    return words
+
+
+def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
+    """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
+    tokenizer = tokenizer_of(options.target)
+    for name, prompt in given:
+        if isinstance(prompt, Conversation):
+            ids_of(name, prompt, tokenizer, options.target.path)
+
+
+def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
+    """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
+    try:
+        notes = Notes()
+        ids = prompt_ids(conversation, tokenizer, target_name, notes)
+        if not ids:
+            raise RowError("the prompt is empty")
+    except RowError as error:
+        raise UserError(f"{name}: {error}; fix or remove it") from error
+    notes.report(name)
+    return ids
+
+
+def load(options: Options) -> Decoder:
+    """Return the target and the drafter, with its tuned tree if there is a profile."""
+    target = load_for_decoding(options.target)
+    other = other_sampling(target.model.generation_config, options.sampling)
+    if other and not options.sampling.greedy:
+        warn(f"target {target.name}: its {other}")
+    tuned = None
+    if options.profile is not None:
+        tuned = TuningProfile(options.profile, target).setting(
+            options.drafter, options.sampling.temperature, batch=1
+        )
+    return Decoder(target, load_proposer(options.drafter, target, warn, tuned, choose=True))
+
+
+def answer_turns(
+    decoder: Decoder, options: Options, number: int, name: str, given: str | Conversation
+) -> None:
+    """Stream the reply to a prompt, and those to the later turns of its conversation.
+
+    `number` is the prompt's among all, which its noise belongs to, as in `draftsmith evaluate`.
+    """
+    target = decoder.target
+    if isinstance(given, str):
+        conversation = Conversation(text=given)
+        ids = decoder.encode(given, template_kwargs=options.chat_template_kwargs)
+    else:
+        conversation, ids = given, ids_of(name, given, target.tokenizer, target.name)
+    following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
+    room = target.max_positions - options.max_new_tokens
+    turn = 0
+    while (prompt := following) is not None:
+        if options.prompts is not None:
+            print(f"--- {name}: {heading(prompt.conversation)}", file=sys.stderr)
+        reply = answer(decoder, Request(prompt.token_ids, number, turn), options)
+        following = next_turn(
+            prompt, reply.token_ids, target.tokenizer, target.name, target.eos_ids, room
+        )
+        turn += 1
+
+
+def heading(conversation: Conversation | None) -> str:
+    """Return the beginning of the last words of a conversation, as one line."""
+    assert conversation is not None, "`answer_turns` gives every prompt one"
+    last = conversation.messages[-1].get("content") if conversation.messages else conversation.text
+    line = " ".join(str(last or "").split())
+    return line if len(line) <= HEADING else line[: HEADING - 3] + "..."
+
+
+def in_color() -> bool:
+    """Return whether accepted drafts are green: on a terminal.
+
+    NO_COLOR (https://no-color.org), if it is set and not empty, turns the colour off there.
+    """
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def answer(decoder: Decoder, request: Request, options: Options) -> Reply:
+    """Stream the reply to a request, print a line about it on stderr, and return it.
+
+    With `--compare` the same prompt is then decoded plainly, and a line says how fast that was and
+    whether the text is the same.
+    """
+    reply = stream(decoder, request, options)
+    say(reply, options)
+    if options.compare:
+        plainly = Decoder(decoder.target, PlainDecoding())
+        plain = stream(plainly, request, options, io.StringIO())
+        compare(decoder, request, options, plain, reply)
+    return reply
+
+
+def say(reply: Generation, options: Options) -> None:
+    """Print the tokens, rounds, tau and speed of a reply on stderr."""
+    rounds = len(reply.rounds)
+    summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
+    seconds = time_per_token(reply)
+    speed = f", {1 / seconds:,.0f} tokens/s" if seconds else ""
+    endings = {
+        "length": f" (cut at {options.max_new_tokens})",
+        "context": " (the target's positions are full)",
+    }
+    ended = endings.get(reply.finish_reason, "")
+    print(
+        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}",
+        file=sys.stderr,
+    )
+
+
+def compare(
+    decoder: Decoder, request: Request, options: Options, plain: Generation, drafted: Generation
+) -> None:
+    """Print the speed of plain decoding, whether its text is that of `drafted`, and remarks."""
+    seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
+    speedup = seconds / drafted_seconds if seconds and drafted_seconds else None
+    gain = f", {speedup:.2f}x with drafts" if speedup else ""
+    speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"
+    number = (request.id, request.sample)
+    same = difference(decoder.target, plain, drafted, options.sampling, number)
+    print(f"plain decoding: {speed}{gain}; {same}", file=sys.stderr)
+    (name,) = distinct_names([decoder.proposer])
+    for line in filter(None, [slower({name: speedup}), busy_now()]):
+        print(line, file=sys.stderr)
+
+
+def stream(
+    decoder: Decoder, request: Request, options: Options, stdout: TextIO | None = None
+) -> Reply:
+    """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it."""
+    transcript = decoder.transcript(request, ())
+    out, color, limit = stdout or sys.stdout, in_color(), options.max_new_tokens
+    rounds = decode(decoder.target, decoder.proposer, [request], limit, options.sampling)
+    for steps in rounds:
+        _, step, reason = steps[0]
+        write(transcript.pieces(step, reason), color, out)
+    out.write("\n")
+    out.flush()
+    return transcript.reply
+
+
+def write(pieces: list[tuple[str, bool]], color: bool, out: TextIO) -> None:
+    """Write pieces of text; with `color`, those that were drafted are green."""
+    # A colour begins and ends once in a step, so that no code comes between joined letters.
+    for accepted, run in groupby(pieces, key=lambda piece: piece[1]):
+        joined = "".join(piece for piece, _ in run)
+        out.write(f"{GREEN}{joined}{RESET}" if color and accepted else joined)
+    out.flush()

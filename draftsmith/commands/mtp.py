@@ -1,0 +1,224 @@
+"""`draftsmith mtp extract` and `mtp stitch`: an MTP layer out of a checkpoint, and into one.
+
+The layer that is taken out may be the target's own, or that of the model from which the target was
+tuned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+
+from ..heads.artifact import Artifact
+from ..heads.drafter_configs import MtpConfig
+from ..heads.errors import UserError
+from ..heads.exchange.hub import fetched
+from ..heads.exchange.mtp import (  # fmt: skip
+    TAKE,
+    TYPES,
+    LayerLayout,
+    is_served,
+    layout_for,
+    layout_in,
+    parted,
+    places_in,
+    read_layer,
+    stitch,
+)
+from ..heads.files import JsonObject, check_new_folder
+from ..heads.mtp import MtpDrafter, check_layer, shape_for
+from ..heads.pretrained import clear_errors, read_config
+from ..heads.stored_tensors import StoredTensors, TensorFacts
+from ..inference.targets.stored import StoredTarget, embedding_and_head_in
+from ..inference.targets.target import TargetSource
+from ..train.provenance import provenance
+from .options import ExtractLayerOptions, StitchOptions
+
+READ = ["*.json", "*.safetensors"]
+"""Files of a repository on the hub that are read."""
+SIZES = ("model_type", "hidden_size", "num_hidden_layers")
+"""Keys of two configurations in which a layer's model and its target have to be equal. A vocabulary
+may have grown in a fine-tune: embedding and head are the target's."""
+SERVE = """\
+vllm serve {model} --speculative-config '{{"method": "mtp", "num_speculative_tokens": 3}}'
+python -m sglang.launch_server --model-path {model} --speculative-algorithm NEXTN \\
+    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+printf 'speculative_config:\\n  decoding_type: MTP\\n  max_draft_len: 3\\n' > speculative.yaml
+trtllm-serve {model} --config speculative.yaml
+llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 3  # of convert_hf_to_gguf.py
+"""
+"""Commands that serve a checkpoint with its MTP layer."""
+SIZE_WORDS = ("size", "heads", "experts", "rank", "dim")
+"""Words in the names of settings that are sizes."""
+
+
+def run(options: ExtractLayerOptions | StitchOptions) -> None:
+    """Extract or stitch, as the options are. Raises `UserError`."""
+    if isinstance(options, StitchOptions):
+        stitch_layer(options)
+    else:
+        extract_layer(options)
+
+
+@dataclass
+class StoredLayer:
+    """MTP layer in a checkpoint, of which nothing but names was read."""
+
+    folder: Path
+    config: Any
+    """transformers' configuration of the language model."""
+    tensors: StoredTensors
+    layout: LayerLayout
+
+
+def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
+    """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
+
+    Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
+    """
+    folder = fetched(name, READ, "checkpoint")
+    with clear_errors(folder, "checkpoint"):
+        config = read_config(folder).get_text_config()
+    tensors = StoredTensors(folder)
+    layout = layout_in(
+        list(tensors), config.model_type, config.num_hidden_layers, str(folder), remedy
+    )
+    return StoredLayer(folder, config, tensors, layout)
+
+
+def read_for(layer: StoredLayer, target: TargetSource) -> tuple[Artifact, torch.dtype]:
+    """Return a layer as a drafter for `target`, and the type that it is stored in.
+
+    The type is float32 where the tensors have several. Raises `UserError` for a layer of a model of
+    another family or size, and for one that does not fit its own configuration.
+    """
+    folder = str(layer.folder)
+    for key in SIZES:
+        theirs, wanted = (getattr(config, key) for config in (layer.config, target.config))
+        if theirs != wanted:
+            raise UserError(
+                f"{folder} has {key} {theirs}, the target has {wanted}; name the model that the "
+                "target was tuned from"
+            )
+    drafter = MtpDrafter(shape_for(MtpConfig(), target.config), target.embedding_and_head)
+    expected = drafter.serving_state()
+    found = read_layer(layer.tensors, layer.layout, expected, folder)
+    with torch.no_grad():
+        for own, tensor in expected.items():
+            tensor.copy_(found[own])
+    check_layer(drafter, layer.config.model_type)
+    if not all(bool(tensor.isfinite().all()) for tensor in expected.values()):
+        raise UserError(
+            f"{folder}: the MTP layer has numbers that are not finite; copy or download it again"
+        )
+    dtypes = {tensor.dtype for tensor in found.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    facts = {**provenance(), "extracted_from": folder, "prefix": layer.layout.prefix}
+    return Artifact(drafter, target.fingerprint(), {}, facts), dtype
+
+
+def extract_layer(options: ExtractLayerOptions) -> None:
+    """Write the drafter, and print what to do with it.
+
+    Raises `UserError` if there is no layer that fits, and for an `out` that is there already.
+    """
+    check_new_folder(options.out, "--out")
+    if options.base is None:
+        layer = find_layer(options.from_)
+    else:
+        remedy = "name as --base a model that has one, or train one (draftsmith train mtp)"
+        layer = find_layer(options.base, remedy)
+    target = embedding_and_head_in(options.from_, torch.device("cpu"), "auto", StoredTarget)
+    artifact, dtype = read_for(layer, target)
+    artifact.save(options.out, dtype)
+    if options.base is None:
+        print(f"drafter: {options.out}\n")
+        print(
+            f"draftsmith evaluate --target {options.from_} --drafter "
+            f"{options.out}:width=1,length=3 --prompts HELD_OUT.jsonl"
+        )
+    else:
+        print(f"drafter: {options.out}; it is {options.base}'s, for another target: train it on\n")
+        with suppress(UserError):  # a target that has lost its layer
+            own, _ = read_for(find_layer(options.from_), target)
+            theirs = artifact.drafter.serving_state()
+            if all(torch.equal(one, theirs[n]) for n, one in own.drafter.serving_state().items()):
+                print(f"note: {options.from_} has the same layer, which was not tuned with it\n")
+        print(
+            f"draftsmith train mtp --target {options.from_} --init-from {options.out} "
+            "--data.sources REPLIES.jsonl --out runs/mtp"
+        )
+
+
+def stitch_layer(options: StitchOptions) -> None:
+    """Write the checkpoint, and print how engines serve it. Raises `UserError`."""
+    check_new_folder(options.out, "--out")
+    checkpoint = Path(options.into)
+    if not checkpoint.is_dir():
+        raise UserError(f"{options.into} is no folder; download the target first")
+    target = embedding_and_head_in(options.into, torch.device("cpu"), "auto", StoredTarget)
+    artifact = Artifact.load(
+        options.drafter,
+        target.fingerprint(),
+        target.embedding_and_head,
+        lambda message: print(f"warning: {message}"),
+    )
+    drafter = artifact.drafter
+    if not isinstance(drafter, MtpDrafter):
+        raise UserError(
+            f"{options.drafter} is a drafter of {artifact.method}, not an MTP layer; name one that "
+            "mtp extract or train mtp wrote"
+        )
+    check_fits(drafter.shape.layer, shape_for(MtpConfig(), target.config).layer, options)
+    with clear_errors(checkpoint):
+        config = read_config(checkpoint).get_text_config()
+    family = layout_for(config.model_type, config.num_hidden_layers)
+    places = places_in(checkpoint)
+    there = any(name.startswith(family.prefix) for name in places)
+    if there:
+        layout_in(list(places), config.model_type, config.num_hidden_layers, str(checkpoint))
+    own = {name: tensor.detach() for name, tensor in drafter.serving_state().items()}
+    if not there:  # buffers stay in float32, as families with them store them
+        dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
+        own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
+    tensors = parted(own, family, list(places))
+    counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
+    print(
+        f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "
+        f"{counts['added']} added, {counts['kept']} others copied\n"
+    )
+    if is_served(config.model_type):
+        print(SERVE.format(model=quote(options.out)))
+    else:
+        print(
+            f"No engine is known to serve an MTP layer of {config.model_type}; draftsmith decodes "
+            f"with it: --drafter {quote(options.drafter)}"
+        )
+
+
+def check_fits(layer: JsonObject, wanted: JsonObject, options: StitchOptions) -> None:
+    """Raise `UserError` if a layer is not of a target's family and sizes.
+
+    Both are configurations of a model with one layer: the drafter's, and that of the target.
+    """
+    for key, value in sorted(wanted.items(), key=lambda item: item[0] != "model_type"):
+        is_size = type(value) is int and any(word in key for word in SIZE_WORDS)
+        if (key == "model_type" or is_size) and layer.get(key) != value:
+            raise UserError(
+                f"{options.drafter} is a layer of a model with {key} {layer.get(key)}, and "
+                f"{options.into} has {value}; name the target that it was made for, or a fine-tune "
+                "of that"
+            )
+
+
+def stored_dtype(places: Mapping[str, tuple[Path, TensorFacts]]) -> torch.dtype:
+    """Return the type of most of a checkpoint's matrices."""
+    found = Counter(facts.dtype for _, facts in places.values() if len(facts.shape) > 1)
+    return TYPES.get(found.most_common(1)[0][0], torch.bfloat16)

@@ -1,0 +1,1 @@
+"""Settings, progress and texts: modules that import nothing else of `inference`."""

@@ -1,1 +1,0 @@
-"""Acceptance and speed of a running vLLM, SGLang or llama.cpp server."""

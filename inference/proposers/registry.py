@@ -1,0 +1,331 @@
+"""Drafters by name: the text that a user gives, the kinds of drafters, and loading.
+
+A method's module in `proposers/` is imported when a drafter of that method is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import importlib.util
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...heads.artifact import OWN_FILE, Artifact, own_method, read_own_file
+from ...heads.errors import UserError
+from ...heads.files import read_json
+from ...heads.layout import place
+from ..base.settings import DTYPES, dtype_named
+from ..base.tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
+from ..targets.target import Target, TargetSource
+from .contract import Given as Given
+from .contract import Proposer
+from .default_tree import default_tree, expected_tokens
+from .kind import Kind
+from .own_drafters import check_own, checked_proposer, class_named, is_own, make_own
+from .tree_plan import TreePlan
+from .with_lookup import WithLookup
+
+log = logging.getLogger(__name__)
+
+UNTRAINED = {
+    "none": Kind("ngram", "PlainDecoding"),
+    "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
+}
+"""Drafters that need no training, by the name that a user gives."""
+FORMER = {"suffix": "ngram:longest=8", "lookahead": "ngram", "early-exit": "ngram"}
+"""Drafters of earlier versions, and what accepts more in their place."""
+
+MODEL_FOLDER = Kind(
+    "draft_model", "load_draft_model", TREE_SETTINGS, chains=True, needs_target=True
+)
+"""Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
+
+SPELLING = (
+    f"a drafter's folder, a small model's folder, one of {', '.join(UNTRAINED)}, or "
+    "module:Class of your own; settings follow a colon: ngram:length=8"
+)
+
+WHOLE_NUMBERS = ("length", "width", "nodes", "slots", "layers", *LOOKUP_SETTINGS)
+"""Settings that are numbers of at least 1, where they are given."""
+
+NAME = re.compile(r"[\w.+-]{1,40}")
+"""Names that a user may give to drafters."""
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Split `name[:key=value,...]` into name and settings. Raises `UserError`."""
+    name, colon, rest = spec.rpartition(":")
+    # A colon may belong to a path: what follows it is settings only if it looks like them. Those
+    # of a drafter of another package may be paths.
+    if not colon or "=" not in rest or ("/" in rest and not is_own(name)):
+        return spec, {}
+    settings: dict[str, Any] = {}
+    for item in rest.split(","):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"drafter {spec!r}: {item!r} is not key=value")
+        key = key.strip().replace("-", "_")
+        if key in settings:
+            raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
+        value = value.strip()
+        if key == "dtype":
+            settings[key] = dtype_named(value)
+        elif key == "name":
+            settings[key] = value
+        elif re.fullmatch(r"-?[0-9]+", value):
+            settings[key] = int(value)
+        else:
+            settings[key] = float(value) if re.fullmatch(r"-?[0-9]*\.[0-9]+", value) else value
+    return name, settings
+
+
+def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
+    """Return `spec` with only the settings that are not about its tree, and without `others`.
+
+    Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
+    """
+    name, settings = parse_spec(str(spec))
+    about_tree = (*TREE_SETTINGS, *others)
+    rest = written({key: value for key, value in settings.items() if key not in about_tree})
+    return f"{name}:{rest}" if rest else name
+
+
+def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of `spec`, before target and drafter are loaded.
+
+    The name of a trained drafter is its folder. Raises `UserError` unless the name may be a
+    drafter's, and for settings that no drafter of its kind can have. The files of a folder are
+    judged when it is loaded.
+    """
+    name, settings = parse_spec(str(spec))
+    first = name.partition(":")[0]
+    if first in UNTRAINED and first != name:
+        raise UserError(f"drafter {spec}: settings are written key=value, such as {first}:length=8")
+    if not (name in UNTRAINED or Path(name).is_dir() or is_own(name)):
+        word = name.lower().replace("_", "-")
+        near = (
+            [FORMER[word]] if word in FORMER else difflib.get_close_matches(word, UNTRAINED, 1, 0.7)
+        )
+        meant = f"did you mean {near[0]}? Give" if near else "give"
+        raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
+    check_name(name, settings.get("name"))
+    if is_own_drafter(name) and hasattr(class_named(name), "drafter_class"):
+        name = trained_folder(name, settings.pop("folder", None))
+    if is_own_drafter(name):
+        check_own(name, {key: value for key, value in settings.items() if key != "name"})
+    elif settings and (kind := kind_of(name)) is not None:
+        check_settings(kind, name, settings)
+    return name, settings
+
+
+def trained_folder(method: str, folder: object) -> str:
+    """Return the folder of a drafter that a method of another package has trained.
+
+    Raises `UserError` if it is not given, or is that of another method.
+    """
+    if not isinstance(folder, str):
+        raise UserError(f"drafter {method} is trained; name its folder: {method}:folder=RUN/best")
+    if (found := read_own_file(Path(folder)).method) != method:
+        raise UserError(f"{folder} is a drafter of method {found}, not {method}")
+    return folder
+
+
+def is_own_drafter(name: str) -> bool:
+    """Return True for a drafter of another package (`own_drafters`), not a name or folder here."""
+    return name not in UNTRAINED and not Path(name).is_dir() and is_own(name)
+
+
+def refuse_own(spec: str, what: str) -> None:
+    """Raise `UserError` if `spec` is a drafter of another package, which `what` cannot take."""
+    name, _ = parse_spec(spec)
+    if is_own_drafter(name):
+        raise UserError(f"{what} knows the trees of draftsmith's own drafters only, not {name}")
+
+
+def check_name(drafter: str, name: str | None) -> None:
+    """Raise `UserError` for a name, given by a user, that tables cannot show."""
+    if name is not None and not NAME.fullmatch(name):
+        raise UserError(
+            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
+            "+, at most 40"
+        )
+    if name in (*UNTRAINED, "plain"):
+        raise UserError(f"drafter {drafter}: name={name} is another drafter's; choose another")
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of the drafter of this name or folder; None where its files do not tell."""
+    if name in UNTRAINED:
+        return UNTRAINED[name]
+    if not Path(name, OWN_FILE).is_file():
+        return MODEL_FOLDER if Path(name, "config.json").is_file() else None
+    try:
+        facts = read_json(Path(name, OWN_FILE))
+    except UserError:  # which the artifact's own reader explains
+        return None
+    method = str(facts.get("method")) if isinstance(facts, dict) else ""
+    return trained_kind(method)
+
+
+def trained_kind(method: str) -> Kind | None:
+    """Return the kind of a method's drafters, `KIND` in its file in `proposers/`; None without."""
+    if (own := own_method(method)) is not None:
+        return Kind(method, tree=own.tree_settings)
+    # A name with dots, from a damaged file, could import a module from anywhere.
+    name = f"{__package__}.{method}"
+    known = method.isidentifier() and importlib.util.find_spec(name)
+    return (
+        getattr(importlib.import_module(f".{method}", __package__), "KIND", None) if known else None
+    )
+
+
+def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
+    """Raise `UserError` for settings that no drafter of this kind can have."""
+    made = kind.split(drafter, settings)
+    made.pop("name", None)
+    check_drafter_dtype(settings.get("dtype"))
+    for key, value in settings.items():
+        if key in WHOLE_NUMBERS:
+            positive(key, value)
+    if "lookup_length" in settings and "lookup" not in settings:
+        raise UserError(
+            f"drafter {drafter}: lookup_length is the length of a looked-up chain; give lookup "
+            "too, the number of last tokens that must have occurred before: lookup=4"
+        )
+    if kind.tree:
+        check_tree(kind, made["settings"])
+    elif kind in UNTRAINED.values():
+        kind.maker(**made)
+
+
+def check_tree(kind: Kind, tree: TreeSettings) -> None:
+    """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is."""
+    if tree.shape is None:
+        TreePlan(tree.or_else(length=1, width=1 if kind.chains else 2))
+
+
+def load_proposer(
+    spec: str | Path,
+    target: TargetSource,
+    warn: Callable[[str], None],
+    tuned: dict[str, Any] | None = None,
+    choose: bool = False,
+    inform: Callable[[str], None] = log.info,
+) -> Proposer:
+    """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
+
+    The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
+    drafter without settings drafts the tree that its artifact names for the target's device, or
+    else the one that is expected to pay there, and `inform` gets a line about it (`warn`, if none
+    is expected to); otherwise it drafts as it was evaluated in training. `warn` gets notices for
+    the user. Raises `UserError`.
+    """
+    spec = str(spec) if tuned is None else without_tree(spec)
+    name, settings = check_spec(spec)
+    settings.pop("name", None)
+    named = written(settings)
+    if is_own_drafter(name):
+        if tuned is not None:
+            refuse_own(name, "a profile, tune or --like")
+        own = make_own(name, settings, target)
+        own.given = Given(spec)
+        return own
+    settings |= tuned or {}
+    lookup: dict[str, Any] = {}
+    # A folder with neither file is taken for an artifact, whose errors say what is missing.
+    is_model = kind_of(name) is MODEL_FOLDER
+    if name in UNTRAINED or is_model:
+        kind = UNTRAINED.get(name, MODEL_FOLDER)
+        made_of = [*([name] if is_model else []), *([target] if kind.needs_target else [])]
+    else:
+        dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
+        artifact = Artifact.load(
+            name, target.fingerprint(), target.embedding_and_head_in(dtype), warn
+        )
+        place(artifact.drafter, target.device, dtype)
+        kind, made_of = kind_made_of(artifact), [artifact]
+        if kind.lookups:
+            lookup = {key: settings.pop(key) for key in LOOKUP_SETTINGS if key in settings}
+        if choose and not settings:
+            assert isinstance(target, Target)
+            settings = _default_settings(artifact, target, name, warn, inform)
+    proposer = kind.maker(*made_of, **kind.split(name, settings))
+    # Nothing else has this drafter, which was read from its files just now.
+    proposer.lay_out(isinstance(target, Target) and target.reference)
+    if lookup:
+        prior = expected_tokens(made_of[0].calibration, proposer.plan)
+        proposer = WithLookup(proposer, **lookup, prior=prior)
+    if own_method(kind.module) is not None:
+        checked_proposer(proposer, kind.module, target)
+    proposer.given = Given(spec, "" if tuned is None else ":tuned")
+    if tuned is not None:
+        named = written(lookup)
+    proposer.name += (f":{named}" if named else "") + proposer.given.suffix
+    return proposer
+
+
+def _default_settings(
+    artifact: Artifact,
+    target: Target,
+    name: str,
+    warn: Callable[[str], None],
+    inform: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the settings of a drafter's default tree, none without; a line tells the user."""
+    if (best := default_tree(artifact, target)) is None:
+        return {}
+    drawn, device = written(best.settings), target.device.type
+    if best.gain is None:
+        inform(f"{name} drafts with {drawn}, the tree that it names for a {device}")
+    elif best.gain > 1:
+        inform(f"{name} drafts with {drawn}, the tree expected to be fastest on a {device}")
+    else:
+        warn(
+            f"no tree of {name} is expected to gain on a {device}: with the best, {drawn}, some "
+            f"{best.gain:.2f}x the speed of plain decoding"
+        )
+    return best.settings
+
+
+def written(settings: dict[str, Any]) -> str:
+    """Return settings as a user writes them: `length=4,width=1`."""
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def check_drafter_dtype(name: str | None) -> torch.dtype | None:
+    """Return the type that a drafter's setting `dtype` names, None for None. Raises `UserError`."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UserError(
+            f"dtype={name} is no type that a drafter can have; there are: {', '.join(DTYPES)}"
+        )
+    return getattr(torch, name)
+
+
+def kind_made_of(artifact: Artifact) -> Kind:
+    """Return the kind of a loaded drafter."""
+    kind = trained_kind(artifact.method)
+    assert kind is not None, "every module in heads/ has one in proposers/"
+    return kind
+
+
+def proposer_of(artifact: Artifact, **settings: Any) -> Any:
+    """Return the proposer of a loaded drafter with these settings. Raises `UserError`."""
+    kind = kind_made_of(artifact)
+    return kind.maker(artifact, **kind.split(artifact.method, settings))
+
+
+def proposer_like(proposer: Proposer) -> Proposer:
+    """Return a second proposer of the same drafter and settings, for another batch meanwhile."""
+    # Both share the weights. `prefill` replaces the state of a batch, which the copy shares too.
+    twin = copy.copy(proposer)
+    twin.in_use = False
+    return twin

@@ -1,0 +1,1 @@
+"""Parts of objectives that several methods share."""

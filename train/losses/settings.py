@@ -1,0 +1,35 @@
+"""Settings of losses that several methods share; nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ...distill.settings import Divergence
+from ...heads.errors import UserError
+from ..config import Memory, Optim
+
+MUON = partial(Optim, "muon", schedule="wsd", decay_share=0.3)
+"""Default optimiser and schedule of the methods that were measured to be better with them."""
+
+
+@dataclass
+class UnrolledLoss(Memory):
+    """Settings of the loss of a drafter that is trained over its own states."""
+
+    loss: Divergence = "kl"
+    """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
+    ce-l1: both)."""
+    steps: int | None = None
+    """Unrolled steps; if not given, 7 for EAGLE-3, 1 for EAGLE-1, 3 for an MTP layer."""
+    decay: float = 0.8
+    """Base of the steps' weights: that of step k is this to the power k, over the sum of all."""
+    rows_per_chunk: int = 128
+    """Teacher positions whose logits exist at one time, each for all steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.steps < 1:
+            raise UserError("objective.steps must be at least 1")
+        if not 0 < self.decay <= 1:
+            raise UserError("objective.decay must lie in (0, 1]")

@@ -1,0 +1,67 @@
+"""Training of DSpark drafters (arXiv 2607.05147), which differs from DFlash's in two things.
+
+Each draft also reads the token before it, in training the text's own, and each draft has a
+confidence, which learns how much of its distribution the target would accept. Anchors, labels,
+teachers and weights are those of `dflash.py`.
+
+Shapes: R blocks with weight, D drafts of a block, H hidden size, r rank of the
+transition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn import functional
+
+from ....heads import dspark
+from ....heads.dspark import DSparkDrafter
+from ...outline import TRAINED, ConfigOnly, Outline, matrix_numbers
+from ..dflash.config import DFlashRun
+from ..dflash.method import BlockObjective, DFlashMethod
+from .config import DSparkLoss, DSparkRun
+
+
+class DSparkObjective(BlockObjective):
+    """Objective of blocks whose drafts have a confidence."""
+
+    config: DSparkLoss
+    reads_overlaps = True
+    further_metrics = ("confidence_loss",)
+
+    def further_loss(
+        self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the weighted loss of the confidences `[R, D]`, and the loss itself as a table.
+
+        It is a binary cross-entropy with the overlap `alpha` `[R, D]` as a soft label, which has
+        less variance than whether one draft was accepted (docs/objectives.md#confidence).
+        """
+        assert alpha is not None
+        confidences = drafter.confidence(state).float()
+        # An overlap is a sum of many numbers, and rounding may lift it above 1.
+        losses = functional.binary_cross_entropy_with_logits(
+            confidences, alpha.clamp(0, 1), reduction="none"
+        )
+        return self.config.confidence_weight * losses, (losses.detach(),)
+
+
+class DSparkMethod(DFlashMethod):
+    """Training of DSpark drafters."""
+
+    run_class = DSparkRun
+    drafter_class = DSparkDrafter
+    objective_class = DSparkObjective
+    configs = dspark
+
+    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+        """Return DFlash's outline, with the transition's output matrix at every draft."""
+        outline = super().outline(run, target)
+        drafter = outline.drafter
+        assert isinstance(drafter, DSparkDrafter)
+        transition = TRAINED * matrix_numbers(drafter.transition_out) * drafter.drafts
+        return replace(outline, head_operations=outline.head_operations + transition)
+
+
+METHOD = DSparkMethod()

@@ -1,0 +1,1 @@
+"""Training of Layers for multi-token prediction."""

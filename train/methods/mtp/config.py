@@ -1,0 +1,38 @@
+"""Configuration of a run that trains a target's MTP layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from ....heads.drafter_configs import MtpConfig
+from ...config import RunConfig, examples_of
+from ...losses.settings import UnrolledLoss
+
+MTP_STEPS = 3
+"""Value of `MtpLoss.steps` where it is None."""
+
+
+@dataclass
+class MtpLoss(UnrolledLoss):
+    """Settings of the loss of an MTP layer."""
+
+    trained: Literal["all", "norms"] = "all"
+    """Parameters that are trained: all of the layer, or its norms alone."""
+    # What EAGLE drafters have as options.
+    feature_weight: ClassVar[float] = 0.0
+    token_weight: ClassVar[float] = 1.0
+
+    def resolved(self) -> MtpLoss:
+        """Return these settings with the defaults filled in."""
+        return replace(self, steps=MTP_STEPS if self.steps is None else self.steps)
+
+
+@dataclass
+class MtpRun(RunConfig):
+    """Train the MTP layer of a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("mtp")
+
+    heads: MtpConfig = field(default_factory=MtpConfig)
+    objective: MtpLoss = field(default_factory=MtpLoss)

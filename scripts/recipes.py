@@ -25,7 +25,7 @@ from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ROOT / "train" / "planning" / "targets"
+TARGETS = ROOT / "draftsmith" / "commands" / "targets"
 README = ROOT / "configs" / "README.md"
 TABLE = re.compile(r"^\| target \| method \| drafter.*?\n(?=\n|\Z)", re.MULTILINE | re.DOTALL)
 COLUMNS = (

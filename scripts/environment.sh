@@ -50,5 +50,5 @@ if [ -z "$ready" ] && [ ! -e "$stamp-dev" ] && [ ! -e "$stamp-$extras" ]; then
 fi
 export PATH="$venv/bin:$PATH"
 export TOKENIZERS_PARALLELISM=false
-# In a log that is no terminal the bars of other libraries would be a line for each of their updates.
+# In a log file the progress bars of other libraries would be a line for each of their updates.
 [ -t 2 ] || export TQDM_DISABLE=1

@@ -33,9 +33,9 @@ def main() -> None:
     out = parser.parse_args().out
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        sys.exit("error: there is no Chromium; install the package chromium")
+        sys.exit("error: Chromium is missing; install the package chromium")
     if not TARGET.is_dir():
-        sys.exit(f"error: there is no {TARGET}; run scripts/smollm2/get.sh")
+        sys.exit(f"error: {TARGET} is missing; run scripts/smollm2/get.sh")
     command = [sys.executable, "-c", "from draftsmith.commands.cli import main; main()"]
     command += ["serve", "--target", str(TARGET), "--target.device", "cpu"]
     command += ["--drafter", str(DRAFTER), "--port", "0"]

@@ -211,11 +211,11 @@ def main() -> int:
 
 
 def read_plan(path: Path) -> Plan:
-    """Return a plan; `UserError` for a file that is none."""
+    """Return a plan; `UserError` for another file."""
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Plan)
     except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{path} is no plan of an ablation: {error}") from error
+        raise UserError(f"{path} is not a plan of an ablation: {error}") from error
 
 
 def estimated(run: Path) -> float | None:

@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> int:
-    """Print a line for each difference and the sums; return how many are no near ties."""
+    """Print a line for each difference and the sums; return how many are not near-ties."""
     target = load_for_decoding(TargetConfig(options.target, dtype="float32"))
     prompts = [
         prompt.token_ids
@@ -116,7 +116,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     print(f"{equal} of {len(prompts)} prompts equal, {len(differences)} differences")
     for name, total in zip(("here", options.engine), sums, strict=True):
         if not total:
-            raise UserError("no text of the engine is ours, so there are no counts to compare")
+            raise UserError("no text of the engine equals ours, so counts cannot be compared")
         tau = 1 + total["accepted"] / total["drafts"]
         print(f"{name}, where the texts are equal: {total}, tau {tau:.3f}")
     return wrong

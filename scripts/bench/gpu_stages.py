@@ -217,7 +217,7 @@ class Replayed(Proposer):
         ahead = torch.arange(1, path.shape[1] + 1, device=leaf.device)
         places = (draws.lengths[:, None] + ahead).clamp(max=len(self.text) - 1)
         drafts = tree.tokens.scatter(1, path, self.text[places])[:, 1:]
-        # A shallow tree's path ends in the root's slot, and the root is no draft.
+        # A shallow tree's path ends in the root's slot, and the root is not a draft.
         tree.tokens = torch.cat((tree.tokens[:, :1], drafts), 1)
         return tree
 

@@ -69,7 +69,7 @@ def random_drafter(method: str, target: Target, **settings: Any) -> Any:
             return drawn(heads)
         settings = {"taps": [2, middle, last], **settings}
         if method == "eagle":
-            # CUDA's matrix products are slow where a size is no multiple of 8.
+            # CUDA's matrix products are slow where a size is not a multiple of 8.
             kept = target.vocab_size // 5 // 8 * 8
             eagle = EagleConfig(**{"draft_vocab_size": kept, **settings})
             drafter: Any = drafter_of(shape_for(eagle, target.config), borrowed)

@@ -32,9 +32,9 @@ BATCH = 8192
 
 def reversed_task(function: Function) -> Function | None:
     """Return the function without its docstring as the prompt, and the docstring as the reply; None
-    where there is none of a usual length, or where it does not begin on a line of its own."""
+    if its length is unusual, or if it does not begin on a line of its own."""
     try:
-        (node,) = ast.parse(function.prompt).body  # fails without a docstring: there is no body
+        (node,) = ast.parse(function.prompt).body  # fails without a docstring: the body is empty
     except SyntaxError:
         return None
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -69,7 +69,7 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-class Ended(KeyboardInterrupt):
+class Terminated(KeyboardInterrupt):
     """Interrupt by SIGTERM, which asks nobody whether to go on."""
 
 
@@ -240,7 +240,7 @@ def _interrupt(number: int, _frame: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     _INTERRUPTED.append(number)
-    raise Ended if number == signal.SIGTERM else KeyboardInterrupt
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def say_stopped(what_is_left: str) -> int:
@@ -261,7 +261,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
     set_up_logging(is_main_rank())
     try:
         work()
-    except Stopped as stopped:
+    except StopRequested as stopped:
         leave(stopped.status)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, RuntimeError) and lost_peer(error):
@@ -308,7 +308,7 @@ def follow_launcher() -> None:
         threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Exception of a run that was asked to stop and has saved a checkpoint."""
 
     def __init__(self, status: int) -> None:
@@ -319,7 +319,7 @@ class Stopped(Exception):
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Stop:
+class StopSignals:
     """Requests to stop this process, so that training can save a checkpoint first.
 
     They are SIGTERM, SIGINT (Ctrl-C), and SIGUSR1, which schedulers send before they kill. A second

@@ -13,8 +13,8 @@ from draftsmith.train import parallel
 
 
 def main() -> None:
-    parallel.COLLECTIVES, ranks.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
-    accelerator = Accelerator(kwargs_handlers=[parallel.time_limit()])
+    parallel.PROCESS_GROUP.timeout, ranks.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
+    accelerator = Accelerator(kwargs_handlers=[parallel.PROCESS_GROUP])
 
     def prepare() -> str:
         time.sleep(8)

@@ -14,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 import draftsmith
 from draftsmith.train.config import Tracker
-from draftsmith.train.log_lines import flat, spelled
+from draftsmith.train.reporting import accepted_name, flat
 from tests.helpers.training import make_config
 
 
@@ -113,7 +113,7 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
         found = {
             (one.step, name)
             for name in names
-            for one in client.get_metric_history(run.info.run_id, spelled(name, "mlflow"))
+            for one in client.get_metric_history(run.info.run_id, accepted_name(name, "mlflow"))
         }
     else:
         import trackio  # type: ignore[import-not-found]

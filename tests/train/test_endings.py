@@ -188,7 +188,7 @@ def test_sigterm_ends_a_chat_that_was_interrupted_before(
     with pytest.raises(KeyboardInterrupt) as first:
         endings._interrupt(signal.SIGINT, None)
     assert first.type is KeyboardInterrupt
-    with pytest.raises(endings.Ended):
+    with pytest.raises(endings.Terminated):
         endings._interrupt(signal.SIGTERM, None)
     assert endings.say_stopped("nothing is left") == 143
     assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"

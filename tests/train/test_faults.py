@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     done = train(config)
     assert (
         "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr
-        and "going on from step 5" in done.stderr
+        and "continuing from step 5" in done.stderr
     )
     (aside,) = (tmp_path / "run" / "checkpoints").glob("damaged-step-000010-*")
     assert (aside / "drafter").is_dir(), "a damaged checkpoint is put out of the way, not deleted"
@@ -288,7 +288,7 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
     config = make_config(tmp_path, saved_tiny, rows_per_step=4)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
     done = train(config)
-    assert "going on with 1 ranks instead of 2" in done.stderr and resumed_at(done) >= 7
+    assert "continuing with 1 ranks instead of 2" in done.stderr and resumed_at(done) >= 7
     one, other = curve(tmp_path / "whole"), curve(tmp_path)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:

@@ -97,7 +97,7 @@ def test_a_step_is_the_same_however_it_is_divided(
         assert logged(done.stdout, "tau_measured").keys() == {10, 20}
     shutil.rmtree(folder / "run" / "checkpoints" / "step-000020")
     done = train(config, method=method)
-    assert "going on with 1 ranks instead of 2" in done.stderr
+    assert "continuing with 1 ranks instead of 2" in done.stderr
     curves.append(losses(folder / "run"))
     first, *others = curves
     for other in others:
@@ -458,7 +458,7 @@ def test_an_evaluation_like_an_engines_is_estimated_as_it_is_measured(
         folder.mkdir()
         config = make_config(folder, saved_tiny, method, evaluation=evaluation, max_steps=10)
         output = train(config, method=method).stderr
-        assert "part by more than chance" not in output and "differ from" not in output
+        assert "differ by more than chance" not in output and "differ from" not in output
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         (row,) = [row for row in map(json.loads, lines) if "tau_measured" in row]
         assert row["tau_estimated"] == row["tau_measured"] >= 1

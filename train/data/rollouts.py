@@ -31,7 +31,7 @@ Writer = Callable[[Sequence[Request], int], list[Document]]
 """Function from prompts and a seed to one document for each prompt."""
 
 
-class Written:
+class RolloutRows:
     """Texts written during training, as a part of the stream of packed rows."""
 
     FILE = "rollouts.safetensors"  # in a checkpoint

@@ -15,12 +15,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ...heads.documents import read_document
+from ...heads.documents import Count, Document, FileFacts, read_document
 from ...heads.errors import UserError
 from ...heads.files import (
     JsonObject,
@@ -39,7 +42,6 @@ from ...inference.conversations.rows import LeftOut, Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from .config import Data, Source
-from .documents import TableCounts
 from .split import SourceRow, chance, clean, is_held_out
 from .templates import Encoded, encode
 
@@ -47,6 +49,24 @@ log = logging.getLogger(__name__)
 
 COUNTS_FILE = "counts.json"
 LOST = ("malformed", "overlong", "nothing to learn")  # counts that data.max_lost_share limits
+
+
+class TableCounts(Document):
+    """`counts.json` next to the token tables of a run: their origin and their files."""
+
+    what: ClassVar[str] = "the note of a run's tables of tokens"
+
+    key: str
+    """Hash of everything that the tables depend on, see `tables_key`."""
+    counts: dict[str, dict[str, Count]]
+    """Number of rows for each source and outcome, such as "train" or "malformed"."""
+    files: dict[str, FileFacts]
+    """Sizes and checksums of the tables."""
+    identity: str
+    """Hash of the tables' content, by which a resume knows them."""
+    groups: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    """Sources with their categories; the tables hold indices into this list."""
+    schema: Annotated[int, Meta(ge=1)] = 1
 
 
 @dataclass
@@ -145,7 +165,7 @@ def prepare(
     key = tables_key(data, target, seed)
     if folder.exists():
         try:
-            before = noted(folder)
+            before = table_counts(folder)
             found = load(folder) if before.key == key else None
         except UserError as error:
             # The message without its remedy, which is what happens here anyway.
@@ -171,7 +191,7 @@ def prepare(
     return tables
 
 
-def noted(folder: Path) -> TableCounts:
+def table_counts(folder: Path) -> TableCounts:
     """Return what `counts.json` holds about the tables in `folder`. Raises `UserError`."""
     return read_document(folder / COUNTS_FILE, TableCounts, again_for(folder))[0]
 
@@ -181,7 +201,7 @@ def load(folder: Path) -> Tables:
 
     Raises `UserError` for a file that is not as it was written.
     """
-    note = noted(folder)
+    note = table_counts(folder)
     for name, facts in note.files.items():
         if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")

@@ -16,8 +16,8 @@ from draftsmith.train.data import rollouts
 from draftsmith.train.data.batches import Batches
 from draftsmith.train.data.rollouts import (
     Document,
+    RolloutRows,
     Rollouts,
-    Written,
     draft_model_texts,
     prompts_of,
 )
@@ -49,13 +49,13 @@ def write(prompts: Sequence[Request], seed: int) -> list[Document]:
 def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0) -> Batches:
     batches = Batches(table(30), 8, rows=2, accumulation=2 // ranks, ranks=ranks, seed=3)
     config = Rollouts(share=share, begin=begin, every=5, limit=6)
-    batches.written = Written(config, write, batches, Accelerator(cpu=True), total=20)
+    batches.rollouts = RolloutRows(config, write, batches, Accelerator(cpu=True), total=20)
     return batches
 
 
-def written_of(batches: Batches) -> Written:
-    assert batches.written is not None
-    return batches.written
+def written_of(batches: Batches) -> RolloutRows:
+    assert batches.rollouts is not None
+    return batches.rollouts
 
 
 def rows_of(batches: Batches, step: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_rollout_prompts_end_before_a_reply_that_fits() -> None:
     assert prompts_of(TokenTable.of(documents, [1, 1, 1]), 8).tolist() == [[0, 2]]
     with pytest.raises(UserError, match="needs prompts"):
         batches = Batches(TokenTable.of(documents[1:], [1, 1]), 8, 1, 1, 1, 0)
-        Written(Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
+        RolloutRows(Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
 
 
 def test_draft_model_texts_keep_prompts_and_are_batch_independent(

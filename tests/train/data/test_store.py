@@ -39,7 +39,7 @@ from draftsmith.inference.targets.stored import (
 )
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
-from draftsmith.train.inputs import check_named_target
+from draftsmith.train.loading import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.faults import command_of, curve, disturb, flip
@@ -291,7 +291,7 @@ def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
     more = ("--features.store", store, "--evaluation.limit", "3")
     done = train(config, *more, "--target", "/nonexistent/target", "--out", tmp_path / "other")
     assert "no config.json in /nonexistent/target: it was not compared" in done.stderr
-    assert "evaluation.limit is 4 in the store, which is used, not 3" in done.stderr
+    assert "evaluation.limit is 4, as in the store, not 3" in done.stderr
     assert "evaluation.max_new_tokens" not in done.stderr, "it is the store's"
     assert "next: draftsmith evaluate --target TARGET --drafter" in done.stdout
 

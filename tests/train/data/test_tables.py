@@ -18,7 +18,7 @@ from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
 from draftsmith.train.data.config import Data, HeldOutConfig, Source
-from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare, tables_key
+from draftsmith.train.data.tables import TokenTable, build, load, prepare, table_counts, tables_key
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
 from tests.conftest import tiny_target
@@ -412,11 +412,11 @@ def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: P
     config, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
     seen: list[str] = []
     prepare(config, TARGET, folder, 0, seen.append)
-    key = noted(folder).key
+    key = table_counts(folder).key
     os.utime(tmp_path / "train.jsonl", (1, 1))
     prepare(config, TARGET, folder, 0, seen.append)
-    assert seen[-1] == seen[-2] == noted(folder).identity
-    assert noted(folder).key != key, "found without reading the sources again"
+    assert seen[-1] == seen[-2] == table_counts(folder).identity
+    assert table_counts(folder).key != key, "found without reading the sources again"
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def refuse(identity: str) -> None:

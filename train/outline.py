@@ -28,7 +28,7 @@ LEFT_OF_A_PASS, LEFT_OF_A_LAYER = 3.0, 0.7  # states that stay where the others 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Amount of work in training a drafter, and what its passes keep in memory.
+    """Amount of work in training a drafter, and memory of its passes.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
     which an objective makes too, are counted with the target's forward pass.
@@ -67,7 +67,7 @@ class Outline(StepWork):
 
 
 class TargetSpec(ConfigFacts):
-    """Config of a target, under the attributes of a target that methods read."""
+    """Specification of a target from its config: the attributes that methods read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()

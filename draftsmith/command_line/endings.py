@@ -69,10 +69,6 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-class Terminated(KeyboardInterrupt):
-    """Interrupt by SIGTERM, which asks nobody whether to go on."""
-
-
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and exit with status 2.
 
@@ -240,7 +236,7 @@ def _interrupt(number: int, _frame: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     _INTERRUPTED.append(number)
-    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt
 
 
 def say_stopped(what_is_left: str) -> int:
@@ -332,7 +328,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status of a run that was asked to stop; 0 while there was no request."""
+        """Exit status of a run that was asked to stop; 0 before a request."""
         self._since = 0.0
         for number in SIGNALS:
             signal.signal(number, self._ask)

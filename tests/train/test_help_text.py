@@ -90,7 +90,7 @@ MEANINGS = {
 
 @pytest.mark.parametrize("verb", CLASSES)
 def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
-    """A file is no number, and a word says what the explanation speaks of."""
+    """A file is not shown as a number, and the word is one of the explanation."""
     for option in options_of_class(CLASSES[verb]()):
         kinds = [option.kind]
         if get_origin(option.kind) in (Union, UnionType):

@@ -1,4 +1,4 @@
-"""Muon: which matrices it changes, its step beside AdamW's, and its state in a checkpoint."""
+"""Muon: which matrices it changes, its step next to AdamW's, and its state in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts written while training goes on: which rows they take, and that a resume has them."""
+"""Texts written during training: their rows, and their restoration by a resume."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def named(folder: Path, tensors: Tensors) -> Path:
-    """A file of the server, with the lock that it leaves beside it."""
+    """A file of the server, with the lock file that it leaves."""
     path = folder / "cmpl-1.safetensors"
     save_file(tensors, path)
     Path(f"{path}.lock").touch()

@@ -128,7 +128,7 @@ def test_phrases_shared_by_many_rows_are_not_contamination(
 ) -> None:
     """An instruction in 60% of the prompts, a disclaimer in 20% of the replies."""
     asked = "answer the following question as well as you can and in no more than three words"
-    warned = "please note that this is no advice and that you should ask a doctor before it"
+    warned = "please note that this is not advice and that you should ask a doctor before it"
     rows = []
     for i in range(200):
         prompt = f"{asked}: question {i}" if i % 5 < 3 else f"question {i}"

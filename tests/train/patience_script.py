@@ -1,5 +1,4 @@
-"""Run under `accelerate launch` with two ranks: how long each waits for the other. Not a test by
-itself."""
+"""Script for `accelerate launch` with two ranks: how long each waits for the other."""
 
 from __future__ import annotations
 

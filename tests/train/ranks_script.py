@@ -45,7 +45,7 @@ def main() -> None:
         accelerator.num_processes,
         run.seed,
     )
-    if blank:  # the micro-batch of this number, counted over ranks, has nothing to learn from
+    if blank:  # the micro-batch of this number, over all ranks, has no replies
         make = batches.micro_batch
 
         def blanked(step: int, accumulation: int, rank: int) -> Batch:

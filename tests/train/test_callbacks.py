@@ -1,4 +1,4 @@
-"""Callbacks, pushes to the hub and trackers: what a training tells others while it runs."""
+"""Callbacks, pushes to the hub and trackers of a training."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_configuration_is_flat_for_trackers() -> None:
 def test_a_tracker_gets_every_metric_and_the_configuration(
     tracker: str, tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tracker has written is read back by its own package."""
+    """The tracker's files are read back by its package."""
     if importlib.util.find_spec(tracker) is None:
         pytest.skip(f"{tracker} is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")

@@ -1,5 +1,5 @@
-"""How commands end: never in a traceback, with the exit status that a shell expects, and nothing
-goes on unseen."""
+"""Ends of commands: never a traceback, the exit status that a shell expects, and no process that is
+left running."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_commands_work_with_closed_standard_streams(closed: int) -> None:
 
 
 def interrupted_import(*_: object) -> None:
-    """Raises another error in place of an interrupt, as transformers does within an import."""
+    """Raise another error instead of an interrupt, as transformers does within an import."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
@@ -193,8 +193,7 @@ def test_sigterm_ends_a_chat_that_was_interrupted_before(
 
 
 def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
-    """So it is where a lock of the import system is let go: Python prints such an exception and
-    goes on."""
+    """Python only prints an exception in a destructor, such as that of an import lock."""
     code = (
         "import os, signal, time\n"
         "from draftsmith.command_line.endings import run_command\n"

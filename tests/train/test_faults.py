@@ -1,5 +1,5 @@
-"""What may befall a run: signals, dead ranks, damaged files, a full disk, other ranks, numbers that
-are not finite."""
+"""Faults of a run: signals, dead ranks, damaged files, a full disk, another number of ranks, and
+numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_a_stop_gives_an_evaluation_up_and_the_next_start_makes_up_for_it(
 
 @pytest.mark.full
 def test_run_killed_twenty_times_ends_bit_identically(tmp_path: Path, saved_tiny: Path) -> None:
-    """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that
-    was left alone."""
+    """It is killed while it starts, evaluates or writes, too; the weights are those of an
+    uninterrupted run."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny, checkpoints={"every": 2})
     started = time.monotonic()
@@ -131,8 +131,8 @@ def test_run_killed_twenty_times_ends_bit_identically(tmp_path: Path, saved_tiny
         )
         try:
             process.wait(moments.uniform(0.3, 1.0) * length)
-            shutil.rmtree(tmp_path / "run")  # it came to its end: begin again
-            # the run that was timed met a busier machine
+            shutil.rmtree(tmp_path / "run")  # it was not killed: begin again
+            # the machine was busier during the timed run
             finished, length = finished + 1, 0.9 * length
             assert finished < 20
         except subprocess.TimeoutExpired:
@@ -249,7 +249,7 @@ def test_missing_best_checkpoint_is_reported_and_replaced_by_next(
 
 @pytest.mark.full
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny: Path) -> None:
-    """The limit on file sizes stands for the disk: it lets everything through but the optimiser."""
+    """A limit on file sizes simulates the disk: only the optimiser's file is too large."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config), 7, signal.SIGKILL)
@@ -303,8 +303,7 @@ def test_the_rows_of_a_step_may_not_change_on_resume(tmp_path: Path, saved_tiny:
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:
-    """A batch of its own, once in the run: the steps before and after it are taken, this one is
-    not."""
+    """One batch of the run has it: only its step is skipped."""
     script = tmp_path / "poisoned.py"
     script.write_text(
         "import sys\n"

@@ -1,5 +1,4 @@
-"""The loop as it is launched: two ranks against one, kill and resume, warm start, bf16,
-trackers."""
+"""The launched loop: two ranks and one, kill and resume, warm start, bf16, trackers."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ def test_gradients_of_two_ranks_equal_those_of_one(
     tmp_path: Path, saved_tiny: Path, method: str, blank: list[int]
 ) -> None:
     """One step, unequal token counts, gradients within 1e-6 relative; EAGLE-1's noise included.
-    With `blank` the second rank has nothing to learn from in its first forward pass, and nobody
-    waits for it."""
+    With `blank` the second rank has no replies in its first forward pass, and the other does not
+    wait for it."""
     config = make_config(tmp_path, saved_tiny, method)
     results = []
     for ranks in (1, 2):
@@ -362,8 +361,8 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(
         (tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text()
     )["best_step"]
     assert kept == sorted({18, 20, best})
-    beside = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
-    assert beside == {
+    files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
+    assert files == {
         "state",
         "drafter",
         "trainer.json",

@@ -31,7 +31,7 @@ TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 
 
 def table(count: int) -> TokenTable:
-    """Documents i of eight tokens i, of which the last five are the reply."""
+    """Document i has eight tokens i, of which the last five are the reply."""
     return TokenTable.of(
         [Encoded([i] * 8, [False] * 3 + [True] * 5) for i in range(count)], [1] * count
     )

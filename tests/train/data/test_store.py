@@ -115,7 +115,7 @@ def test_training_from_a_store_is_training_from_the_target(
 
 @pytest.mark.full
 def test_bf16_and_fp8_stores_change_loss_only_slightly(tmp_path: Path, saved_tiny: Path) -> None:
-    """The first loss differs by what rounding the features does."""
+    """The first loss differs by the rounding of the features."""
     config = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=1)
     train(config, method="eagle")
     exact = curve(tmp_path / "live")[1][0]
@@ -427,7 +427,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
 def test_a_ring_stays_within_its_bound_and_teaches_the_same(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    """Extractor and trainer side by side; then again with both of them killed on the way."""
+    """Extractor and trainer in parallel; then again, with both of them killed."""
     live = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=40)
     train(live, method="eagle")
     config = config_for(

@@ -1,4 +1,4 @@
-"""What is read, kept, held out and lost, with every loss counted and named."""
+"""Rows that are read, kept, held out and lost, with every loss counted and named."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_contamination_above_a_share_is_an_error_that_names_the_words(tmp_path: 
 
 
 def test_a_question_that_leaked_into_many_rows_is_contamination(tmp_path: Path) -> None:
-    """It is in one held-out row, and so no template."""
+    """It is in one held-out row only, so it is not a template."""
     asked = "how many of the seventeen little words in this question are there in the benchmark"
     leaked = [chat(f"tell me {i}: {asked}", f"answer {i}") for i in range(15)]
     tables = build(data(tmp_path, [*GOOD, *leaked], [chat(asked, "seventeen")]), TARGET, seed=0)
@@ -185,7 +185,7 @@ def test_replies_to_one_prompt_and_parts_of_a_conversation_stay_together(tmp_pat
 def test_held_out_prompts_come_from_every_source_and_category(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three sources, of which the first alone would fill the number asked for."""
+    """Three sources, the first of which has enough rows."""
     sources = []
     for name in ("chat", "code", "math"):
         rows = [

@@ -87,9 +87,9 @@ def log_engine(accelerator: Accelerator) -> None:
     for asked in ("FSDP", "DEEPSPEED"):
         if not shared and os.environ.get(f"ACCELERATE_USE_{asked}", "false").lower() == "true":
             log.warning(
-                "accelerate was asked for %s and does not use it here (%s): weights, gradients and "
+                "accelerate was asked for %s and does not use it %s: weights, gradients and "
                 "optimiser are whole in every process", asked,
-                "CPUs" if accelerator.device.type == "cpu" else "one process",
+                "on CPUs" if accelerator.device.type == "cpu" else "with one process",
             )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def accepted_name(metric: str, tracker: str) -> str:
 def flat(values: Any, name: str = "") -> dict[str, Any]:
     """Return nested tables and lists of tables as one table of dotted names.
 
-    A list of plain values becomes JSON: trackers accept texts, numbers and truth values only.
+    A list of plain values becomes JSON: trackers accept short texts, numbers and truth values only.
     """
     if isinstance(values, list) and values and isinstance(values[0], dict):
         values = dict(enumerate(values))

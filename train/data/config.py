@@ -43,7 +43,7 @@ class HeldOutConfig:
         if self.by == "row" and not 0 < self.share < 1:
             raise UserError("data.held_out.share must lie between 0 and 1")
         if self.by == "source" and not self.sources:
-            raise UserError("data.held_out.by is source, but data.held_out.sources names none")
+            raise UserError("data.held_out.by is source, but data.held_out.sources is empty")
 
 
 @dataclass
@@ -188,7 +188,7 @@ def check_held_out(data: Data) -> None:
     if data.held_out.by == "source" and wanted and not {*wanted} & {*names}:
         several = ", several as a list [a,b]" if any("," in name for name in wanted) else ""
         raise UserError(
-            f"data.held_out.sources asks to hold out {', '.join(wanted)}, which none of the "
-            f"sources is ({', '.join(names)}); name one of these{several}, or hold out a share of "
+            f"data.held_out.sources asks to hold out {', '.join(wanted)}, but the sources are "
+            f"{', '.join(names)}; name one of these{several}, or hold out a share of "
             "all rows: --data.held-out.by row"
         )

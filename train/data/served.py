@@ -1,8 +1,8 @@
 """Features from a vLLM server with the speculative method `extract_hidden_states`.
 
-The states are those with which it serves the target, which may be quantised, split over GPUs or a
-mixture of experts; this process holds only the target's embedding, final norm and head. The server
-writes a file for each request, which this client reads and deletes: both need one file system.
+The states are those of the target as it is served: quantised, split over GPUs or a mixture of
+experts. This process holds only the target's embedding, final norm and head. The server writes a
+file for each request, which this client reads and deletes: both need one file system.
 
 vLLM's layer i is `hidden_states[i]` of Hugging Face, except for layer L, the number of layers: that
 is the state before the final norm, and `hidden_states[L]` the one after it.
@@ -102,7 +102,7 @@ class Client:
     def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
         """Yield the states of each prompt of token ids, in order, with requests running ahead.
 
-        Raises `UserError`, as `write` does, for a wrong answer of the server or none.
+        Raises `UserError`, as `write` does, if the server does not answer as expected.
         """
         return self._pool.map(lambda ids: self._one(ids, 1), prompts)
 

@@ -272,8 +272,8 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         remedy = "check data.sources and data.held_out"
         if data.held_out.by == "row":
             remedy = (
-                "give two prompts or more, each conversation with an id of its own or none, or "
-                "another --data.held-out.share"
+                "give two prompts or more, each conversation with a different id or without one, "
+                "or another --data.held-out.share"
             )
         kind = "held out" if train else "to learn from"
         raise UserError(f"no rows are left {kind} ({_describe(counts)}); {remedy}")

@@ -243,7 +243,7 @@ def test_missing_best_checkpoint_is_reported_and_replaced_by_next(
     (at / CHECKSUMS).unlink()
     write_checksums(at)
     done = train(config)
-    assert "the best checkpoint so far, step 3, is gone" in done.stderr
+    assert "the best checkpoint so far, step 3, was deleted" in done.stderr
     assert (tmp_path / "run" / "best").resolve().parent.name == "step-000010"
 
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from .inference.api import load as load
     from .inference.base.settings import Sampling as Sampling
     from .inference.proposers.contract import Proposer as Proposer
-    from .train.callbacks import Callback as Callback
+    from .train.config import Callback as Callback
 
     __version__: str
 
 _MODULES = {
-    "Callback": ".train.callbacks",
+    "Callback": ".train.config",
     "Decoder": ".inference.api",
     "Drafter": ".heads.exchange.hub",
     "Proposer": ".inference.proposers.contract",

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run, each complete or absent, and the run folder that holds them.
+"""Checkpoints of a training run, each complete or absent, and the folder of the run.
 
 OUTPUT/config.yaml               the resolved config of the run
 OUTPUT/checkpoints/step-000200/  state/ (weights, optimiser, RNG of every rank), trainer.json,
                                  drafter/, config.yaml, provenance.json, checksums.json
-OUTPUT/best, OUTPUT/last         links to the drafter of the best and of the latest checkpoint
+OUTPUT/best, OUTPUT/last         links to the drafters of the best and the latest checkpoint
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from msgspec import Meta
 
 from ..command_line.parse import options_from
 from ..heads.artifact import Artifact
-from ..heads.documents import read_document
+from ..heads.documents import Count, Document, read_document
 from ..heads.errors import UserError
 from ..heads.files import (
     JsonObject,
@@ -36,11 +37,57 @@ from ..heads.files import (
 from ..heads.fingerprint import changed_numbers
 from ..heads.locks import partial_path
 from .config import RunConfig
-from .data.documents import TrainerState
-from .data.rollouts import Written
-from .log_lines import flat
+from .data.rollouts import RolloutRows
+from .reporting import flat
 
 log = logging.getLogger(__name__)
+
+# Options that may differ on a resume: none of them changes what a step learns. They decide what is
+# reported and kept, when the run stops, and how the same features reach the trainer. The target may
+# have another name: its weights are compared (`RunFolder.check_identity`).
+CHANGEABLE_ON_RESUME = {
+    "target.path", "target.adapter",
+    "batch_rows", "for_", "log_every", "tracker", "checkpoints.keep", "evaluation.every",
+    "features.store", "features.server", "features.server_model",
+    "features.server_layers",
+}  # fmt: skip
+
+
+class TrainerState(Document, kw_only=True):
+    """`trainer.json` of a checkpoint: facts that a resume needs.
+
+    The position in the data is a function of the step.
+    """
+
+    what: ClassVar[str] = "the state of a training run"
+
+    step: Count = 0
+    """Number of optimiser steps so far."""
+    tokens: Count = 0
+    """Number of positions so far, padding included."""
+    best_tau: float = 0.0
+    """Highest tau of all evaluations so far."""
+    best_step: Annotated[int, Meta(ge=-1)] = -1
+    """Step of that evaluation; -1 before the first one."""
+    evaluated: Count = 0
+    """Last evaluated step. A run that is stopped at a step with an evaluation leaves the evaluation
+    to the resumed run."""
+    rows_per_step: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Packed rows of a step; a resume with another number would skip or repeat data."""
+    ranks: Annotated[int, Meta(ge=1)] = 1
+    """Number of processes that wrote the checkpoint."""
+    engine: str = "replicated"
+    """Form of weights and optimiser in the checkpoint, see `parallel.engine_of`."""
+    skipped: Count = 0
+    """Number of steps whose gradient was not finite."""
+    skipped_in_a_row: Count = 0
+    """Number of the latest of them, without a good step in between."""
+    total_steps: Count = 0
+    """Number of steps of the whole run."""
+    identity: JsonObject = msgspec.field(default_factory=dict)
+    """Hashes of the target's weights and of the data, which the config names by path only, and the
+    `numbers` of the target's configuration."""
+    schema: Annotated[int, Meta(ge=1)] = 1
 
 
 class RunFolder:
@@ -66,19 +113,17 @@ class RunFolder:
         state: TrainerState,
         run: RunConfig,
         artifact: Artifact,
-        written: Written | None,
+        rollouts: RolloutRows | None,
     ) -> None:
         """Write the checkpoint of `state.step` and link it; all ranks call this.
 
-        The folder gets its name only after every rank has written its files. `written` are
-        the texts written during training.
+        The folder gets its name only after every rank has written its files.
         """
         # `nullcontext` gives None, in whose place the broadcast puts the main process's folder.
         main = accelerator.is_main_process
         writer = whole_directory(self.at(state.step)) if main else nullcontext()
         with writer as aside:
-            # Only the main process has made the unfinished folder; the other ranks write their
-            # random states into the same one.
+            # The other ranks write their random states into the main process's unfinished folder.
             aside = Path(broadcast_object_list([str(aside)])[0])
             accelerator.save_state(str(aside / "state"))
             if main:
@@ -86,42 +131,41 @@ class RunFolder:
                 write_json(aside / "provenance.json", artifact.provenance)
                 (aside / "config.yaml").write_text(run.as_yaml())
                 artifact.save(aside / "drafter")
-                if written is not None:
-                    written.save(aside)
-            # The checksums must cover the files of all ranks, so all have to be there.
+                if rollouts is not None:
+                    rollouts.save(aside)
+            # The checksums cover the files of all ranks, so all must have been written.
             accelerator.wait_for_everyone()
             if main:
                 write_checksums(aside)
-        # The folder gets its final name when the main process leaves the `with`.
+        # The folder got its final name where the main process left the `with` block.
         accelerator.wait_for_everyone()
         if main:
             self.link("last", state.step)
 
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
-        """Load the checkpoint of `step` into what `accelerator` has prepared; all ranks call this.
+        """Load a checkpoint into what `accelerator` has prepared, and return its `trainer.json`.
 
-        Returns the state in `trainer.json`.
+        All ranks call this.
         """
         accelerator.load_state(str(self.at(step) / "state"))
-        # accelerate counts micro-batches here to know which of them ends a step. A resume on
-        # another number of ranks has another number of them in a step.
+        # accelerate counts micro-batches to know which of them ends a step; a resume on another
+        # number of ranks has another number of micro-batches in a step.
         accelerator.step = 0
         return self.state_of(step)
 
     def state_of(self, step: int) -> TrainerState:
-        """Return what `trainer.json` of the checkpoint of `step` holds. Raises `UserError`."""
+        """Return the contents of a checkpoint's `trainer.json`. Raises `UserError`."""
         remedy = f"delete {self.at(step)} and continue from the checkpoint before it"
         return read_document(self.at(step) / "trainer.json", TrainerState, remedy)[0]
 
-    def set_aside(self, after: int) -> None:
-        """Rename checkpoints newer than `after`, which were passed over because they are damaged.
+    def rename_damaged(self, after: int) -> None:
+        """Rename the checkpoints newer than `after`, all of which are damaged.
 
-        Otherwise the next resume would look at them again, and `prune` would keep them as the
-        newest.
+        Otherwise the next resume would check them again, and `prune` would keep them as the newest.
         """
         for step in self.steps():
             if step > after:
-                # The same step may be damaged more than once, hence the random suffix.
+                # Checkpoints of the same step may be damaged repeatedly, hence the random suffix.
                 self.at(step).rename(
                     self.checkpoints / f"damaged-{self.at(step).name}-{uuid.uuid4().hex[:6]}"
                 )
@@ -129,9 +173,8 @@ class RunFolder:
     def check_identity(self, step: int, identity: JsonObject) -> None:
         """Raise `UserError` unless target and data are still those of the checkpoint of `step`.
 
-        The config names both by path only, and one target may have several, so `identity` holds
-        hashes of them, and the numbers of the target's configuration. Called before anything in the
-        run folder is overwritten.
+        `identity` is that of `TrainerState`. Called before anything in the run folder is
+        overwritten.
         """
         before = self.state_of(step).identity
         for name, value in identity.items():
@@ -161,11 +204,11 @@ class RunFolder:
         """Point the link OUTPUT/name at the drafter of the checkpoint of `step`."""
         old = self.path / name
         aside = partial_path(old)
-        # Relative, so that a run folder can be moved.
+        # Relative, so that the run folder can be moved.
         aside.symlink_to(os.path.relpath(self.at(step) / "drafter", self.path))
         if old.is_dir() and not old.is_symlink():  # a copy of the run that followed its links
             shutil.rmtree(old)
-        # One rename: who reads meanwhile finds the old link or the new one.
+        # A rename is atomic: a reader finds the old link or the new one.
         aside.replace(old)
 
 
@@ -174,10 +217,10 @@ def find_resume(
 ) -> int | None:
     """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
 
-    `fill_in` fills in what the stored config leaves to the target, as `run` has it.
-    Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints
-    without an undamaged one, or of another config: going on would mix two runs, and starting again
-    would destroy one. A damaged checkpoint is passed over with a warning.
+    `fill_in` sets the options of the stored config that the target determines, as they are in
+    `run`. Called before anything is loaded or written. Raises `UserError` if all checkpoints are
+    damaged or of another config: to continue would mix two runs, to start again would destroy one.
+    A damaged checkpoint is skipped with a warning.
     """
     steps = folder.steps()
     if not steps:
@@ -189,7 +232,7 @@ def find_resume(
             raise UserError(
                 f"{folder.path} holds no sound checkpoint ({problem}); choose another output"
             )
-    # Flat tables are compared, so that a message can name the single key that differs.
+    # Flat tables, so that the message can name the one key that differs.
     try:
         stored = options_from(type(run), {}, newest / "config.yaml")
         fill_in(stored)
@@ -199,20 +242,9 @@ def find_resume(
         ) from error
     before, now = flat(stored.as_json()), flat(run.as_json())
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
+        if before.get(key) != now.get(key) and key not in CHANGEABLE_ON_RESUME:
             raise UserError(
                 f"{folder.path} holds checkpoints of another run ({key} was {before.get(key)}, "
                 f"now it is {now.get(key)}); choose another output, or the same config"
             )
     return steps[-1]
-
-
-# Keys that a resume may change: none of them changes what a step learns. They decide what is
-# reported and kept, when the run stops, and how the same features reach the trainer. The target may
-# be named in another way: its weights are compared (`RunFolder.check_identity`).
-FREE_TO_CHANGE = {
-    "target.path", "target.adapter",
-    "batch_rows", "for_", "log_every", "tracker", "checkpoints.keep", "evaluation.every",
-    "features.store", "features.server", "features.server_model",
-    "features.server_layers",
-}  # fmt: skip

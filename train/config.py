@@ -1,12 +1,14 @@
-"""Configuration of a training run.
+"""Configuration of a training run, and the callbacks of a program that starts one.
 
-The run of a method has the parts here and two of its own, `heads` (`draft_model` for distill) and
+The configuration of a method adds two sections of its own, `heads` (`draft_model` for distill) and
 `objective`. Unknown keys are errors. The docstrings are the help texts of the options.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -16,18 +18,15 @@ from ..heads.errors import UserError
 from ..heads.exchange.engines import ENGINES
 from ..heads.files import JsonObject
 from ..inference.base.console import several
-from ..inference.base.settings import (
-    TargetConfig,
-    choice_named,
-)
+from ..inference.base.settings import TargetConfig, choice_named
 from .data.config import Data, Evaluation, FeatureOptions, check_held_out
 
 Tracker = Literal[
     "none", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio",
     "wandb",
 ]  # fmt: skip
-"""Trackers of accelerate, whose names are those of their packages."""
-LEAST_STEPS = 50  # between two evaluations that are asked for as a share of a run
+"""Trackers of accelerate, by the names of their packages."""
+LEAST_STEPS = 50  # fewest steps between two evaluations whose interval is a share of the run
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Optim:
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     weight_decay: float = 0.0
-    """AdamW's weight decay of matrices; biases and norms have none."""
+    """AdamW's weight decay of matrices; biases and norms do not decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down to it."""
 
@@ -87,7 +86,7 @@ class Memory:
     or block drafter, and compute the rest again in the backward pass: less memory, up to a third
     more time."""
     rows_per_chunk: int = 1024
-    """Positions whose logits exist at one time."""
+    """Number of positions whose logits are in memory at a time."""
 
     def __post_init__(self) -> None:
         if self.rows_per_chunk < 1:
@@ -123,11 +122,11 @@ class RunConfig:
     max_steps: int | None = None
     """Number of optimiser steps, in place of epochs; the schedule ends there too."""
     rows_per_step: int = 4
-    """Number of packed rows in an optimiser step, which all ranks share: a step means the same on
-    any number of them."""
+    """Number of packed rows in an optimiser step, over all ranks: a step is the same on any number
+    of ranks."""
     batch_rows: int = 4
-    """Most packed rows in a forward pass of one rank, as its memory allows; a rank whose share of
-    the step is larger adds up the gradients of several passes."""
+    """Largest number of packed rows in a forward pass of one rank, as its memory allows; a rank
+    whose share of the step is larger adds up the gradients of several passes."""
     precision: Literal["no", "bf16"] = "no"
     """Precision of the drafter's computation. no: float32; bf16: autocast with float32 weights."""
     init_from: str | None = None
@@ -136,15 +135,15 @@ class RunConfig:
     """Allow `init_from` to name a drafter of another target of the same shape, such as the base
     model of a fine-tuned one."""
     for_: list[str] = field(default_factory=list)
-    """Name of a serving engine that has to take the drafter, such as vllm; may be given several
-    times. A run whose drafter it would not take is refused at once."""
+    """Serving engine that has to support the drafter, such as vllm; may be given several times. A
+    run whose drafter it would not support is refused at once."""
     seed: int = 0
     """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10
     """Number of steps between log lines."""
     tracker: Tracker = "none"
-    """Tracker of accelerate that gets the metrics and this configuration besides the log. Each
-    reads its own variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
+    """Tracker of accelerate that also gets the metrics and this configuration. Each reads its own
+    variables, such as WANDB_MODE=offline, MLFLOW_TRACKING_URI and TRACKIO_DIR."""
 
     def __post_init__(self) -> None:
         if min(self.rows_per_step, self.batch_rows, self.log_every) < 1 or self.epochs <= 0:
@@ -160,8 +159,7 @@ class RunConfig:
             raise UserError(f"--for takes {', '.join(ENGINES)}, not {unknown[0]}")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
-        # A feature store has data of its own.
-        if self.features.store is None:
+        if self.features.store is None:  # a feature store has its own data
             check_held_out(self.data)
 
     def as_json(self) -> JsonObject:
@@ -175,22 +173,18 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Division:
-    """Share of one rank in a step.
-
-    A configuration states the rows of a step, which mean the same on any number of ranks; how many
-    forward passes a rank makes of its share follows from the rows that one pass may have.
-    """
+    """Share of one rank in a step."""
 
     rows: int
     """Packed rows of a forward pass."""
     passes: int
-    """Forward passes of a step; the gradients are added up."""
+    """Forward passes of a step, whose gradients are added up."""
 
 
 def divided(run: RunConfig, ranks: int) -> Division:
-    """Return the share of each of `ranks` in a step of the run, with as few passes as fit.
+    """Return the share of each of `ranks` in a step of the run, with as few passes as possible.
 
-    Raises `UserError` where the rows of a step cannot be shared evenly, with the nearest that can.
+    Raises `UserError` if the ranks cannot share the rows of a step evenly.
 
     Example: 24 rows a step on 2 ranks with at most 5 rows a pass are 3 passes of 4 rows.
     """
@@ -208,17 +202,41 @@ def divided(run: RunConfig, ranks: int) -> Division:
 
 
 def most_ranks(rows: int, ranks: int) -> int:
-    """Return the most of at most `ranks` ranks that can share `rows` evenly."""
+    """Return the largest number of ranks, at most `ranks`, that can share `rows` evenly."""
     return max(number for number in range(1, min(rows, ranks) + 1) if rows % number == 0)
 
 
 def interval(every: int | float, total_steps: int) -> int:
-    """Return the steps between two events of which one comes `every` steps.
+    """Return the number of steps between two events, from `every` as `evaluation.every` has it.
 
-    A float of at most 1 is a share of the run: 0.1 of 1,000 steps are 100, and 1.0 all of them,
-    where the integer 1 is a single step. A share is at least `LEAST_STEPS`, or half of the run if
+    A float of at most 1 is a share of the run: of 1,000 steps 0.1 is 100 and 1.0 all of them,
+    whereas the integer 1 is a single step. A share is at least `LEAST_STEPS`, or half of the run if
     that is less: ten evaluations of a run of 30 steps would take most of its time.
     """
     if isinstance(every, float) and every <= 1:
         return max(1, round(every * total_steps), min(LEAST_STEPS, total_steps // 2))
     return max(1, round(every))
+
+
+class Callback:
+    """Base class of callbacks, each method of which may be overridden.
+
+    They are called on the main process, with the metrics of all ranks as in `metrics.jsonl`
+    (docs/metrics.md#training-metrics). An exception ends the training with that exception.
+    """
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Handle the metrics of the steps since the last call, every `log_every` steps.
+
+        `step` counts from 1. Return True to end the training: the drafter is then evaluated and
+        saved, as after the last step.
+        """
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Handle an evaluation, such as `tau_measured`; return True to end the training."""
+
+    def on_checkpoint(self, step: int, folder: Path, best: bool) -> None:
+        """Handle a checkpoint: the drafter's folder, and whether it is the best so far."""
+
+    def on_end(self, best: Path) -> None:
+        """Handle the end of a training that was not asked to stop; `best` is the best drafter."""

@@ -1,7 +1,7 @@
-"""What a run's configs say before anything is loaded: cost, and which engines take its drafter.
+"""Cost of a run, and the engines that can serve its drafter, from configs alone.
 
 The cost, in GPU memory, bytes and operations, is arithmetic on shapes: target and drafter are built
-on the meta device, without weights. What a GPU reaches is in `inference/base/costs.py`.
+on the meta device, without weights. The speeds of GPUs are in `inference/base/costs.py`.
 """
 
 from __future__ import annotations
@@ -29,54 +29,53 @@ from ..inference.base.costs import TARGET_BYTES
 from ..inference.targets.target import resolve_device
 from .config import RunConfig, divided
 from .method import AnyMethod
+from .optimizer import hidden_matrices
 from .outline import (
-    ConfigOnly,
-    Work,
+    StepWork,
+    TargetSpec,
     config_at,
     outlined,
     passed_through,
     target_of_run,
     widths,
 )
-from .schedule import hidden_matrices
 
 log = logging.getLogger(__name__)
 
 WEIGHT_BYTES = 4  # of a parameter of the drafter, and of its gradient, in float32
 MOMENT_BYTES = 8  # of a trained parameter: AdamW's two moments in float32
 MUON_BYTES = 4  # of a parameter that Muon trains: one moment
-# Bytes that wait for the backward pass for each input and output of a matrix, with the states of
-# norms, rotary positions and attention between them. They were fitted to the tensors that steps of
-# all methods hold with attention as a GPU's kernels hold it, whose peaks they give within 17%.
+# Bytes that are kept for the backward pass for each input and output of a matrix, including the
+# states of norms, rotary positions and attention between them. They were fitted to the tensors that
+# steps of all methods hold with a GPU's attention kernels, whose peaks they predict within 17%.
 KEPT_BYTES = {"no": 6.0, "bf16": 4.3}
 LOGIT_TABLES = 4  # float32 tables of a chunk: logits, q, p, and their minima or a gradient
 LAYER_PART = re.compile(r".*?\.\d+\.\w+(?=\.)")  # such as model.layers.0.mlp
 
-MOST_MEMORY = 2.0  # a run may need, as a multiple of what there is: the estimate is rough
+MOST_MEMORY = 2.0  # memory a run may need, as a multiple of the machine's: the estimate is rough
 
 
 @dataclass(frozen=True)
-class RunSizes(Work):
-    """Sizes of a target and its drafter that the arithmetic needs, and the work to train it."""
+class RunSizes(StepWork):
+    """Sizes of a target and its drafter, and the work to train it."""
 
     hidden: int
     """Hidden size of the target."""
     target_params: int
     active_params: int
-    """Parameters of the target that one token passes through; fewer than all in a mixture of
-    experts."""
+    """Parameters of the target that are used for one token."""
     vocab: int
     drafter_params: int
     taps: int
     """Number of taps that the drafter reads."""
     all_last: bool
-    """True where the last state of every position is read, and not only of the replies'."""
+    """True if the last state is read at every position, and not only in replies."""
     target_layers: int = 1
     frozen_params: int = 0
     """Parameters of the drafter that are not trained."""
     muon_params: int = 0
-    """Those that Muon trains."""
-    ends_params: int = 0
+    """Parameters of the drafter that Muon trains."""
+    embedding_and_head_params: int = 0
     """Parameters of the target's embedding and head."""
     widest: float = 0.0
     """Inputs and outputs of the matrices in the widest part of a layer of the target."""
@@ -104,12 +103,12 @@ class RunSizes(Work):
 class StepMemory:
     """Bytes of a GPU that holds a whole target and a whole drafter, in a step with full rows.
 
-    The allocator's own losses, CUDA's context (about 0.5 GB) and NCCL's buffers are not counted.
+    Fragmentation, CUDA's context (about 0.5 GB) and NCCL's buffers are not counted.
     """
 
     target: int
-    """Weights of the target in bf16; of a run from a feature store or a server, those of its
-    embedding and head."""
+    """Weights of the target in bf16; only its embedding and head in a run from a feature store or a
+    server."""
     drafter: int
     """Weights of the drafter in float32."""
     moments: int
@@ -119,11 +118,11 @@ class StepMemory:
     features: int
     """Hidden states of one batch, in bf16."""
     extraction: int
-    """The most that the target's forward pass takes besides these; 0 where it runs elsewhere."""
+    """Peak of the target's forward pass; 0 if the target does not run here."""
     activations: int
-    """Bytes that the drafter's forward pass leaves for its backward pass; part of `step`."""
+    """Activations of the drafter that are kept for its backward pass; part of `step`."""
     step: int
-    """The most that both passes take besides weights, moments and features."""
+    """Peak of both passes of the drafter, without weights, moments and features."""
 
     @property
     def state(self) -> int:
@@ -131,8 +130,8 @@ class StepMemory:
         return self.drafter + self.gradients + self.moments
 
     @property
-    def of_a_pass(self) -> int:
-        """Bytes that one step makes besides: features, activations and logits."""
+    def transient(self) -> int:
+        """Bytes of a step's features, activations and logits."""
         return self.features + self.step - self.gradients
 
     @property
@@ -145,20 +144,20 @@ class StepMemory:
         return self.resident + max(self.extraction, self.features + self.step)
 
 
-def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
+def run_sizes(method: AnyMethod, config: RunConfig) -> RunSizes:
     """Return the sizes of the run's target and drafter.
 
-    Raises `UserError` where the target has no config that can be read.
+    Raises `UserError` if the target's config cannot be read.
     """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
-    target = ConfigOnly(model_config)
+    target = TargetSpec(model_config)
     with torch.device("meta"):
         model = make_causal_lm(model_config)
     parts: defaultdict[str, float] = defaultdict(float)
     for name, parameter in model.named_parameters():
         if found := LAYER_PART.match(name):
             parts[found[0]] += widths([(name, parameter)], target.config)
-    ends = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
+    both = torch.nn.ModuleList([model.get_input_embeddings(), model.get_output_embeddings()])
     taps, all_last = method.features_of(config, target)
     outline = outlined(method, config, target)
     parameters = list(outline.drafter.parameters())
@@ -170,11 +169,11 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
         target.vocab_size, count_of(parameters), len(taps), all_last, target.num_layers,
         frozen_params=count_of(p for p in parameters if not p.requires_grad),
         muon_params=count_of(muon),
-        # `parameters` names a matrix once that both ends share.
-        ends_params=count_of(ends.parameters()),
+        # `parameters` yields a tied matrix once.
+        embedding_and_head_params=count_of(both.parameters()),
         widest=max(parts.values(), default=0),
         mask_bytes=TARGET_BYTES if has_window(target.config) else 0,
-        **{f.name: getattr(outline, f.name) for f in fields(Work)},
+        **{f.name: getattr(outline, f.name) for f in fields(StepWork)},
     )  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def count_of(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def has_window(config: Any) -> bool:
-    """Return whether some layer of a target sees a sliding window, for which rows need masks."""
+    """Return whether a target has layers with a sliding window, which need masks of packed rows."""
     if kinds := getattr(config, "layer_types", None):
         return "sliding_attention" in kinds
     return bool(getattr(config, "sliding_window", None)) and getattr(
@@ -203,14 +202,14 @@ def memory_of_step(shape: RunSizes, config: RunConfig, gpus: int = 1) -> StepMem
     activations = positions * shape.kept * bytes_
     logits = LOGIT_TABLES * shape.logit_rows * shape.vocab * 4
     gradients = WEIGHT_BYTES * shape.trained_params
-    if not shape.kept:  # all is learned in the chunks: gradients of one are added to those so far
+    if not shape.kept:  # each chunk's gradients are added to those of the chunks before it
         logits += gradients
-    # A layer's gradients are made when the states of those after it are gone.
+    # A layer's gradients are computed when the states of later layers are already freed.
     waiting = max(activations + gradients / shape.layers, gradients + activations / shape.layers)
-    # The chunks of logits are done when the layers' backward pass begins.
+    # The logits are freed before the layers' backward pass begins.
     most = max(logits, positions * shape.recomputed * bytes_)
     return StepMemory(
-        target=TARGET_BYTES * (shape.target_params if live else shape.ends_params),
+        target=TARGET_BYTES * (shape.target_params if live else shape.embedding_and_head_params),
         drafter=WEIGHT_BYTES * shape.drafter_params,
         moments=shape.moment_bytes,
         gradients=gradients,
@@ -222,18 +221,18 @@ def memory_of_step(shape: RunSizes, config: RunConfig, gpus: int = 1) -> StepMem
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
-    """Raise `UserError` where `run` needs far more memory or disk than this machine has.
+    """Raise `UserError` if `run` needs far more memory or disk space than this machine has.
 
     `ranks` share the memory. A run from a feature store is not checked, since its target may not be
-    on this machine; nor is one that begins with a drafter, whose shape is that drafter's.
+    on this machine; nor is one with `init_from`, whose drafter's shape is not in the config.
     """
     if run.features.store is not None or run.init_from is not None:
         return
-    shape = shape_of(method, run)
+    shape = run_sizes(method, run)
     memory = memory_of_step(shape, run, ranks)
     remedy = "name another --out: one checkpoint takes as much"
     check_space(Path(run.out), shape.checkpoint_bytes, remedy)
-    needed = memory.state / ranks + memory.of_a_pass
+    needed = memory.state / ranks + memory.transient
     available = float(psutil.virtual_memory().total)
     if (device := resolve_device(run.target.device)).type == "cuda":
         available = float(torch.cuda.get_device_properties(device).total_memory)
@@ -249,41 +248,33 @@ def size(bytes_: float) -> str:
     return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
 
 
-def say_engines(run: RunConfig, method: AnyMethod) -> None:
-    """Log which engines will take the drafter of a run, and why the others will not.
+def log_serving_engines(run: RunConfig, method: AnyMethod) -> None:
+    """Log which engines will support the drafter of a run, in the sentences of `draftsmith export`.
 
-    The sentences are those of `draftsmith export`. Raises `UserError` if an engine of `run.for_`
-    will not take it.
+    Raises `UserError` as `check_engines` does.
     """
-    if not run.for_ and not is_main_rank():  # which has nothing to say
+    if not run.for_ and not is_main_rank():  # only the main rank logs, and nothing is to be checked
         return
     for line in sentences(check_engines(run, method)):
         log.info("%s", line)
 
 
 def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
-    """Return the drafter that a run will make, as engines see it.
+    """Return the drafter that a run will produce, as engines see it, from configs alone.
 
-    Raises `UserError` if an engine of `run.for_` will not take it; see `facts_before`.
+    Raises `UserError` if an engine of `run.for_` will not support it, if the target's config cannot
+    be read, and for heads that do not fit the target.
     """
-    facts = facts_before(run, method)
+    if run.init_from is not None:
+        facts = drafter_facts(load_alone(run.init_from))
+    else:
+        target = target_of_run(run)
+        drafter = outlined(method, run, target).drafter
+        facts = DrafterFacts(
+            str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
+            numbers_of(target.config),
+        )  # fmt: skip
     for name in run.for_:
         if (reason := refusal(name, facts)) is not None:
             raise UserError(f"{reason} (--for {name})")
     return facts
-
-
-def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
-    """Return the drafter that a run will make, as engines see it, from configs alone.
-
-    Raises `UserError` where the target has no config that can be read, and for heads that do not
-    fit it.
-    """
-    if run.init_from is not None:
-        return drafter_facts(load_alone(run.init_from))
-    target = target_of_run(run)
-    drafter = outlined(method, run, target).drafter
-    return DrafterFacts(
-        str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
-        numbers_of(target.config),
-    )  # fmt: skip

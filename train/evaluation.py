@@ -1,8 +1,8 @@
 """Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
 The texts are the target's own replies to held-out prompts, greedy ones by default, written by the
-same loop that measures. Two taus have to agree (`warn_of_difference`): `tau_estimated`, drafted
-along the text as decoding would, and `tau_measured`, decoded with the saved artifact
+loop that also measures. Two taus have to agree (`warn_of_difference`): `tau_estimated`, from drafts
+along the text as in decoding, and `tau_measured`, from decoding with the saved artifact
 (docs/metrics.md#training-metrics).
 """
 
@@ -46,12 +46,12 @@ from .method import AnyMethod
 
 log = logging.getLogger(__name__)
 
-DEFAULT_NODES = 16  # of the tree that a drafter evaluated as a chain is calibrated for
-PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
+DEFAULT_NODES = 16  # nodes of the calibration's tree if the evaluation decodes with a chain
+PLAIN_PROMPT = 16  # tokens of a held-out plain text that are its prompt
 
 
-class GivenUp(Exception):
-    """Exception of a measurement that was given up because the run was asked to end."""
+class EvaluationAborted(Exception):
+    """Exception of a measurement that was aborted because the run was asked to stop."""
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def write_text(
 ) -> HeldOutText:
     """Return a prompt with the target's reply and the features of both, on the CPU."""
     start, longest = prompt.token_ids, config.max_new_tokens
-    # Noise belongs to a request: prompts of different units have noise of their own.
+    # Noise is keyed by the request: prompts of different units have different noise.
     request = Request(start, prompt.unit)
     plain = generate_one(target, PlainDecoding(), request, longest, sampling=config.sampling)
     ids = start + plain.token_ids
@@ -70,7 +70,7 @@ def write_text(
 
 
 class HeldOutEvaluation:
-    """The held-out texts, shared among the ranks, and the judgement of a drafter by them."""
+    """Evaluation of a drafter on held-out texts, which the ranks share."""
 
     def __init__(
         self,
@@ -82,24 +82,23 @@ class HeldOutEvaluation:
         taps: tuple[int, ...],
         texts: list[HeldOutText] | None = None,
     ) -> None:
-        """Let the target write its replies to prompts of `tables`, unless `texts` has them already.
+        """Let the target write its replies to prompts of `tables`, unless `texts` are given.
 
         `texts` are those of all ranks, from a feature store or a server.
         """
         self._target, self._config = target, config
         self._chain = config.tree_nodes == 0
         self._accelerator, self._method = accelerator, method
-        # Under a target that all ranks run together every rank holds all texts, so that each makes
-        # the same forward passes; otherwise the ranks share the texts.
+        # With a target that all ranks run together, every rank has all texts, for the same forward
+        # passes, and all results. Otherwise the ranks share the texts.
         share = slice(accelerator.process_index, None, accelerator.num_processes)
         self._gather = gather_object
         if target.together:
-            # Every rank has all results too.
             share, self._gather = slice(None), lambda results: results
         if texts is not None:
             self.texts = texts[share]
         else:
-            # Two positions are left for a reply of two tokens: a first root, and a token to draft.
+            # Leave two positions for a reply: a first root, and a token to draft.
             prompts = held_out_prompts(tables, config.limit, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
@@ -108,10 +107,7 @@ class HeldOutEvaluation:
         self.loop_share = sum(loops) / len(loops)
 
     def _read_by(self, drafter: nn.Module) -> Iterator[tuple[int, Tensor, Hidden]]:
-        """Yield start of the reply, ids and features of each text, on the drafter's device.
-
-        The features are in the drafter's dtype.
-        """
+        """Yield start of the reply, ids and features of each text, in the drafter's dtype."""
         weight = next(drafter.parameters())
         for text in self.texts:
             hidden = text.hidden.map(lambda states: states.to(weight))
@@ -122,7 +118,7 @@ class HeldOutEvaluation:
         """Return the drafter's calibration on the texts of all ranks."""
         outcomes = []
         for start, ids, hidden in self._read_by(drafter):
-            # On the CPU: the other ranks, to which it is sent, do not have this rank's device.
+            # On the CPU: the other ranks, which receive it, do not have this rank's device.
             outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), start))
         nodes = self._config.tree_nodes or DEFAULT_NODES
         return self._method.calibrate(self._gather(outcomes), nodes)
@@ -130,9 +126,8 @@ class HeldOutEvaluation:
     def estimate(self, artifact: Artifact) -> dict[str, float]:
         """Return metrics of the drafter in memory, without running the target.
 
-        They are `tau_estimated`, of drafting along the texts as in decoding, which equals the
-        measured one in fp32 or features in training and decoding differ; and `surv@d`, the share of
-        its rounds that accepted at least d drafts.
+        They are `tau_estimated`, which equals the measured tau in fp32 unless features in training
+        and decoding differ, and `surv@d`, the share of its rounds that accepted at least d drafts.
         """
         proposer = proposer_of(artifact, **({"width": 1} if self._chain else {}))
         emitted = []
@@ -151,22 +146,22 @@ class HeldOutEvaluation:
         """Decode the prompts with the drafter in `drafter_folder`, loaded as a user would load it.
 
         Returns metrics: `tau_measured` with the ends of its 95% interval, and `tau@` by position of
-        the round's root; none if there is no whole target to decode with. Replies that are not the
-        target's own are logged. Raises `GivenUp` on every rank once `asked`, which is called before
-        each prompt, has returned true on any of them.
+        the round's root; an empty table if only the target's embedding and head are here. Warns of
+        replies that differ from the target's own. Raises `EvaluationAborted` on every rank once
+        `asked`, which is called before each prompt, has returned true on any of them.
         """
         if not isinstance(self._target, Target):
             return {}
         chain = {"width": 1} if self._chain else None
         proposer = load_proposer(drafter_folder, self._target, log.warning, chain)
         results = []
-        given_up = False
+        aborted = False
         for text in Progress(self.texts, desc="decoding held-out prompts"):
-            given_up = asked()
+            aborted = asked()
             if self._target.together:
-                # No rank may leave the passes that all of them make.
-                given_up = any(gather_object([given_up]))
-            if given_up:
+                # The ranks make each pass together, so all of them have to stop after the same one.
+                aborted = any(gather_object([aborted]))
+            if aborted:
                 break
             generation = generate_one(
                 self._target,
@@ -177,11 +172,11 @@ class HeldOutEvaluation:
             )
             equal = generation.token_ids == text.ids[text.start :]
             results.append((text.unit, text.start, emitted_per_round(generation), equal))
-        if any(self._gather([given_up])):
-            raise GivenUp
+        if any(self._gather([aborted])):
+            raise EvaluationAborted
         results = self._gather(results)
         emitted = [rounds for _, _, rounds, _ in results]
-        # A path has one draft of each level of the tree.
+        # A path through the tree has one draft of each level.
         plan = getattr(proposer, "plan", None)
         levels = proposer.max_drafted if plan is None else plan.length
         if different := sum(not equal for *_, equal in results):
@@ -199,13 +194,13 @@ def held_out_prompts(tables: Tables, count: int, longest: int) -> list[HeldOutPr
 
     They are drawn evenly over the sources and their categories (`choice.alternately`), and logged.
     A prompt is everything before the first reply token, or the beginning of a plain text. Raises
-    `UserError` if there is none.
+    `UserError` if all rows are too short or too long.
     """
     table = tables.held_out
     prompts, groups = [], []
     for i in range(len(table)):
         ids, mask = table.document(i)
-        # In a plain text the first token counts as reply, so `argmax` is 0.
+        # The mask of a plain text begins with true, so `argmax` is 0.
         start = int(mask.argmax()) or min(PLAIN_PROMPT, len(ids) // 2)
         if 0 < start <= longest:
             prompts.append(HeldOutPrompt(ids[:start].tolist(), int(table.units[i])))
@@ -221,16 +216,15 @@ def warn_of_difference(metrics: Mapping[str, float]) -> None:
     """Warn where the estimated and the measured tau of an evaluation differ by more than chance."""
     estimated, measured = metrics["tau_estimated"], metrics["tau_measured"]
     low, high = metrics["tau_measured_low"], metrics["tau_measured_high"]
-    # Half the width of the measured interval, and at least 5%, since equal replies have an interval
-    # without width. Few prompts have no interval, and nothing is said of them.
+    # Half the width of the measured interval, and at least 5%, since the interval of equal replies
+    # has no width. Few prompts have no interval, and their taus are not compared.
     allowed = max(0.05 * measured, (high - low) / 2)
     if not math.isnan(low) and abs(estimated - measured) > allowed:
         log.warning(
-            "estimated tau %.3f and measured tau %.3f part by more than chance: features in "
+            "estimated tau %.3f and measured tau %.3f differ by more than chance: features in "
             "training and decoding differ",
-            estimated,
-            measured,
-        )
+            estimated, measured,
+        )  # fmt: skip
 
 
 def warn_of_other_replies(different: int, replies: int, dtype: torch.dtype) -> None:
@@ -238,8 +232,8 @@ def warn_of_other_replies(different: int, replies: int, dtype: torch.dtype) -> N
     if dtype.itemsize >= torch.float32.itemsize:
         why = "in float32 that is a bug; please report it"
     else:
-        why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; float32 would tell "
-        why += "them from a bug"
+        why = f"in {dtype_name(dtype)} near-ties may be decided otherwise; to exclude a bug, "
+        why += "use float32"
     log.warning(
         "%d of %d held-out replies differ from the target's own text: %s", different, replies, why
     )

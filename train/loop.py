@@ -1,9 +1,8 @@
 """Training loop of every method: steps, logs, evaluations, checkpoints, and an orderly stop.
 
-A step (`trainer.Trainer.step`) adds up the weights of its micro-batches over all ranks, runs each
-micro-batch forward and backward with these sums as denominators, clips the gradient and steps. So
-ranks and forward passes share the rows of a step and do not change the objective
-(docs/objectives.md#global-denominators).
+A step (`trainer.DrafterTrainer.step`) adds up the weights of its micro-batches over all ranks, and
+uses these sums as denominators of each micro-batch's loss. So the objective does not depend on how
+ranks and forward passes share the rows of a step (docs/objectives.md#global-denominators).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..command_line.endings import Stopped
+from ..command_line.endings import StopRequested
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder, whole_file
@@ -32,63 +31,62 @@ from ..inference.targets.spread import on_first
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
-from .callbacks import Callback
 from .checkpoint import RunFolder, TrainerState, find_resume
-from .config import RunConfig, divided, interval
+from .config import Callback, RunConfig, divided, interval
 from .data.batches import Batches
-from .estimate import check_affordable, say_engines
-from .evaluation import GivenUp, HeldOutEvaluation, warn_of_difference
-from .inputs import inputs_of
-from .log_lines import check_tracker, evaluation_line, start_tracker, step_line, track
+from .estimate import check_affordable, log_serving_engines
+from .evaluation import EvaluationAborted, HeldOutEvaluation, warn_of_difference
+from .loading import load_inputs
 from .method import AnyMethod
 from .objectives import Sums, add_sums, means
-from .outline import ConfigOnly, target_of_run
+from .optimizer import rate_at
+from .outline import TargetSpec, target_of_run
 from .parallel import (
+    disable_zero3_loading,
     end_training,
     engine_of,
-    load_models_whole,
+    lock_output,
     log_engine,
     make_accelerator,
-    only_launch,
 )
-from .schedule import rate_at
-from .trainer import Trainer
+from .reporting import check_tracker, evaluation_line, start_tracker, step_line, track
+from .trainer import DrafterTrainer
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPPED = 10  # steps in a row without a finite gradient: from more no run has recovered
-CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
+MAX_SKIPPED = 10  # steps in a row without a finite gradient: no run has recovered from more
+CANDIDATE = ".candidate"  # folder in the run's output for the drafter to be measured
 
 
 def train(run: RunConfig, method: AnyMethod, callbacks: Sequence[Callback] = ()) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    Every rank has the same number of `callbacks`. Raises `Stopped` after a last checkpoint if the
-    run was asked to end, and `UserError` for what the user can correct.
+    Every rank has the same number of `callbacks`. Raises `StopRequested` after a last checkpoint if
+    the run was asked to stop, and `UserError` for what the user can correct.
     """
     with reported(type(method)):
         check_before_loading(run, method)
-        # From here on the run says what is trained: so do its folder, its trackers and its checks.
+        # After this the run is complete, as its folder, its trackers and its checks need it.
         target = check_with_target(run, method, int(os.environ.get("WORLD_SIZE", "1")))
-        say_engines(run, method)
+        log_serving_engines(run, method)
         accelerator = make_accelerator(run)
         log_engine(accelerator)
-        load_models_whole(accelerator)
-        with only_launch(run.out):
+        disable_zero3_loading(accelerator)
+        with lock_output(run.out):
             return _train(run, method, target, accelerator, callbacks)
 
 
 def _train(
     run: RunConfig,
     method: AnyMethod,
-    target: ConfigOnly,
+    target: TargetSpec,
     accelerator: Accelerator,
     callbacks: Sequence[Callback],
 ) -> Path:
-    """Train in a folder that no other launch writes; see `train`."""
+    """Train in a folder that is locked against other launches; see `train`."""
     folder = RunFolder(run.out)
-    # One rank looks and decides for all, which have to go on from the same step: a shared file
-    # system may show a folder to some machines later than to others.
+    # One rank decides for all: a shared file system may show a folder to some machines later than
+    # to others.
     resume_from = on_first(
         lambda: find_resume(folder, run, lambda stored: method.resolve(stored, target))
     )
@@ -101,16 +99,16 @@ def _train(
         if resume_from is not None:
             folder.check_identity(resume_from, identity)
 
-    # The same on every rank: ranks begin with equal weights, drawn from the global generator.
+    # The same on every rank, so that all begin with equal weights from the global generator.
     set_seed(run.seed)
-    inputs = inputs_of(run, accelerator, folder.path, check)
+    inputs = load_inputs(run, accelerator, folder.path, check)
     batches = Batches(
         inputs.tables.train, run.data.max_length, division.rows, division.passes,
         accelerator.num_processes, run.seed,
     )  # fmt: skip
     steps_of_epochs = math.ceil(run.epochs * batches.packs / batches.rows_per_step)
     total_steps = run.max_steps or max(1, steps_of_epochs)
-    trainer = Trainer(run, method, inputs, accelerator, batches, total_steps)
+    trainer = DrafterTrainer(run, method, inputs, accelerator, batches, total_steps)
     if resume_from is not None:
         state = resume(folder, resume_from, trainer)
     else:
@@ -135,8 +133,8 @@ def _train(
     finally:
         end_training(accelerator)
     if trainer.stopping:
-        # Another rank may have been the one that was asked; this one then ends as SIGTERM does.
-        raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
+        # If another rank got the signal, this one ends as by SIGTERM.
+        raise StopRequested(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
     best = folder.path / "best"
     if accelerator.is_main_process:
@@ -148,8 +146,8 @@ def _train(
 def check_resume(run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator) -> None:
     """Raise `UserError` if this launch cannot read the checkpoint of `step`.
 
-    That is one of another engine, or of another number of ranks under DeepSpeed. Warns where other
-    ranks share the rows of a step.
+    The reason is another engine, or another number of ranks under DeepSpeed. Other engines only
+    warn of another number of ranks.
     """
     before, ranks = on_first(lambda: folder.state_of(step)), accelerator.num_processes
     if before.engine != (now := engine_of(accelerator)):
@@ -165,31 +163,28 @@ def check_resume(run: RunConfig, folder: RunFolder, step: int, accelerator: Acce
         )
     if before.ranks != ranks and accelerator.is_main_process:
         log.warning(
-            "going on with %d ranks instead of %d: the same rows in each step, added up in another "
-            "order, so equal to the uninterrupted run but for rounding",
+            "continuing with %d ranks instead of %d: each step has the same rows, added up in "
+            "another order, so that the run equals the uninterrupted one except for rounding",
             ranks, before.ranks,
         )  # fmt: skip
 
 
-def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
-    """Load the checkpoint of `step` into the trainer and return its state; all ranks call this.
-
-    Newer checkpoints, which are damaged, are renamed.
-    """
+def resume(folder: RunFolder, step: int, trainer: DrafterTrainer) -> TrainerState:
+    """Load the checkpoint of `step` into the trainer and return its state; all ranks call this."""
     state = folder.load(trainer.accelerator, step)
-    if (written := trainer.batches.written) is not None:
-        written.load(folder.at(step))
-    # The checkpoint has the number of ranks of the launch that wrote it.
+    if (rollouts := trainer.batches.rollouts) is not None:
+        rollouts.load(folder.at(step))
     state.ranks = trainer.accelerator.num_processes
     if state.best_step >= 0 and not folder.at(state.best_step).is_dir():
         log.warning(
-            "the best checkpoint so far, step %d, is gone; the best of those to come will be kept",
+            "the best checkpoint so far, step %d, was deleted; the best of the rest of the run "
+            "will be kept",
             state.best_step,
         )
         state.best_step, state.best_tau = -1, 0.0
     if trainer.accelerator.is_main_process:
-        folder.set_aside(step)
-        # The process may have died after the checkpoint was complete and before it was linked.
+        folder.rename_damaged(step)
+        # The process may have died between the end of a checkpoint and its link.
         folder.link("last", step)
         if state.best_step >= 0:
             folder.link("best", state.best_step)
@@ -198,7 +193,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
 
 
 def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
-    """Raise `UserError` for everything that can be found wrong before a model is loaded."""
+    """Raise `UserError` for the errors that can be found before a model is loaded."""
     check_output_folder(run.out, "--out")
     resolve_device(run.target.device)
     if run.features.store is None:
@@ -208,24 +203,20 @@ def check_before_loading(run: RunConfig, method: AnyMethod) -> None:
     else:
         manifest_of(run.features.store)
     if run.init_from is not None:
-        check_beginning(run.init_from, method)
+        name, before = method.drafter_class.method, read_own_file(Path(run.init_from)).method
+        if before != name:
+            raise UserError(
+                f"init_from {run.init_from} is a drafter of method {before}; this run trains {name}"
+            )
     check_tracker(run.tracker)
 
 
-def check_beginning(init_from: str, method: AnyMethod) -> None:
-    """Raise `UserError` if the folder `init_from` is not a drafter of the method."""
-    before = read_own_file(Path(init_from)).method
-    if before != (name := method.drafter_class.method):
-        raise UserError(
-            f"init_from {init_from} is a drafter of method {before}; this run trains {name}"
-        )
+def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> TargetSpec:
+    """Fill in the options that the target determines, and return its specification.
 
-
-def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> ConfigOnly:
-    """Resolve the run for its target, and return the target's config; no weights are read.
-
-    Raises `UserError` for settings that do not fit the target, such as packed rows that are longer
-    than its positions, and for a run that `ranks` cannot share or this machine cannot hold.
+    No weights are read. Raises `UserError` for settings that do not fit the target, such as packed
+    rows that are longer than its positions, and for a run that `ranks` cannot share or this machine
+    cannot hold.
     """
     target = target_of_run(run)
     if run.features.live and run.data.max_length > target.max_positions:
@@ -240,7 +231,7 @@ def check_with_target(run: RunConfig, method: AnyMethod, ranks: int) -> ConfigOn
 
 
 class TrainingLoop:
-    """Steps of a run from its state to its end, with logs, evaluations and checkpoints on the way.
+    """Steps of a run from its state to its end, with logs, evaluations and checkpoints.
 
     All ranks call every method, since each of these actions has collective operations; each
     decision is the same on all of them.
@@ -248,16 +239,16 @@ class TrainingLoop:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: DrafterTrainer,
         folder: RunFolder,
         state: TrainerState,
         held_out: HeldOutEvaluation,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """Log what is about to be trained, and begin to show the progress."""
+        """Log what will be trained, and begin to show the progress."""
         self.trainer, self.folder, self.state, self.held_out = trainer, folder, state, held_out
         self.config, self.accelerator = trainer.run, trainer.accelerator
-        self.callbacks, self._ended = callbacks, False  # ended: a callback asked for it
+        self.callbacks, self._ended = callbacks, False  # ended: by a callback
         self._evaluate_every = interval(self.config.evaluation.every, trainer.total_steps)
         self._announce()
         self.progress = Progress(
@@ -272,17 +263,16 @@ class TrainingLoop:
         """
         trainer, state, total = self.trainer, self.state, self.trainer.total_steps
         sums: Sums = {}
-        # A run that was asked to stop left this step's evaluation to the one that goes on.
+        # A run that was asked to stop left this step's evaluation to the resumed run.
         if self._evaluation_due() and (state.evaluated != state.step or state.best_step < 0):
             self._evaluate_and_save()
         finished = self._finished()
-        trainer.pace.restart()
+        trainer.timer.restart()
         while not finished:
             measured = self._log_possible(state.step + 1)
             more, norm, positions = trainer.step(state.step, measured)
             state.step += 1
-            # Ranks differ a little in padding; an exact number would need one more reduction a
-            # step.
+            # Not exact, since ranks differ a little in padding; that would need another reduction.
             state.tokens += positions * self.accelerator.num_processes
             self.progress.update()
             if good := math.isfinite(norm):
@@ -295,10 +285,9 @@ class TrainingLoop:
             if sums and (evaluating or saving or state.step % self.config.log_every == 0):
                 self._log_training(sums, norm)
                 sums = {}
-                # The drafter of a run that a callback ends is evaluated as at the last step.
+                # If a callback has ended the run, evaluate as after the last step.
                 evaluating = evaluating or self._ended
-            # A scheduler that asks a run to stop gives it little time, so it saves without an
-            # evaluation.
+            # A scheduler that stops a run gives it little time, so it saves without an evaluation.
             if evaluating and not trainer.stopping:
                 self._evaluate_and_save()
                 finished = self._finished()
@@ -306,27 +295,26 @@ class TrainingLoop:
                 trainer.gather()
                 calibration = self.held_out.calibrate(trainer.drafter)
                 self._save(trainer.artifact(calibration, state.step))
-            # Neither is a part of the steps whose speed is reported.
+            # Both are left out of the reported speed.
             if evaluating or saving:
-                trainer.pace.restart()
+                trainer.timer.restart()
             finished = finished or trainer.stopping
         if trainer.stopping and self.accelerator.is_main_process:
             log.warning(
                 "asked to stop: saved step %d of %d; the same command continues from there",
-                state.step,
-                total,
-            )
+                state.step, total,
+            )  # fmt: skip
         self.progress.close()
         if self.accelerator.is_main_process:
             shutil.rmtree(self.folder.path / CANDIDATE, ignore_errors=True)
 
     def _announce(self) -> None:
-        """Log what is about to be trained, on how much data and for how long."""
+        """Log the drafter's size, the amount of data and the length of the run."""
         if not self.accelerator.is_main_process:
             return
         trainer, batches = self.trainer, self.trainer.batches
         size = sum(p.numel() for p in trainer.drafter.parameters())
-        start = f", going on from step {self.state.step}" if self.state.step else ""
+        start = f", continuing from step {self.state.step}" if self.state.step else ""
         total, rows = trainer.total_steps, batches.rows_per_step
         log.info(
             "%s drafter of %.2fM parameters for %s; %s (%.0f%% full)",
@@ -344,15 +332,15 @@ class TrainingLoop:
         )  # fmt: skip
 
     def _log_possible(self, step: int) -> bool:
-        """Return whether a log may be due after `step` steps: metrics are of its last step."""
+        """Return whether a log, and so the metrics of this step, may be due after `step` steps."""
         config = self.config
         intervals = (config.log_every, self._evaluate_every, config.checkpoints.every)
         return step == self.trainer.total_steps or any(step % every == 0 for every in intervals)
 
     def _evaluation_due(self) -> bool:
-        """Return whether the drafter is evaluated after the steps that are done.
+        """Return whether the drafter is evaluated after the steps so far.
 
-        A drafter that is trained further is evaluated before its first step too.
+        A drafter of `init_from` is evaluated before its first step too.
         """
         step = self.state.step
         if step == 0:
@@ -360,7 +348,7 @@ class TrainingLoop:
         return step == self.trainer.total_steps or step % self._evaluate_every == 0
 
     def _finished(self) -> bool:
-        """Return whether no step is left to do, now or at all."""
+        """Return whether the run ends here."""
         done = self.state.step >= self.trainer.total_steps
         return done or self._ended or self.trainer.stopping
 
@@ -375,7 +363,7 @@ class TrainingLoop:
             **means(sums, self.accelerator),
             "grad_norm": norm,
             "lr": rate_at(self.config.optim, state.step - 1, total),
-            **self.trainer.pace.report(),
+            **self.trainer.timer.report(),
             "skipped": state.skipped,
         }
         left_s = self.progress.left_s()
@@ -389,15 +377,14 @@ class TrainingLoop:
     def _skip(self) -> None:
         """Count a step that was skipped because its gradient was not finite.
 
-        Raises `UserError`, with the batch written to a file, after more than `MAX_SKIPPED` in
-        a row, or if a weight is not finite, from which no later step recovers.
+        Raises `UserError` after more than `MAX_SKIPPED` in a row, or if a weight is not finite,
+        from which no later step recovers.
         """
         trainer, state = self.trainer, self.state
         state.skipped += 1
         state.skipped_in_a_row += 1
         trainer.gather()
-        # Of the whole weights, which are the same everywhere: every rank comes to the same
-        # decision.
+        # The whole weights are the same on every rank, and so is the decision.
         ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
         if ruined or state.skipped_in_a_row > MAX_SKIPPED:
             raise UserError(
@@ -408,12 +395,11 @@ class TrainingLoop:
         if self.accelerator.is_main_process:
             log.warning(
                 "the gradient is not finite at step %d: skipped (%d so far)",
-                state.step,
-                state.skipped,
-            )
+                state.step, state.skipped,
+            )  # fmt: skip
 
     def _evaluate_and_save(self) -> None:
-        """Measure the drafter as saved, note if it is the best, write a checkpoint, and log.
+        """Measure the saved drafter, note if it is the best, write a checkpoint, and log.
 
         If the run is asked to stop meanwhile, the checkpoint is written without a measurement.
         """
@@ -425,23 +411,22 @@ class TrainingLoop:
         candidate = self.folder.path / CANDIDATE
         if self.accelerator.is_main_process:
             artifact.save(candidate)
-        # The other ranks load the folder as well, and must not look for it earlier.
+        # The other ranks load the folder too.
         self.accelerator.wait_for_everyone()
         try:
             metrics |= held_out.measure(candidate, lambda: trainer.stop.asked)
-        except GivenUp:
-            # The state says that no evaluation of this step was done, so that the run that goes on
-            # begins with it.
+        except EvaluationAborted:
+            # `state.evaluated` is an earlier step, so the resumed run begins with this evaluation.
             trainer.stopping = True
             self._save(artifact)
             return
         if "tau_measured" in metrics:
             warn_of_difference(metrics)
         tau = metrics.get("tau_measured", metrics["tau_estimated"])
-        # Without a round, as where every reply is one token, tau is NaN, which is above nothing.
-        # The first one counts as 0 then: some drafter has to be the best.
+        # Without a round, as when every reply is one token, tau is NaN. It counts as 0, since some
+        # drafter has to be the best.
         tau = 0.0 if math.isnan(tau) else tau
-        # Before `_save`, which writes `state`: a resume has to know that this evaluation is done.
+        # Before `_save`, which writes `state` for a resume.
         state.evaluated = state.step
         if tau > state.best_tau or state.best_step < 0:
             state.best_tau, state.best_step = tau, state.step
@@ -453,20 +438,20 @@ class TrainingLoop:
     def _save(self, artifact: Artifact) -> None:
         """Write the checkpoint of the state, link it, and delete old ones."""
         folder, state = self.folder, self.state
-        written = self.trainer.batches.written
-        folder.save(self.accelerator, state, self.config, artifact, written)
+        rollouts = self.trainer.batches.rollouts
+        folder.save(self.accelerator, state, self.config, artifact, rollouts)
         if self.accelerator.is_main_process:
             if state.best_step == state.step:
-                # Before the former best is deleted, so that the link never points to nothing.
+                # Before the previous best is deleted, so that the link always has a target.
                 folder.link("best", state.step)
             folder.prune(self.config.checkpoints.keep, state.best_step)
         drafter, best = folder.at(state.step) / "drafter", state.best_step == state.step
         self._call(lambda callback: callback.on_checkpoint(state.step, drafter, best))
 
     def _call(self, event: Callable[[Callback], bool | None]) -> None:
-        """Tell the callbacks of an event, on the main process, and note if one ends the training.
+        """Call the callbacks on the main process, and note on all ranks if one ends the training.
 
-        All ranks call this, and have to decide alike; without callbacks nothing is sent.
+        All ranks call this; without callbacks nothing is sent.
         """
         if self.callbacks:
             ended = on_first(lambda: any([event(callback) is True for callback in self.callbacks]))
@@ -476,11 +461,11 @@ class TrainingLoop:
         """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
         step = self.state.step
         if self.accelerator.is_main_process:
-            # JSON has no NaN: a metric of nothing is null, which `read_metrics` gives back as NaN
-            found: JsonObject = {"step": step}
+            # JSON has no NaN: a metric without a count is null, which `read_metrics` reads as NaN.
+            row: JsonObject = {"step": step}
             for name, value in metrics.items():
-                found[name] = value if math.isfinite(value) else None
+                row[name] = value if math.isfinite(value) else None
             with (self.folder.path / METRICS_FILE).open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps(row) + "\n")
             self.progress.say(line)
         track(self.accelerator, metrics, step)

@@ -27,8 +27,8 @@ LEFT_OF_A_PASS, LEFT_OF_A_LAYER = 3.0, 0.7  # states that stay where the others 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """Amount of work in training a drafter, and what its passes keep in memory.
+class StepWork:
+    """Amount of work in training a drafter, and memory of its passes.
 
     Operations are those of the matrices. Attention is left out, as usual; the logits of the target,
     which an objective makes too, are counted with the target's forward pass.
@@ -60,14 +60,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Outline(Work):
+class Outline(StepWork):
     """Drafter of a run on the meta device, and the amount of work in training it."""
 
     drafter: nn.Module
 
 
-class ConfigOnly(ConfigFacts):
-    """Config of a target, under the attributes of a target that methods read."""
+class TargetSpec(ConfigFacts):
+    """Specification of a target from its config: the attributes that methods read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
@@ -81,7 +81,7 @@ class ConfigOnly(ConfigFacts):
         )
 
 
-def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
+def outlined(method: Any, config: Any, target: TargetSpec) -> Outline:
     """Return the run's drafter on the meta device, and the amount of its work in training.
 
     Raises `UserError` for heads that do not fit the target.
@@ -118,7 +118,7 @@ def work_of(
     repeated: int = 1,
     config: Any = None,
 ) -> dict[str, Any]:
-    """Return those values of `Work` that follow from the matrices of a drafter's `layers`.
+    """Return those values of `StepWork` that follow from the matrices of a drafter's `layers`.
 
     They run over the positions `repeated` times, each time over `passes` rows for one position;
     `once` reads the features before that. With `recompute` some states of `hidden` numbers are left
@@ -170,8 +170,8 @@ def config_at(path: str, trust: bool = False) -> Any:
         return read_config(path, trust)
 
 
-def target_of_run(run: RunConfig) -> ConfigOnly:
+def target_of_run(run: RunConfig) -> TargetSpec:
     """Return the config of a run's target, or of its feature store. Raises `UserError`."""
     path, store = run.target.path, run.features.store
     where = path if store is None else str(Path(store, "target"))
-    return ConfigOnly(config_at(where, run.target.trust_remote_code))
+    return TargetSpec(config_at(where, run.target.trust_remote_code))

@@ -1,8 +1,8 @@
-"""Differences between DDP, FSDP2 and DeepSpeed, hidden from the training loop.
+"""Engines of training: DDP, FSDP2 and DeepSpeed, whose differences the loop does not see.
 
-The loop sees one module, one optimiser, and a drafter whose weights are whole. Precision is the
-same under each engine, because draftsmith sets it and not the engine: autocast around the forward
-pass, fp32 weights, and fp32 sums between ranks.
+The loop has one module, one optimiser, and a drafter whose weights are whole. Precision is the same
+under each engine, because draftsmith sets it and not the engine: autocast around the forward pass,
+fp32 weights, and fp32 sums between ranks.
 """
 
 from __future__ import annotations
@@ -29,34 +29,29 @@ from .objectives import TrainingModule
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-COLLECTIVES = timedelta(minutes=30)
-"""Longest wait in a collective operation. All ranks do the same work, evaluations and checkpoints
-included: one that has not come by then has failed."""
-
-
-def time_limit() -> InitProcessGroupKwargs:
-    """Return accelerate's setting for the wait in collective operations."""
-    return InitProcessGroupKwargs(timeout=COLLECTIVES)
+PROCESS_GROUP = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+"""Setting of accelerate for the longest wait in a collective operation. All ranks do the same work,
+evaluations and checkpoints included: a rank that is later has failed."""
 
 
 def make_accelerator(run: RunConfig) -> Accelerator:
-    """Return accelerate's view of this launch, which also starts the process group."""
+    """Return the accelerator of this launch, after starting the process group."""
     try:
         return Accelerator(
             # draftsmith sets the precision itself, see above.
             mixed_precision="no",
             log_with=None if run.tracker == "none" else run.tracker,
             project_dir=run.out,
-            kwargs_handlers=[time_limit()],
+            kwargs_handlers=[PROCESS_GROUP],
         )
-    except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
+    except ImportError as error:  # the launch asks for an engine, such as DeepSpeed
         raise UserError(
             f"this launch needs a package that cannot be imported: {first_line(error)}"
         ) from error
 
 
 def engine_of(accelerator: Accelerator) -> str:
-    """Return how weights and optimiser lie in a checkpoint: replicated, fsdp2 or deepspeed-zeroN.
+    """Return the form of a checkpoint: replicated, fsdp2 or deepspeed-zeroN.
 
     Raises `UserError` for FSDP1.
     """
@@ -76,8 +71,8 @@ def log_engine(accelerator: Accelerator) -> None:
     """Log the engine and the processes of this launch, the first line of a run.
 
     Warns if accelerate was asked for an engine that it does not use, as on CPUs and, for FSDP, with
-    one process. It is no error: what is trained is the same, only the memory is not shared, so that
-    a launch for GPUs can be tried on a machine without them.
+    one process. This is not an error, so that a launch for GPUs can be tried on a machine without
+    them: the result is the same, only the memory is not shared.
     """
     if not accelerator.is_main_process:
         return
@@ -92,9 +87,9 @@ def log_engine(accelerator: Accelerator) -> None:
     for asked in ("FSDP", "DEEPSPEED"):
         if not shared and os.environ.get(f"ACCELERATE_USE_{asked}", "false").lower() == "true":
             log.warning(
-                "accelerate was asked for %s and does not use it here (%s): weights, gradients and "
+                "accelerate was asked for %s and does not use it %s: weights, gradients and "
                 "optimiser are whole in every process", asked,
-                "on CPUs it has none" if accelerator.device.type == "cpu" else "one process",
+                "on CPUs" if accelerator.device.type == "cpu" else "with one process",
             )  # fmt: skip
 
 
@@ -102,22 +97,21 @@ _groups: list[Any] = []
 
 
 def end_training(accelerator: Accelerator) -> None:
-    """End trackers and process groups, when there is nothing left to wait for.
+    """End trackers and process groups.
 
-    The default group stays referenced from Python. DDP's reducer, which outlives this, would
-    otherwise drop the last reference while it holds the GIL, and gloo's destructor then waits for a
-    thread that waits for the GIL. The Python binding of a group releases the GIL first
-    (pytorch/pytorch#154976).
+    The default group stays referenced from Python. Otherwise DDP's reducer, which outlives this,
+    drops the last reference while it holds the GIL, and gloo's destructor waits for a thread that
+    waits for the GIL. The Python binding of a group releases the GIL (pytorch/pytorch#154976).
     """
     if torch.distributed.is_initialized():
         _groups.append(torch.distributed.group.WORLD)
     accelerator.end_training()
 
 
-def load_models_whole(accelerator: Accelerator) -> None:
-    """Stop transformers from splitting the models that are loaded from here on.
+def disable_zero3_loading(accelerator: Accelerator) -> None:
+    """Let transformers load models whole under ZeRO-3.
 
-    accelerate sets it up to do so for ZeRO-3, and it would split the frozen target too.
+    accelerate makes it shard every model that is loaded, the frozen target too.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from transformers.integrations import unset_hf_deepspeed_config
@@ -131,10 +125,10 @@ def _deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
     return plugin.deepspeed_config
 
 
-def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Return a module from which the drafter's weights can be read whole.
+def whole_copy_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Return a module with the drafter's whole weights: itself, or a copy if the engine shards it.
 
-    It is the drafter itself, or, if the engine is about to shard it, a copy for `gather` to fill.
+    `gather` updates the copy.
     """
     if engine_of(accelerator) == "replicated":
         return drafter
@@ -142,8 +136,8 @@ def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
 
 
 def fuses_optimizer(accelerator: Accelerator) -> bool:
-    """Return whether AdamW's step should be one kernel, which CUDA and CPUs have."""
-    # DeepSpeed gives the optimiser parts of flattened weights, maybe on another device.
+    """Return whether AdamW can use a fused kernel."""
+    # DeepSpeed gives the optimiser parts of flattened weights, possibly on another device.
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type in ("cuda", "cpu") and not deepspeed
 
@@ -166,67 +160,65 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Return module and optimiser as wrapped by the launcher's engine.
 
-    DeepSpeed needs the packed `rows` of a forward pass of a rank, and clips by `clip_norm` itself.
+    DeepSpeed needs the number of packed `rows` in a forward pass, and clips by `clip_norm` itself.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = _deepspeed_config(accelerator)
-        # accelerate would take them from a data loader, and there is none here.
+        # accelerate would read them from a data loader, which draftsmith does not use.
         config["train_micro_batch_size_per_gpu"] = rows
         config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
         config["gradient_clipping"] = clip_norm
     if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
-        # It would rebuild the module from nothing, and tied weights would come out untied.
+        # It would rebuild the module without tied weights.
         plugin.cpu_ram_efficient_loading = False
     return accelerator.prepare(module, optimizer)
 
 
 @torch.no_grad()
-def gather(trained: nn.Module, twin: nn.Module) -> None:
-    """Copy the weights that the engine trains, sharded or not, into `twin` of `twin_of`.
+def gather(trained: nn.Module, whole_copy: nn.Module) -> None:
+    """Copy the trained weights, sharded or not, into `whole_copy` of `whole_copy_of`.
 
     All ranks call this: gathering the shards of each parameter is a collective operation.
     """
-    if trained is twin:
+    if trained is whole_copy:
         return
-    # The twin is a copy, so its parameters are in the same order.
-    for source, whole in zip(trained.parameters(), twin.parameters(), strict=True):
+    for source, whole in zip(trained.parameters(), whole_copy.parameters(), strict=True):
         whole.copy_(_whole(source))
     # Engines shard parameters only; each rank has the buffers whole.
-    for source, whole in zip(trained.buffers(), twin.buffers(), strict=True):
+    for source, whole in zip(trained.buffers(), whole_copy.buffers(), strict=True):
         whole.copy_(source)
 
 
 def _whole(parameter: Tensor) -> Tensor:
     """Return a sharded parameter as one tensor; all ranks call this."""
-    # FSDP2 has DTensors, which have this method; else it is DeepSpeed.
+    # FSDP2's DTensors have this method; DeepSpeed's parameters do not.
     if (full := getattr(parameter, "full_tensor", None)) is not None:
         return full()
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        # A copy, because the parameter is split again where the `with` ends.
+        # A copy, because the parameter is split again at the end of the `with` block.
         return parameter.data.clone()
 
 
-def norm_of(found: Any) -> float:
-    """Return as a number what an engine gives as the global gradient norm.
+def norm_as_number(norm: Any) -> float:
+    """Return an engine's global gradient norm as a number.
 
-    Raises `UserError` if it gives none.
+    Raises `UserError` for a DeepSpeed that does not report it.
     """
-    if found is None:
+    if norm is None:
         raise UserError(
-            "this DeepSpeed tells no gradient norm, by which bad steps are known; use a newer one"
+            "this version of DeepSpeed does not report the gradient norm, by which bad steps are "
+            "recognised; use a newer one"
         )
-    if (full := getattr(found, "full_tensor", None)) is not None:
-        found = full()
-    return float(found)
+    return float(_whole(norm) if hasattr(norm, "full_tensor") else norm)
 
 
 @contextmanager
-def only_launch(folder: str) -> Iterator[None]:
-    """Keep other launches from writing `folder`; all ranks call this, the first locks it.
+def lock_output(folder: str) -> Iterator[None]:
+    """Lock `folder` against other launches; all ranks call this.
 
-    Raises `UserError` on every rank if another launch has it.
+    Raises `UserError` on every rank if another launch has the lock.
     """
     remedy = "wait until that has ended, or choose another --out"
     with ExitStack() as held:

@@ -16,7 +16,7 @@ from ..inference.conversations.sources import rows_of, source_files
 
 
 def provenance() -> JsonObject:
-    """Return the facts about this process that are noted with a checkpoint, as JSON."""
+    """Return the facts about this process that a checkpoint records, as JSON."""
     import torch  # here, since the command line imports this module before torch
 
     return {
@@ -25,14 +25,14 @@ def provenance() -> JsonObject:
         "git_commit": git_commit(),
         "versions": versions(),
         "platform": platform.platform(),
-        "threads": torch.get_num_threads(),  # what is trained depends on them in its last bits
+        "threads": torch.get_num_threads(),  # they change the last bits of the weights
     }
 
 
 def data_sets(sources: Sequence[RowSource]) -> list[str]:
     """Return the names of the data sets on the hub that sources are, or were regenerated from.
 
-    Of a file its first row says it. Raises `UserError` for a source that cannot be read.
+    The first row of a file names its data set. Raises `UserError` for an unreadable source.
     """
     names = []
     for source in sources:
@@ -47,7 +47,7 @@ def data_sets(sources: Sequence[RowSource]) -> list[str]:
 
 
 def command_line(argv: list[str]) -> list[str]:
-    """Return a command as a user types it, without the path of what Python runs.
+    """Return a command as a user types it, without the path of the program.
 
     Example: `/opt/venv/draftsmith/train/__main__.py dspark` is `python -m draftsmith.train dspark`.
     """
@@ -59,10 +59,7 @@ def command_line(argv: list[str]) -> list[str]:
 
 
 def git_commit() -> str | None:
-    """Return the revision of the checkout that this file is in; None outside a checkout.
-
-    A plus sign follows it if files of the checkout were changed.
-    """
+    """Return the commit of this checkout, with "+" after it if files were changed, or None."""
 
     def git(*arguments: str) -> str:
         command, folder = ["git", *arguments], Path(__file__).parent
@@ -73,7 +70,7 @@ def git_commit() -> str | None:
 
     try:
         commit = git("rev-parse", "HEAD")
-        # Without locks: a `git status` that is killed, as on a full disk, would leave one.
+        # Without locks: a `git status` that is killed would leave one.
         dirty = git("--no-optional-locks", "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -69,10 +69,6 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-class Ended(KeyboardInterrupt):
-    """Interrupt by SIGTERM, which asks nobody whether to go on."""
-
-
 def fail(message: str) -> NoReturn:
     """Print one line on stderr and exit with status 2.
 
@@ -240,7 +236,7 @@ def _interrupt(number: int, _frame: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     _INTERRUPTED.append(number)
-    raise Ended if number == signal.SIGTERM else KeyboardInterrupt
+    raise KeyboardInterrupt
 
 
 def say_stopped(what_is_left: str) -> int:
@@ -261,7 +257,7 @@ def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None
     set_up_logging(is_main_rank())
     try:
         work()
-    except Stopped as stopped:
+    except StopRequested as stopped:
         leave(stopped.status)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, RuntimeError) and lost_peer(error):
@@ -308,7 +304,7 @@ def follow_launcher() -> None:
         threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Exception of a run that was asked to stop and has saved a checkpoint."""
 
     def __init__(self, status: int) -> None:
@@ -319,7 +315,7 @@ class Stopped(Exception):
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Stop:
+class StopSignals:
     """Requests to stop this process, so that training can save a checkpoint first.
 
     They are SIGTERM, SIGINT (Ctrl-C), and SIGUSR1, which schedulers send before they kill. A second
@@ -332,7 +328,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status of a run that was asked to stop; 0 while there was no request."""
+        """Exit status of a run that was asked to stop; 0 before a request."""
         self._since = 0.0
         for number in SIGNALS:
             signal.signal(number, self._ask)

@@ -167,7 +167,7 @@ def say_what_came_out(best: Path, run: RunConfig, method: str) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
     from ..inference.base.console import Console, warn
     from ..inference.targets.target_files import names_a_folder
-    from ..train.log_lines import summary
+    from ..train.reporting import summary
 
     print(f"best drafter: {best}")
     step = best.resolve().parent.name.removeprefix("step-")

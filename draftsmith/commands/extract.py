@@ -54,19 +54,19 @@ from ..train.data.features import FeatureSource, LiveTarget
 from ..train.data.served import ServedFeatures, ServedTarget, served_texts
 from ..train.data.store import (  # fmt: skip
     ShardWriter,
-    announce,
     missing_shards,
+    ring_state,
     shard_path,
     shards_of_ring,
-    wanted,
+    write_ring_state,
 )
-from ..train.data.tables import Tables, noted
+from ..train.data.tables import Tables, table_counts
 from ..train.evaluation import held_out_prompts, write_text
-from ..train.inputs import on_rank, prepared_tables, served_target
+from ..train.loading import load_served_target, load_tables, with_rank_device
 from ..train.loop import check_before_loading
 from ..train.losses.first_weights import take_heads_before
 from ..train.methods.registry import method_for, method_named
-from ..train.parallel import load_models_whole, only_launch, time_limit
+from ..train.parallel import PROCESS_GROUP, disable_zero3_loading, lock_output
 from ..train.provenance import provenance
 from .options import ExtractOptions as Options
 
@@ -90,9 +90,9 @@ def run(options: Options) -> None:
     config.features.store = None
     check_before_loading(config, method)
     take_heads_before(config)
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[time_limit()])
-    load_models_whole(accelerator)
-    with only_launch(options.out):
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[PROCESS_GROUP])
+    disable_zero3_loading(accelerator)
+    with lock_output(options.out):
         target = target_for(config, options, accelerator)
         taps, all_last = method.features_of(config, target)
         layout = StoreLayout([*taps], all_last, options.dtype, options.rows_per_shard, options.ring)
@@ -103,8 +103,8 @@ def run(options: Options) -> None:
 def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> TargetSource:
     """Load the run's target, or what is needed of it with a server. Raises `UserError`."""
     if config.features.server is not None:
-        return served_target(config, accelerator)
-    target = load_target(on_rank(config.target, accelerator))
+        return load_served_target(config, accelerator)
+    target = load_target(with_rank_device(config.target, accelerator))
     if target.together and options.ring is not None:
         raise UserError(
             f"a ring's workers go their own ways, target.spread={target.spread} needs them "
@@ -131,7 +131,7 @@ class Extraction:
         def check(identity: str) -> None:
             refuse_another(store, self.facts(identity))
 
-        tables = prepared_tables(config.data, target, store / "data", config.seed, check)
+        tables = load_tables(config.data, target, store / "data", config.seed, check)
         # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does
         # for both, whatever the training run will have.
         batches = Batches(
@@ -145,7 +145,7 @@ class Extraction:
         on_first(lambda: self.begin(tables, batches, judged))
         if layout.ring is not None:
             # The note that a former training run is done would end this extractor at once.
-            on_first(lambda: announce(store, 0) if wanted(store)[1] else None)
+            on_first(lambda: write_ring_state(store, 0) if ring_state(store).done else None)
         if isinstance(target, ServedTarget):
             source: FeatureSource = ServedFeatures(target, tuple(layout.taps))
         else:
@@ -184,7 +184,7 @@ class Extraction:
         not given as `judged`. Raises `UserError` for a store of another run.
         """
         store, shards = self.store, self.store / "shards"
-        facts = self.facts(noted(store / "data").identity) | {"packs": batches.packs}
+        facts = self.facts(table_counts(store / "data").identity) | {"packs": batches.packs}
         # Left by workers that were killed.
         for folder in (store, shards):
             remove_partials(folder)
@@ -277,7 +277,7 @@ class Extraction:
             # The total counts the shards of all workers, which advance at about the same pace.
             progress.update(ranks if whole else 1)
             if not whole:
-                progress.now(f"row {wanted(store)[0]} is wanted next")
+                progress.now(f"row {ring_state(store).first} is wanted next")
         progress.close()
 
 

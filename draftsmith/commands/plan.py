@@ -19,7 +19,7 @@ from ..heads.files import check_json, output_json
 from ..inference.base.console import Console, several
 from ..train.config import RunConfig, divided, most_ranks
 from ..train.data.config import FeatureOptions
-from ..train.estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, shape_of, size
+from ..train.estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, run_sizes, size
 from ..train.losses.first_weights import take_heads_before
 from ..train.methods.registry import method_for, method_named
 from .plan_options import PlanOptions as Options
@@ -35,7 +35,8 @@ def run(options: Options) -> None:
     check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
-    memory, ends = memory_of_step(shape, config, options.gpus), TARGET_BYTES * shape.ends_params
+    memory = memory_of_step(shape, config, options.gpus)
+    ends = TARGET_BYTES * shape.embedding_and_head_params
     need = Need(memory, shape.target_layers, config.features.live, ends)
     line, figures = verdict(need, plan, options, config)
     steps = steps_of(options, config)
@@ -85,7 +86,7 @@ def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes,
     options.gpus = options.gpus or most_ranks(config.rows_per_step, MOST_GPUS)
     divided(config, options.gpus)  # before the seconds that the shapes take
     try:
-        shape = shape_of(method, config)
+        shape = run_sizes(method, config)
     except UserError as error:
         if name := name_of(config.target.path):
             raise UserError(f"{error}; its sizes are known: --target-shape {name}") from error

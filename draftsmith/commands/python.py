@@ -28,7 +28,7 @@ from ..inference.evaluation.results import Report
 from ..inference.proposers.contract import Proposer
 from ..inference.proposers.own_drafters import with_name
 from ..inference.targets.target import Target, target_of
-from ..train.callbacks import Callback
+from ..train.config import Callback
 from ..train.data.config import Data, Source
 from ..train.method import AnyMethod
 

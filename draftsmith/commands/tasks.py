@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from msgspec import Struct
+
 from ..heads.documents import DocumentError, convert
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
@@ -21,7 +23,17 @@ from ..inference.conversations.rendering import prompt_ids
 from ..inference.conversations.rows import Notes
 from ..inference.conversations.templates import plain_ids
 from ..inference.targets.target import Target
-from ..train.data.documents import WrittenRow
+
+
+class RegeneratedRow(Struct):
+    """Line of the output of `data regenerate`, as far as a resume reads it."""
+
+    id: str
+    """Name of the conversation."""
+    last_part: bool
+    """True in the last of the lines that the conversation becomes."""
+    regenerated: JsonObject
+    """Provenance: facts about the target and the sampling that wrote the replies."""
 
 
 @dataclass
@@ -208,7 +220,7 @@ class Answered:
                     # would then be read as a line of its own.
                     break
                 try:
-                    known = convert(json.loads(line), WrittenRow)
+                    known = convert(json.loads(line), RegeneratedRow)
                 except (ValueError, RecursionError, DocumentError) as error:
                     raise foreign from error
                 found.written = known.regenerated

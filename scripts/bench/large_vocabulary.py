@@ -33,7 +33,7 @@ from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.methods.registry import MethodName, method_named
 from draftsmith.train.objectives import TrainingModule
-from draftsmith.train.schedule import make_optimizer
+from draftsmith.train.optimizer import make_optimizer
 
 HEADS: dict[str, tuple[MethodName, dict[str, Any]]] = {
     "eagle": ("eagle", {"taps": [0, 1]}),

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.data.config import Data, Source
-from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
+from draftsmith.train.estimate import StepMemory, memory_of_step, run_sizes
 from draftsmith.train.methods.registry import method_named
 
 CONFIGS = Path(__file__).parents[2] / "draftsmith" / "commands" / "targets"
@@ -53,7 +53,7 @@ def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMe
             setattr(run.heads, name, value)
         if recompute:
             run.objective.recompute = True
-        return memory_of_step(shape_of(method, run), run)
+        return memory_of_step(run_sizes(method, run), run)
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from draftsmith.heads.pretrained import save_model
-from draftsmith.train.schedule import Muon
+from draftsmith.train.optimizer import Muon
 
 # the first ids, in this order
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -159,7 +159,7 @@ def logged(output: str, name: str) -> dict[int, float]:
 
 def resumed_at(done: subprocess.CompletedProcess[str]) -> int:
     """The step that a run went on from; 0 if it began again, which would end in equal weights."""
-    found = re.search(r"going on from step (\d+)", done.stderr)
+    found = re.search(r"continuing from step (\d+)", done.stderr)
     return int(found[1]) if found else 0
 
 

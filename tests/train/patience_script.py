@@ -1,5 +1,4 @@
-"""Run under `accelerate launch` with two ranks: how long each waits for the other. Not a test by
-itself."""
+"""Script for `accelerate launch` with two ranks: how long each waits for the other."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from draftsmith.train import parallel
 
 
 def main() -> None:
-    parallel.COLLECTIVES, ranks.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
-    accelerator = Accelerator(kwargs_handlers=[parallel.time_limit()])
+    parallel.PROCESS_GROUP.timeout, ranks.PREPARING = timedelta(seconds=4), timedelta(minutes=2)
+    accelerator = Accelerator(kwargs_handlers=[parallel.PROCESS_GROUP])
 
     def prepare() -> str:
         time.sleep(8)

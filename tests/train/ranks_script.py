@@ -18,9 +18,9 @@ from draftsmith.train.config import divided
 from draftsmith.train.data.batches import Batch, Batches
 from draftsmith.train.data.features import LiveTarget
 from draftsmith.train.data.tables import build
-from draftsmith.train.inputs import Inputs
+from draftsmith.train.loading import Inputs
 from draftsmith.train.methods.registry import method_named
-from draftsmith.train.trainer import Trainer
+from draftsmith.train.trainer import DrafterTrainer
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         accelerator.num_processes,
         run.seed,
     )
-    if blank:  # the micro-batch of this number, counted over ranks, has nothing to learn from
+    if blank:  # the micro-batch of this number, over all ranks, has no replies
         make = batches.micro_batch
 
         def blanked(step: int, accumulation: int, rank: int) -> Batch:
@@ -57,7 +57,7 @@ def main() -> None:
     inputs = Inputs(
         target, tables, {}, lambda objective, batches, asked: LiveTarget(target, objective.taps)
     )
-    trainer = Trainer(run, method, inputs, accelerator, batches, 10)
+    trainer = DrafterTrainer(run, method, inputs, accelerator, batches, 10)
     torch.manual_seed(0)
     # away from the zero start, and alike on every rank
     for parameter in trainer.drafter.parameters():

@@ -338,7 +338,7 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
     full_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
-    base = ("--target", "no-such-name")  # it would be the first thing to be looked for
+    base = ("--target", "no-such-name")  # it would be looked for first
     says = (
         "0.1 MB are free there and 1.0 MB are needed; free some space, or name another place with"
     )

@@ -94,7 +94,7 @@ def test_held_out_sources_of_a_shipped_configuration_are_named(
         main(words)
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert stopped.value.code == 2
-    assert f"asks to hold out valid, which none of the sources is ({own})" in said
+    assert f"asks to hold out valid, but the sources are {own}" in said
     assert said.endswith("or hold out a share of all rows: --data.held-out.by row")
     with pytest.raises(SystemExit):
         main([*words, "--data.held-out.sources", f"{own},{own}"])

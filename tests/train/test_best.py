@@ -83,7 +83,7 @@ def test_the_best_checkpoint_is_chosen_by_all_sources(tmp_path: Path, quickstart
         return path
 
     train(config("one", ("code",), max_steps=80))
-    # At this rate the heads forget code, whatever the machine's arithmetic.
+    # At this rate the heads forget code on every machine.
     more = {"optim": {"lr": 1e-2}, "init_from": str(tmp_path / "one" / "best")}
     train(config("two", ("prose", "sums"), **more))
     tables = load(tmp_path / "two" / "data")

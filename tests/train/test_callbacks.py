@@ -1,4 +1,4 @@
-"""Callbacks, pushes to the hub and trackers: what a training tells others while it runs."""
+"""Callbacks, pushes to the hub and trackers of a training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 import draftsmith
 from draftsmith.train.config import Tracker
-from draftsmith.train.log_lines import flat, spelled
+from draftsmith.train.reporting import accepted_name, flat
 from tests.helpers.training import make_config
 
 
@@ -94,7 +94,7 @@ def test_a_configuration_is_flat_for_trackers() -> None:
 def test_a_tracker_gets_every_metric_and_the_configuration(
     tracker: str, tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tracker has written is read back by its own package."""
+    """The tracker's files are read back by its package."""
     if importlib.util.find_spec(tracker) is None:
         pytest.skip(f"{tracker} is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -113,7 +113,7 @@ def test_a_tracker_gets_every_metric_and_the_configuration(
         found = {
             (one.step, name)
             for name in names
-            for one in client.get_metric_history(run.info.run_id, spelled(name, "mlflow"))
+            for one in client.get_metric_history(run.info.run_id, accepted_name(name, "mlflow"))
         }
     else:
         import trackio  # type: ignore[import-not-found]

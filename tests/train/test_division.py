@@ -66,7 +66,7 @@ def test_every_row_is_in_one_pass_of_one_rank(share: int, most: int, ranks: int)
 
 def test_intervals_accept_steps_and_shares_of_a_run() -> None:
     assert [interval(every, 1000) for every in (1, 250, 0.1, 0.5, 0.06)] == [1, 250, 100, 500, 60]
-    # A short run is not mostly evaluated: a share has a floor, a number of steps has none.
+    # A share has a lower limit, so that a short run is not mostly evaluated.
     assert [interval(every, 30) for every in (0.1, 0.5, 1.0, 3)] == [15, 15, 30, 3]
     assert [interval(0.1, steps) for steps in (1, 7, 80, 200, 955)] == [1, 3, 40, 50, 96]
     assert interval(0.0001, 1000) == 50 and interval(750.0, 100) == 750

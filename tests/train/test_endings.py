@@ -1,5 +1,5 @@
-"""How commands end: never in a traceback, with the exit status that a shell expects, and nothing
-goes on unseen."""
+"""Ends of commands: never a traceback, the exit status that a shell expects, and no process that is
+left running."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_commands_work_with_closed_standard_streams(closed: int) -> None:
 
 
 def interrupted_import(*_: object) -> None:
-    """Raises another error in place of an interrupt, as transformers does within an import."""
+    """Raise another error instead of an interrupt, as transformers does within an import."""
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
@@ -182,21 +182,18 @@ def test_training_ends_together_with_its_launcher(
 def test_sigterm_ends_a_chat_that_was_interrupted_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Ctrl-C that only dropped a line must not make SIGTERM another one."""
+    """An earlier Ctrl-C that did not end the command does not change the status."""
     monkeypatch.setattr(endings, "_INTERRUPTED", [])
     monkeypatch.setattr(endings, "_PROCESS", os.getpid())
-    with pytest.raises(KeyboardInterrupt) as first:
-        endings._interrupt(signal.SIGINT, None)
-    assert first.type is KeyboardInterrupt
-    with pytest.raises(endings.Ended):
-        endings._interrupt(signal.SIGTERM, None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(KeyboardInterrupt):
+            endings._interrupt(number, None)
     assert endings.say_stopped("nothing is left") == 143
     assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"
 
 
 def test_interrupt_swallowed_by_a_destructor_is_raised_again() -> None:
-    """So it is where a lock of the import system is let go: Python prints such an exception and
-    goes on."""
+    """Python only prints an exception in a destructor, such as that of an import lock."""
     code = (
         "import os, signal, time\n"
         "from draftsmith.command_line.endings import run_command\n"

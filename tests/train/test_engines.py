@@ -165,8 +165,8 @@ def test_fsdp2_run_resumes_with_another_number_of_ranks(tmp_path: Path, saved_ti
 def test_stopped_and_resumed_is_bit_identical(
     tmp_path: Path, saved_tiny: Path, engine: str
 ) -> None:
-    """SIGTERM to one rank: both save the same step and leave; the same command ends where an
-    undisturbed run does."""
+    """After SIGTERM to one rank both save the same step; the resumed run equals an uninterrupted
+    one."""
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
         config = engine_config(engine, tmp_path / name, saved_tiny, "eagle")
@@ -195,7 +195,7 @@ def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Pa
 def test_a_step_that_is_not_finite_is_skipped_under_each(
     tmp_path: Path, saved_tiny: Path, engine: str
 ) -> None:
-    """DeepSpeed steps within its backward pass, and has to see to it itself."""
+    """DeepSpeed steps within its backward pass, and has to skip the step itself."""
     script = tmp_path / "poisoned.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"

@@ -29,7 +29,7 @@ def test_drafters_begin_and_are_evaluated_on_the_device(facts_of_a_run: dict[str
 
 
 def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:
-    """No operator mixes devices, none brings a number to the host; what is sent is pinned."""
+    """No operator mixes devices or copies a number to the host; copies are from pinned memory."""
     assert {way.split()[0] for way in found} == {"medusa", "eagle", "dflash", "dspark", "distill"}
     for way, facts in found.items():
         assert facts["faults"] == {}, way

@@ -1,5 +1,5 @@
-"""What may befall a run: signals, dead ranks, damaged files, a full disk, other ranks, numbers that
-are not finite."""
+"""Faults of a run: signals, dead ranks, damaged files, a full disk, another number of ranks, and
+numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_a_stop_gives_an_evaluation_up_and_the_next_start_makes_up_for_it(
 
 @pytest.mark.full
 def test_run_killed_twenty_times_ends_bit_identically(tmp_path: Path, saved_tiny: Path) -> None:
-    """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that
-    was left alone."""
+    """It is killed while it starts, evaluates or writes, too; the weights are those of an
+    uninterrupted run."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny, checkpoints={"every": 2})
     started = time.monotonic()
@@ -131,8 +131,8 @@ def test_run_killed_twenty_times_ends_bit_identically(tmp_path: Path, saved_tiny
         )
         try:
             process.wait(moments.uniform(0.3, 1.0) * length)
-            shutil.rmtree(tmp_path / "run")  # it came to its end: begin again
-            # the run that was timed met a busier machine
+            shutil.rmtree(tmp_path / "run")  # it was not killed: begin again
+            # the machine was busier during the timed run
             finished, length = finished + 1, 0.9 * length
             assert finished < 20
         except subprocess.TimeoutExpired:
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     done = train(config)
     assert (
         "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr
-        and "going on from step 5" in done.stderr
+        and "continuing from step 5" in done.stderr
     )
     (aside,) = (tmp_path / "run" / "checkpoints").glob("damaged-step-000010-*")
     assert (aside / "drafter").is_dir(), "a damaged checkpoint is put out of the way, not deleted"
@@ -243,13 +243,13 @@ def test_missing_best_checkpoint_is_reported_and_replaced_by_next(
     (at / CHECKSUMS).unlink()
     write_checksums(at)
     done = train(config)
-    assert "the best checkpoint so far, step 3, is gone" in done.stderr
+    assert "the best checkpoint so far, step 3, was deleted" in done.stderr
     assert (tmp_path / "run" / "best").resolve().parent.name == "step-000010"
 
 
 @pytest.mark.full
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny: Path) -> None:
-    """The limit on file sizes stands for the disk: it lets everything through but the optimiser."""
+    """A limit on file sizes simulates the disk: only the optimiser's file is too large."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config), 7, signal.SIGKILL)
@@ -288,7 +288,7 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
     config = make_config(tmp_path, saved_tiny, rows_per_step=4)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
     done = train(config)
-    assert "going on with 1 ranks instead of 2" in done.stderr and resumed_at(done) >= 7
+    assert "continuing with 1 ranks instead of 2" in done.stderr and resumed_at(done) >= 7
     one, other = curve(tmp_path / "whole"), curve(tmp_path)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
@@ -303,8 +303,7 @@ def test_the_rows_of_a_step_may_not_change_on_resume(tmp_path: Path, saved_tiny:
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:
-    """A batch of its own, once in the run: the steps before and after it are taken, this one is
-    not."""
+    """One batch of the run has it: only its step is skipped."""
     script = tmp_path / "poisoned.py"
     script.write_text(
         "import sys\n"

@@ -29,7 +29,7 @@ LONG = {"max_steps": 100_000, "evaluation": {"every": 100_000, "limit": 2, "max_
 
 
 def lock_of(path: Path) -> Path:
-    """In a folder, or beside a file."""
+    """Lock in a folder, or next to a file."""
     return path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock")
 
 
@@ -39,7 +39,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple[Path, Path]:
-    """Config of a run of ten steps that came to its end, and a copy of its folder."""
+    """Config of a finished run of ten steps, and a copy of its folder."""
     folder = tmp_path_factory.mktemp("trained")
     config = make_config(folder, saved_tiny, max_steps=10)
     done = run(command_of(config))
@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple
 
 @pytest.fixture
 def ended(trained: tuple[Path, Path]) -> tuple[Path, Path]:
-    """The same, with the folder as it was."""
+    """Config of `trained`, with its folder restored."""
     config, sound = trained
     shutil.rmtree(config.parent / "run")
     shutil.copytree(sound, config.parent / "run", symlinks=True)

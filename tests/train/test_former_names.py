@@ -1,4 +1,4 @@
-"""Names that went are answered by one line, and none of them is a name of today."""
+"""Removed names are answered in one line, and are not current names."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_switch_that_is_on_says_what_is_lost_without_it(monkeypatch: pytest.Mo
     assert "(1e9)" in help_page(options_of_verb("data plan"), "draftsmith data plan", False)
 
 
-# What the explanation of an option has to speak of if its value is shown as one of these words.
+# Words for a value, each with a word that the explanation of the option must contain.
 MEANINGS = {
     "FILE": "[Ff]ile|JSON|Prompts|[Pp]rofile|prompts|Conversations|Replies|[Cc]onfig",
     "FILE,FILE,...": "Sources",
@@ -90,7 +90,7 @@ MEANINGS = {
 
 @pytest.mark.parametrize("verb", CLASSES)
 def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
-    """A file is no number, and a word says what the explanation speaks of."""
+    """A file is not shown as a number, and the word is one of the explanation."""
     for option in options_of_class(CLASSES[verb]()):
         kinds = [option.kind]
         if get_origin(option.kind) in (Union, UnionType):
@@ -126,7 +126,7 @@ def test_numbers_and_names_are_not_shown_as_files() -> None:
 
 
 def test_the_documents_list_every_command() -> None:
-    """What each is for stands in the reference, which is generated."""
+    """Their purposes are in the generated reference."""
     listed = (ROOT / "docs" / "README.md").read_text()
     for verb in VERBS:
         assert f"`{verb}`" in listed

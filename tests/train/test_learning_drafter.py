@@ -46,7 +46,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The drafter that a few steps on the target's replies to `PROMPTS` make."""
+    """Drafter after a few steps on the target's replies to `PROMPTS`."""
     folder = tmp_path_factory.mktemp("own")
     replies = load(quickstart).generate(PROMPTS, 48)
     rows = [

@@ -1,5 +1,4 @@
-"""The loop as it is launched: two ranks against one, kill and resume, warm start, bf16,
-trackers."""
+"""The launched loop: two ranks and one, kill and resume, warm start, bf16, trackers."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ def test_gradients_of_two_ranks_equal_those_of_one(
     tmp_path: Path, saved_tiny: Path, method: str, blank: list[int]
 ) -> None:
     """One step, unequal token counts, gradients within 1e-6 relative; EAGLE-1's noise included.
-    With `blank` the second rank has nothing to learn from in its first forward pass, and nobody
-    waits for it."""
+    With `blank` the second rank has no replies in its first forward pass, and the other does not
+    wait for it."""
     config = make_config(tmp_path, saved_tiny, method)
     results = []
     for ranks in (1, 2):
@@ -97,7 +96,7 @@ def test_a_step_is_the_same_however_it_is_divided(
         assert logged(done.stdout, "tau_measured").keys() == {10, 20}
     shutil.rmtree(folder / "run" / "checkpoints" / "step-000020")
     done = train(config, method=method)
-    assert "going on with 1 ranks instead of 2" in done.stderr
+    assert "continuing with 1 ranks instead of 2" in done.stderr
     curves.append(losses(folder / "run"))
     first, *others = curves
     for other in others:
@@ -362,8 +361,8 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(
         (tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text()
     )["best_step"]
     assert kept == sorted({18, 20, best})
-    beside = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
-    assert beside == {
+    files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
+    assert files == {
         "state",
         "drafter",
         "trainer.json",
@@ -458,7 +457,7 @@ def test_an_evaluation_like_an_engines_is_estimated_as_it_is_measured(
         folder.mkdir()
         config = make_config(folder, saved_tiny, method, evaluation=evaluation, max_steps=10)
         output = train(config, method=method).stderr
-        assert "part by more than chance" not in output and "differ from" not in output
+        assert "differ by more than chance" not in output and "differ from" not in output
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         (row,) = [row for row in map(json.loads, lines) if "tau_measured" in row]
         assert row["tau_estimated"] == row["tau_measured"] >= 1

@@ -1,5 +1,4 @@
-"""What a forward pass keeps for the backward pass, counted; that keeping less changes no
-gradient."""
+"""Memory that a forward pass keeps for the backward pass; gradients do not depend on it."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_mistake_in_a_config_names_the_file(
 def test_json_option_dash_writes_to_standard_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In place of the tables, and in the same form as in a file."""
+    """Instead of the tables, in the form of the file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def add(a, b):"}) + "\n")
     base = ("--target", str(QUICKSTART), "--drafter", "ngram", "--no-baselines", "--repeats", "1")

@@ -1,4 +1,4 @@
-"""Muon: which matrices it changes, its step beside AdamW's, and its state in a checkpoint."""
+"""Muon: which matrices it changes, its step next to AdamW's, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from draftsmith.train.data.config import Data, Source
 from draftsmith.train.methods.dflash.config import DFlashRun
 from draftsmith.train.methods.dspark.config import DSparkRun
 from draftsmith.train.methods.eagle.config import EagleRun
+from draftsmith.train.optimizer import hidden_matrices, make_optimizer, orthogonal
 from draftsmith.train.parallel import check_optimizer
-from draftsmith.train.schedule import hidden_matrices, make_optimizer, orthogonal
 from tests.conftest import tiny_target
 
 OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9))

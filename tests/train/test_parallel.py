@@ -1,4 +1,4 @@
-"""Real ranks that wait for one another."""
+"""Ranks that wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provenance that a checkpoint notes."""
+"""Provenance of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--print-config` prints what will be trained, and that trains the same."""
+"""`--print-config` prints the complete configuration, which trains the same drafter."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_resolved_is_printed_with_the_reason(
 def test_the_printed_config_trains_the_same(
     method: str, tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bit for bit; and a run of the one goes on with the other."""
+    """Bit for bit; and each config continues a run of the other."""
     config = make_config(tmp_path, saved_tiny, method, max_steps=2)
     text = printed(capsys, method, "--config", str(config))
     file, name = tmp_path / "printed.yaml", method.rstrip("1")

@@ -1,4 +1,4 @@
-"""The job script with stand-ins for SLURM's commands: after which ends it is queued again."""
+"""The job script with replacements for SLURM's commands: when it is queued again."""
 
 from __future__ import annotations
 

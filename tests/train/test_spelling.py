@@ -1,4 +1,4 @@
-"""Spelling of command lines and config files: what people type, and the values that are read."""
+"""Spelling of command lines and config files, and the values that are read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Example:
 
 @dataclass
 class Bare(Example):
-    """Options, and words that follow none."""
+    """Options, and words without an option."""
 
     words: list[str] = field(default_factory=list, metadata={"positional": "WORD"})
 

@@ -17,7 +17,7 @@ OURS, DATASETS = logging.getLogger("draftsmith"), logging.getLogger("datasets")
 
 @pytest.fixture(autouse=True)
 def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Levels as they are without a command, before and after."""
+    """Levels without a command, restored afterwards."""
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     before = transformers_logging.get_verbosity()
     levels = [(one, one.level) for one in (logging.root, OURS, DATASETS)]

@@ -1,7 +1,6 @@
 """Packed rows and their order.
 
-Which rows a step sees is a pure function of seed and step, so a resumed run sees what it would have
-seen.
+The rows of a step are a pure function of seed and step, so a resumed run has the same ones.
 
 Shapes: B packed rows, S positions, D draft depths, V vocabulary.
 """
@@ -22,11 +21,11 @@ from .tables import TokenTable
 
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids and loss mask of a text, `[S]` each."""
-PADDING = -1  # document number of padding
+PADDING = -1  # number of a document that is padding
 
 
 class Roots(NamedTuple):
-    """R rows before roots, as indices into all packed rows end to end, and what they learn."""
+    """R rows before roots, as indices into all packed rows end to end, with teachers and labels."""
 
     rows: Tensor
     """The rows `[R]`."""
@@ -35,7 +34,7 @@ class Roots(NamedTuple):
     text: Tensor
     """Token ids `[R, D + 1]`: the root and the labels."""
     valid: Tensor
-    """[R, D] bool: which of the labels there are; the others, and their teachers, are arbitrary."""
+    """True at labels that exist `[R, D]`; the others, and their teachers, are arbitrary."""
 
     def on(self, device: torch.device) -> Roots:
         return Roots(*(send(tensor, device) for tensor in self))
@@ -57,14 +56,14 @@ class Batch:
     mask: Tensor
     """Loss mask `[B, S]`, bool: true where the target wrote the token."""
     numbers: tuple[int, ...] = ()
-    """Number of each row in the endless stream of rows, the same on any number of ranks. What is
-    random about a row is drawn from it."""
+    """Number of each row in the endless stream of rows, the same on any number of ranks: the seed
+    of random numbers for the row."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or tuple(range(len(self.ids)))
 
     def document_lengths(self) -> Tensor:
-        """Return the length of the document that each position belongs to `[B, S]`."""
+        """Return the length of each position's document `[B, S]`."""
         columns = self.documents + 1  # PADDING, which is -1, becomes column 0
         # A row of S positions has at most S documents, hence S + 1 columns.
         counts = torch.zeros(len(columns), columns.shape[1] + 1, dtype=torch.long).scatter_add_(
@@ -75,7 +74,7 @@ class Batch:
     def reply_run(self, first: int, last: int) -> Tensor:
         """Return R(t + first .. t + last) for every position t `[B, S]`, bool.
 
-        It is true where these are all reply tokens of t's own document: a draft can be reached only
+        It is true where all of these are reply tokens of t's document: a draft can be reached only
         through tokens that the target wrote (docs/objectives.md#reachable-roots).
         """
         run = torch.ones_like(self.mask)
@@ -92,19 +91,19 @@ class Batch:
         return run
 
     def learned(self, depths: int) -> Tensor:
-        """Return whether each row has a root, and a label at each depth `[B, S, D]`, bool.
+        """Return whether each row has a root and a label at each depth `[B, S, D]`, bool.
 
         The root of row t is t + 1; the label at depth d = 1, 2, .. is the token at t + 1 + d.
         """
         return torch.stack([self.reply_run(1, 2 + k) for k in range(depths)], dim=-1)
 
     def roots(self, depths: int) -> Roots:
-        """Return the rows with a label at the first depth, and what they learn, on the CPU."""
+        """Return the rows with a label at the first depth, on the CPU."""
         valid, ids = self.learned(depths).flatten(0, 1), self.ids.flatten()
-        # Rows of deeper drafts are among those of the first, since R(a .. b) only falls with b. The
-        # index is made on the CPU, where its length is known without waiting.
+        # They include the rows of deeper drafts. The index is made on the CPU, where its length is
+        # known without waiting.
         rows = valid[:, 0].nonzero()[:, 0]
-        # Rows without a label may point into the next packed row or past the last one.
+        # Without a label an index may be in the next packed row or after the last one.
         ahead = (rows[:, None] + torch.arange(1, depths + 2)).clamp(max=len(ids) - 1)
         return Roots(rows, ahead[:, :-1], ids[ahead], valid[rows])
 
@@ -125,16 +124,16 @@ def pack_rows(lengths: list[int], capacity: int) -> list[list[int]]:
             free, row = capacity, len(rows)
             rows.append([])
         rows[row].append(item)
-        # A row that is full now is not put back.
+        # A full row is not put back.
         if free > lengths[item]:
             bisect.insort(open_rows, (free - lengths[item], row))
     return rows
 
 
 class Batches:
-    """The endless stream of packed rows, divided by step, accumulation and rank.
+    """Endless stream of packed rows, divided by step, accumulation and rank.
 
-    Rows are shuffled again each epoch. n ranks with m accumulations take the same rows in a step as
+    Rows are shuffled in each epoch. n ranks with m accumulations have the same rows in a step as
     one rank with n * m.
     """
 
@@ -158,24 +157,23 @@ class Batches:
             self._documents += [document] * copies
         self._packs = pack_rows([table.length(d) for d in self._documents], max_length)
         self.packs = len(self._packs)
-        """Number of packed rows in an epoch, without those written during training."""
+        """Number of packed rows in an epoch, without those of rollouts."""
         self.rows, self.accumulation, self._ranks = rows, accumulation, ranks
         self.rows_per_step = rows * accumulation * ranks
         self.max_length, self.seed = max_length, seed
-        self.written: Any = None
-        """Part of the stream that is written during training, a `rollouts.Written`, or None."""
+        self.rollouts: Any = None
+        """Part of the stream that is written during training, a `rollouts.RolloutRows`, or None."""
         self._epoch, self._order = -1, np.arange(0)
 
     @property
     def fill(self) -> float:
         """Share of positions that are not padding if every row is as long as the longest."""
-        lengths = []
-        for items in self._packs:
-            lengths.append(sum(self.table.length(self._documents[i]) for i in items))
+        documents = self._documents
+        lengths = [sum(self.table.length(documents[i]) for i in items) for items in self._packs]
         return sum(lengths) / (max(lengths) * len(lengths))
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
-        """Return what `rank` sees in the given accumulation of `step` (all from 0)."""
+        """Return the batch of `rank` in the given accumulation of `step` (all from 0)."""
         # The rows of a step are numbered by accumulation, then by rank. With 3 rows, 2 ranks and 2
         # accumulations: accumulation 0 has the rows 0 1 2 and 3 4 5, accumulation 1 has 6 7 8 and
         # 9 10 11, and the next step begins at 12.
@@ -188,10 +186,9 @@ class Batches:
         return [torch.from_numpy(ids.astype(np.int64)) for ids, _ in self._spread(count)]
 
     def sample_ids(self, longest: int) -> list[int]:
-        """Return pieces of 8 documents evenly spread over the data, joined, as token ids.
+        """Return at most `longest` token ids: pieces of 8 documents evenly spread over the data.
 
-        A piece has 32 tokens around the place where the first reply begins; the whole has at most
-        `longest`.
+        A piece has 32 tokens around the beginning of the first reply.
         """
         pieces: list[int] = []
         for ids, written in self._spread(8):
@@ -201,7 +198,6 @@ class Batches:
 
     def _spread(self, count: int) -> list[Document]:
         """Return `count` documents evenly spread over the data, or all of fewer."""
-        # Of fewer documents than `count` the same one would be chosen several times.
         chosen = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [self.table.document(self._documents[i]) for i in chosen]
 
@@ -212,8 +208,7 @@ class Batches:
             ids, written = self.table.document(document)
             waiting.append(ids[written])
             size += len(waiting[-1])
-            # A table of counts is as long as the vocabulary and a document is short, so many
-            # documents are counted at once.
+            # Many documents at once, since a table of counts is as long as the vocabulary.
             if size > 1 << 20 or number == len(self._documents):
                 counts += np.bincount(np.concatenate(waiting), minlength=vocab_size)
                 waiting, size = [], 0
@@ -221,21 +216,21 @@ class Batches:
 
     def _row(self, number: int) -> list[Document]:
         """Return the documents of row `number` of the endless stream."""
-        if self.written is not None:
-            before, is_written = self.written.share_of(number)
-            if is_written:
-                return self.written.row(before)
-            # The data's own rows are counted apart, so that an epoch of them has every pack once.
+        if self.rollouts is not None:
+            before, is_rollout = self.rollouts.share_of(number)
+            if is_rollout:
+                return self.rollouts.row(before)
+            # Rows of the data are numbered separately, so that an epoch has every pack once.
             number -= before
         return self.documents_of_pack(self.pack_of(number))
 
     def pack_of(self, number: int) -> int:
-        """Return which pack is row `number` of the endless stream of the data's own rows."""
+        """Return the pack of row `number` in the endless stream of the data's rows."""
         epoch, index = divmod(number, self.packs)
         if epoch != self._epoch:
             self._epoch = epoch
             # Seeded by the epoch, so that a resume can make the order of any epoch without those
-            # before it. It is kept, since the next rows are mostly of the same epoch.
+            # before it.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.packs)
         return int(self._order[index])
 
@@ -248,7 +243,6 @@ def collate(rows: Sequence[Sequence[Document]], numbers: tuple[int, ...] = ()) -
     """Lay the documents of each row end to end and pad to the longest row."""
     width = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), width)
-    # Tables hold ids as int32, but torch's indices are int64.
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
     for r, row in enumerate(rows):
@@ -258,7 +252,7 @@ def collate(rows: Sequence[Sequence[Document]], numbers: tuple[int, ...] = ()) -
             ids[r, span], mask[r, span] = document, written
             positions[r, span], documents[r, span] = np.arange(len(document)), number
             at += len(document)
-        # Padding restarts at 0 as a document does, so that it sees none of them.
+        # Positions of padding restart at 0 as those of a document, so that it attends to none.
         positions[r, at:] = np.arange(width - at)
     tensors = map(torch.from_numpy, (ids, positions, documents, mask))
     return Batch(*tensors, numbers=numbers)

@@ -37,12 +37,12 @@ class Features:
 
 
 class FeatureSource(Protocol):
-    """Source of features: the live target (whole or spread over ranks), a store, or a server."""
+    """Source of features: the live target (whole or sharded over ranks), a store, or a server."""
 
     def features(self, batch: Batch) -> Features: ...
 
     def finish(self) -> None:
-        """Note that the run is complete, upon which the extractor of a ring ends."""
+        """End the extractor of a ring after the last step."""
         ...
 
 
@@ -50,7 +50,7 @@ class LiveTarget:
     """Source of features that runs the frozen target in this process."""
 
     def __init__(self, target: Target, taps: tuple[int, ...] = ()) -> None:
-        """Raises `UserError` for taps the target does not have, or if it cannot run packed rows."""
+        """Raise `UserError` for taps that the target lacks, or if it cannot run packed rows."""
         if any(not 0 <= tap < target.num_layers for tap in taps) or sorted(set(taps)) != list(taps):
             raise UserError(
                 f"taps {list(taps)} must be ascending, distinct and below the target's "
@@ -73,22 +73,21 @@ class LiveTarget:
 
 @torch.no_grad()
 def check_packing(model: CausalModel, name: str) -> None:
-    """Check that documents in one packed row get the features that each gets alone.
+    """Choose how the model separates the documents of packed rows, and check the features.
 
-    The model attends to each document by itself from here on, if it can. If not, transformers makes
-    a mask from positions that restart at 0; where that does not separate documents, every packed
-    row is given an explicit mask. Raises `UserError`, with the model's `name`, if that does not
-    help.
+    The first of these that works is used: attention document by document, transformers' mask from
+    positions that restart at 0, or an explicit mask for every packed row. Raises `UserError`, with
+    the model's `name`, if features still differ from those of each document alone.
     """
-    # Rows are computed in another shape than each document alone, and rounding grows with depth: 3%
-    # of the largest feature in 32 layers of bfloat16.
+    # Packed rows have another shape than each document alone, and rounding grows with depth: 3% of
+    # the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    # Layers with a sliding window would need a mask even within a document, and other attention
-    # than torch's is what the user has asked for.
+    # Layers with a sliding window need a mask even within a document, and an attention other than
+    # torch's was chosen by the user.
     torchs = getattr(model.decoder.config, "_attn_implementation", None) == "sdpa"
     if torchs and model.window is None:
         model.attends_in_documents = True
-        with suppress(TypeError):  # of a model whose layers take no further arguments
+        with suppress(TypeError):  # of a model whose layers do not accept the arguments
             if packing_error(model) <= tolerance:
                 return
         model.attends_in_documents = False
@@ -105,10 +104,7 @@ def check_packing(model: CausalModel, name: str) -> None:
 
 
 def packing_error(model: CausalModel) -> float:
-    """Return how far features of two packed documents are from those of each document alone.
-
-    The difference is relative to the size of the latter (Frobenius norms).
-    """
+    """Return the relative difference of features of two packed documents and of each alone."""
     # Documents of 5 and 7 tokens; multiples of 7 give different tokens.
     ids = (torch.arange(12, device=model.device) * 7 % model.vocab_size)[None]
     short = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=model.device)

@@ -1,8 +1,8 @@
 """Texts that the draft model writes during training, and that the target judges.
 
-A share of the packed rows comes from them. Which rows and which prompts these are is a function of
-the seed and of the row's number in the stream. The texts themselves are saved with every
-checkpoint, since the weights that wrote them no longer exist at a resume.
+A share of the packed rows holds such texts. The rows and the prompts are a function of the seed and
+of the row's number in the stream. The texts are saved with every checkpoint, since the weights that
+wrote them no longer exist at a resume.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .batches import Batches, Document, pack_rows
 from .config import Rollouts
 from .tables import TokenTable
 
-TEXTS_AT_ONCE = 32  # texts that are written together: more hardly gain speed
+TEXTS_AT_ONCE = 32  # texts that are written together: more are hardly faster
 Writer = Callable[[Sequence[Request], int], list[Document]]
-"""Function from prompts and a seed to one document for each prompt."""
+"""Function from prompts and a seed to a document for each prompt."""
 
 
-class Written:
-    """Texts written during training, as a part of the stream of packed rows."""
+class RolloutRows:
+    """Rows of the stream that hold texts written during training."""
 
     FILE = "rollouts.safetensors"  # in a checkpoint
 
@@ -45,18 +45,18 @@ class Written:
         total: int,
         together: bool = False,
     ) -> None:
-        """`write` makes the texts of `config`; `total` are the steps of the run.
+        """`write` makes the texts of `config`; `total` is the number of steps of the run.
 
-        `together`: every rank writes all the texts, since none can call the target alone. Raises
-        `UserError` if no prompt of the data leaves room for a reply.
+        `together`: every rank writes all texts, since the ranks can only call the target together.
+        Raises `UserError` if no prompt of the data leaves room for a reply.
         """
         self._together, self._config = together, config
         self._write, self._accelerator = write, accelerator
         self._prompts = prompts_of(batches.table, batches.max_length)
         if not len(self._prompts):
             raise UserError(
-                "rollouts.share needs prompts of at most half of data.max_length; the sources hold "
-                "none"
+                "rollouts.share needs prompts of at most half of data.max_length, and the sources "
+                "do not have any"
             )
         self._batches = batches
         self._first_step = round(config.begin * total)
@@ -73,8 +73,8 @@ class Written:
         if since < 0 or since % self._config.every:
             return
         number = since // self._config.every
-        # Seeded by the run and the writing's number, so the same on every rank; by a third number,
-        # since the order of an epoch is seeded by two (`Batches.pack_of`).
+        # The same seed on every rank; of three numbers, since an epoch's order has a seed of two
+        # (`Batches.pack_of`).
         random = np.random.default_rng([self._batches.seed, number, 1])
         chosen = self._prompts[random.permutation(len(self._prompts))[: self._config.limit]]
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
@@ -83,8 +83,8 @@ class Written:
             ids, _ = self._batches.table.document(document)
             requests.append(Request(ids[:start].tolist(), place))
         share = requests if self._together else requests[rank::ranks]
-        # One seed for all ranks: the noise of a text follows from the seed and the request's id, so
-        # it does not matter which rank writes the text.
+        # One seed for all ranks: noise is keyed by the seed and the request's id, so the text does
+        # not depend on the rank that writes it.
         documents = self._write(share, int(random.integers(1 << 31)))
         places = [request.id for request in share]
         texts: list[Any] = list(zip(places, documents, strict=True))
@@ -94,62 +94,54 @@ class Written:
         texts.sort(key=lambda pair: pair[0])
         # A prompt takes at most half of a packed row, but the reply may be longer than the rest.
         longest = self._batches.max_length
-        documents = []
-        for _, (ids, mask) in texts:
-            documents.append((ids[:longest], mask[:longest]))
-        self._take(documents)
+        self._take([(ids[:longest], mask[:longest]) for _, (ids, mask) in texts])
 
     def _take(self, documents: list[Document]) -> None:
         self._documents = documents
         self._packs = pack_rows([len(ids) for ids, _ in documents], self._batches.max_length)
 
     def share_of(self, number: int) -> tuple[int, bool]:
-        """Return how many rows before row `number` of the stream are written, and if it is itself.
+        """Return the number of rollout rows before row `number`, and whether it is one itself.
 
-        With a share of 0.4 the written ones of five rows are the third and the fifth: 0.4 times 0
-        to 5 rows are 0, 0, 0, 1, 1, 2 whole ones.
+        With a share of 0.4 these are the third and the fifth of five rows: 0.4 times 0 to 5 rows
+        are 0, 0, 0, 1, 1, 2 whole ones.
         """
         rows = max(number - self._first_row, 0)
         before = int(rows * self._config.share)
         return before, number >= self._first_row and int((rows + 1) * self._config.share) > before
 
     def row(self, place: int) -> list[Document]:
-        """Return the documents of row `place` of the written ones, counted from the first.
-
-        After the last row the first one comes again, until texts are written again.
-        """
+        """Return the documents of rollout row `place`; they are repeated until new ones come."""
         return [self._documents[i] for i in self._packs[place % len(self._packs)]]
 
     def save(self, folder: Path) -> None:
         """Write the texts into a checkpoint's folder, end to end with their lengths."""
         if self._documents:
             ids, masks = zip(*self._documents, strict=True)
-            lengths = np.array([*map(len, ids)])
             tensors = {
-                "lengths": lengths,
-                "ids": np.concatenate(ids),
+                "lengths": np.array([*map(len, ids)]), "ids": np.concatenate(ids),
                 "mask": np.concatenate(masks),
-            }
+            }  # fmt: skip
             save_file(tensors, folder / self.FILE)
 
     def load(self, folder: Path) -> None:
-        """Take the texts of a checkpoint, if there were any yet."""
+        """Load the texts of a checkpoint, if it has any."""
         if (path := folder / self.FILE).is_file():
             stored = load_file(path)
-            # `np.split` wants the inner borders only: the lengths 3 2 4 have the borders 3 and 5.
+            # `np.split` takes the inner borders only: the lengths 3 2 4 have the borders 3 and 5.
             borders = np.cumsum(stored["lengths"])[:-1]
             arrays = [np.split(stored[name], borders) for name in ("ids", "mask")]
-            # The packs are not stored: `pack_rows` makes the same ones of the same lengths.
+            # The packs are not stored: `pack_rows` makes the same ones from the same lengths.
             self._take(list(zip(*arrays, strict=True)))
 
 
 def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
-    """Return (document, start of its first reply) for each usable prompt, `[n, 2]` for n of them.
+    """Return (document, start of its first reply) for each of n prompts `[n, 2]`.
 
-    Usable are prompts of at most half of `longest`, which leave space for as long a reply.
+    They have at most half of `longest` tokens, so that a reply of the same length fits.
     """
     starts = np.array([int(table.document(i)[1].argmax()) for i in range(len(table))])
-    # A start of 0 is a plain text, which has no prompt.
+    # A plain text, which has no prompt, has the start 0.
     fit = np.flatnonzero((starts > 0) & (starts <= longest // 2))
     return np.stack([fit, starts[fit]], axis=1)
 
@@ -161,10 +153,10 @@ def draft_model_texts(
     prompts: Sequence[Request],
     seed: int,
 ) -> list[Document]:
-    """Return the draft model's own replies to prompts; no gradient passes through the sampling.
+    """Return the draft model's own replies to prompts, without gradients.
 
-    Prompt tokens that a draft model of a smaller vocabulary lacks are given to it as its last
-    token, as in decoding; the documents have the prompts as they were.
+    Prompt tokens that a draft model of a smaller vocabulary lacks become its last token, as in
+    decoding; the documents keep them for the target.
     """
     readable = []
     for request in prompts:
@@ -182,8 +174,6 @@ def draft_model_texts(
             progress.update(len(batch))
     documents = []
     for request, text in zip(prompts, texts, strict=True):
-        # The prompt as it was before ids were replaced: the target, which judges the text, has
-        # them.
         ids = np.array([*request.prompt_ids, *text.token_ids], np.int64)
         documents.append((ids, np.arange(len(ids)) >= len(request.prompt_ids)))
     return documents

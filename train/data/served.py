@@ -1,13 +1,13 @@
-"""Features from a running vLLM, started with its speculative method `extract_hidden_states`.
+"""Features from a vLLM server with the speculative method `extract_hidden_states`.
 
-So a target that is quantised, split over GPUs or a mixture of experts gives the states that it
-serves with, and this process holds only its embedding, final norm and head. The server writes one
+The states are those of the target as it is served: quantised, split over GPUs or a mixture of
+experts. This process holds only the target's embedding, final norm and head. The server writes a
 file for each request, which this client reads and deletes: both need one file system.
 
 vLLM's layer i is `hidden_states[i]` of Hugging Face, except for layer L, the number of layers: that
 is the state before the final norm, and `hidden_states[L]` the one after it.
 
-Shapes: S positions of a text, F layers that the server gives, Ht hidden size of the target.
+Shapes: S positions of a text, F layers of the server, Ht hidden size of the target.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from .batches import PADDING, Batch
 from .config import Evaluation
 from .features import Features
 
-REQUESTS = 32  # of each rank under way at a time: a server queues what it cannot run at once
-NAMES = ("token_ids", "hidden_states")  # of the tensors in a file of the server
-ID_TYPES = ("I64", "I32")  # by the names of safetensors
+REQUESTS = 32  # concurrent requests of each rank: a server queues what it cannot run at once
+NAMES = ("token_ids", "hidden_states")  # of the tensors in a server's file
+ID_TYPES = ("I64", "I32")  # as safetensors names them
 STATE_TYPES = ("F32", "BF16", "F16")
 
 
-class _StatesChoice(Struct):
+class _Choice(Struct):
     """Text that the server wrote."""
 
     token_ids: Annotated[list[Token], Meta(min_length=1)]
 
 
-class _Handed(Struct):
-    """What vLLM's connector says about the states."""
+class _TransferParams(Struct):
+    """Message of vLLM's connector about the states."""
 
     hidden_states_path: Annotated[str, Meta(pattern=r"^[^\0]+$")] | None = None
 
 
-class _StatesAnswer(Struct):
-    """Answer of the server to one request, as far as it is read."""
+class _Completion(Struct):
+    """Answer of the server to one request; only these fields are read."""
 
-    choices: Annotated[list[_StatesChoice], Meta(min_length=1)]
-    kv_transfer_params: _Handed | None = None
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    kv_transfer_params: _TransferParams | None = None
 
 
 @dataclass
@@ -72,10 +72,10 @@ class FeatureReply:
     """Reply of the server to one request."""
 
     ids: list[int]
-    """Token ids of the prompt and of what was written."""
+    """Token ids of the prompt and the reply."""
     states: Tensor
     """States `[S, F, Ht]` of the prompt (`Client.ask`), or of all tokens but the last
-    (`Client.write`), at the layers that the server was started with, ascending."""
+    (`Client.write`), at the server's layers, ascending."""
 
 
 class Client:
@@ -91,8 +91,7 @@ class Client:
     ) -> None:
         """`layers` are the ids that the server was started with, the number of layers among them.
 
-        `REQUESTS` are under way at a time; `timeout_s` is the limit of each.
-        `hidden_size` is the target's width, which states have to have; None if it is not known.
+        `timeout_s` is the limit of a request, `hidden_size` the expected size of states, if known.
         """
         self.layers, self._model, self._timeout = layers, model, timeout_s
         self.hidden_size = hidden_size
@@ -103,7 +102,7 @@ class Client:
     def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
         """Yield the states of each prompt of token ids, in order, with requests running ahead.
 
-        Raises `UserError`, as `write` does, for a server that does not answer as it should.
+        Raises `UserError`, as `write` does, if the server does not answer as expected.
         """
         return self._pool.map(lambda ids: self._one(ids, 1), prompts)
 
@@ -112,7 +111,7 @@ class Client:
     ) -> Iterator[FeatureReply]:
         """Yield a reply of at most `max_tokens` to each prompt, with the states of both.
 
-        The last token has none, since nothing is drafted after it.
+        The last token has no state, since nothing is drafted after it.
         """
         numbers = range(len(prompts))
         return self._pool.map(
@@ -127,47 +126,46 @@ class Client:
             "model": self._model, "prompt": ids, "max_tokens": max_tokens,
             "temperature": temperature, "return_token_ids": True, "repetition_penalty": 1.0,
         }  # fmt: skip
-        if temperature:  # what is not given, the server takes from the model's own settings
+        if temperature:  # the server would take missing settings from the model's own
             request |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": seed}
         try:
             answer = self._http.post("/completions", json=request)
         except httpx.HTTPError as error:
-            raise self._wrong(
+            raise self._error(
                 f"does not answer ({error or type(error).__name__}); check it"
             ) from error
         if answer.status_code != 200:
-            raise self._wrong(
+            raise self._error(
                 f"refuses {len(ids)} tokens with status {answer.status_code} "
                 f"({answer.text[:200]}); check its limits, and the key in {OF_SERVER}"
             )
         try:
-            reply = convert(answer.json(), _StatesAnswer)
+            reply = convert(answer.json(), _Completion)
         except (ValueError, RecursionError) as error:
-            raise self._wrong(
+            raise self._error(
                 f"answers in an unknown form ({first_line(error)}); is it a vLLM?"
             ) from error
-        path = (reply.kv_transfer_params or _Handed()).hidden_states_path
+        path = (reply.kv_transfer_params or _TransferParams()).hidden_states_path
         if path is None:
-            raise self._wrong(
+            raise self._error(
                 "gives no hidden states; start it with the speculative method extract_hidden_states"
             )
         text, states = ids + reply.choices[0].token_ids, self._fetch(Path(path), ids)
         if max_tokens > 1:
-            # A server gives the states of prompts, so it is asked again, with the reply in one.
+            # A server gives the states of prompts only, so it is asked again with the reply.
             states = self._one(text[:-1], 1).states
         return FeatureReply(text, states)
 
-    def _wrong(self, what: str) -> UserError:
-        """Return an error of the server."""
+    def _error(self, what: str) -> UserError:
         return UserError(f"server {self._http.base_url} {what}")
 
     def _fetch(self, path: Path, text: list[int]) -> Tensor:
-        """Return the states `[S, F, Ht]` that the server has put into a file, and delete it.
+        """Return the states `[S, F, Ht]` in a file of the server, and delete the file.
 
-        The server names the file, so it may be any: it is read only if its header fits, and deleted
-        only if it holds the states of `text`, a list of token ids. The server holds a lock on a
-        second file while it writes; it deletes neither. Raises `UserError` for a file that cannot
-        be read, is late, or holds something else; such a file stays.
+        The server may name any file, so it is read only if its header fits, and deleted only if it
+        holds the states of `text`, a list of token ids. The server holds a lock on a second file
+        while it writes, and deletes neither. Raises `UserError` for a file that cannot be read, is
+        late, or holds something else; such a file stays.
         """
         lock = Path(f"{path}.lock")
         deadline = time.monotonic() + self._timeout
@@ -175,7 +173,7 @@ class Client:
             # Opening a pipe would wait for its writer.
             for file in (path, lock):
                 if not stat.S_ISREG(file.lstat().st_mode):
-                    raise OSError(f"{file} is no ordinary file")
+                    raise OSError(f"{file} is not a regular file")
             with lock.open("rb") as file:
                 while True:
                     try:
@@ -194,11 +192,11 @@ class Client:
                 tensors = {name: opened.get_tensor(name).clone() for name in NAMES}
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"cannot read {path}, where the server put the states ({error}); run where that "
-                "folder is to be seen"
+                f"cannot read {path}, where the server put the states ({error}); run on a machine "
+                "that has this folder"
             ) from error
         if tensors["token_ids"].tolist() != text:
-            raise self._wrong(
+            raise self._error(
                 f"sent the states of another text in {path}; use one prompt a request and no prefix"
             )
         for read in (path, lock):
@@ -206,7 +204,7 @@ class Client:
         return tensors["hidden_states"]
 
     def _check_header(self, path: Path, positions: int) -> None:
-        """Raise `UserError` unless the header of a file is that of states of so many positions."""
+        """Raise `UserError` unless a file's header is that of states of `positions` positions."""
         found = header(path)
         names, says = ", ".join(sorted(found)[:3]), ""
         if found.keys() != set(NAMES):
@@ -231,10 +229,7 @@ class ServedTarget(StoredTarget):
     client: Client
 
     def hidden_of(self, states: Tensor, taps: tuple[int, ...]) -> Hidden:
-        """Return last hidden state and taps of `states` `[S, F, Ht]` as the server gives them.
-
-        The final norm is applied here.
-        """
+        """Return last hidden state, after the final norm, and taps of states `[S, F, Ht]`."""
         index_of = {layer: i for i, layer in enumerate(self.client.layers)}
         states = states.to(self.device, self.dtype)
         norm: Any = self.final_norm()
@@ -243,7 +238,7 @@ class ServedTarget(StoredTarget):
         return Hidden(last, tuple(states[:, index_of[tap]] for tap in taps))
 
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
-        # One position less than `Target.tap_sizes` may take: the server writes a token too.
+        # One position less than in `Target.tap_sizes`, since the server also writes a token.
         ids = spread_ids(self.vocab_size, min(128, self.max_positions - 1)).tolist()
         sample = self.tap_sample(ids, taps)
         return tuple(float(tap.square().mean(-1).sqrt().median()) for tap in sample)
@@ -255,14 +250,14 @@ class ServedTarget(StoredTarget):
 
 
 class ServedFeatures:
-    """Source of features that asks a server, with a request for each document of a batch."""
+    """Source of features from a server, with a request for each document of a batch."""
 
     def __init__(self, target: ServedTarget, taps: tuple[int, ...]) -> None:
         check_layers(target, taps, target.client.layers)
         self._target, self._taps = target, taps
 
     def features(self, batch: Batch) -> Features:
-        """Return a batch with the server's states; those of padding are 0. Raises `UserError`."""
+        """Return a batch with the server's states, which are 0 at padding. Raises `UserError`."""
         target = self._target
         spans: list[tuple[int, slice]] = []  # row of each document, and its positions there
         for row in range(len(batch.ids)):
@@ -284,9 +279,9 @@ class ServedFeatures:
 
 
 def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int]) -> None:
-    """Raise `UserError` unless the server's `layers` are in order and hold all that is needed.
+    """Raise `UserError` unless the server's `layers` are in order and include those of the run.
 
-    vLLM would change ids that are not ascending and distinct without a message.
+    vLLM silently changes ids that are not ascending and distinct.
     """
     last, needed = target.num_layers, sorted({*taps, target.num_layers})
     if layers != sorted(set(layers)) or not {*needed} <= {*layers} <= {*range(last + 1)}:
@@ -306,27 +301,27 @@ def served_texts(
 ) -> list[HeldOutText]:
     """Return the server's replies to prompts, with the features of both, on the CPU.
 
-    The replies are kept in `file`, so that a run that resumes is measured on the same ones: a
-    server may write others, at a temperature or in another batch.
+    The replies are kept in `file`, so that a resumed run is measured on the same ones: the server
+    may write others, at a temperature or in another batch.
     """
     ids = [prompt.token_ids for prompt in prompts]
-    asked: JsonObject = {
+    settings: JsonObject = {
         "target": target.fingerprint().weights_hash, "prompts": ids,
         "max_new_tokens": config.max_new_tokens, "temperature": config.temperature,
     }  # fmt: skip
-    kept = _kept_replies(file, asked)
+    kept = _kept_replies(file, settings)
     if kept is None:
         replies = target.client.write(ids, config.max_new_tokens, config.temperature)
     else:
-        # Without the last token, which has no state when it is written either.
+        # Without the last token, as in the states of `write`.
         replies = target.client.ask([text[:-1] for text in kept])
     texts = []
     for i, reply in enumerate(
         Progress(replies, total=len(prompts), desc="server writes held-out replies")
     ):
         hidden = target.hidden_of(reply.states, taps)
-        # The last token has no state, and none is read, since nothing is drafted after it. The
-        # state before it stands in, so that there is one for each token.
+        # The last token's state is missing and never read. The one before it is repeated, so that
+        # each token has a state.
         last, *tapped = (
             torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps)
         )
@@ -335,15 +330,15 @@ def served_texts(
         texts.append(HeldOutText(text, len(ids[i]), hidden, prompts[i].unit))
     if file is not None and kept is None:
         with whole_file(file) as aside:
-            aside.write_text(json.dumps({**asked, "texts": [text.ids for text in texts]}))
+            aside.write_text(json.dumps({**settings, "texts": [text.ids for text in texts]}))
     return texts
 
 
-def _kept_replies(file: Path | None, asked: JsonObject) -> list[list[int]] | None:
-    """Return the texts in `file` if they were written to what is `asked` now, else None."""
+def _kept_replies(file: Path | None, settings: JsonObject) -> list[list[int]] | None:
+    """Return the texts in `file` if they were written with the same `settings`, else None."""
     try:
         found = None if file is None else json.loads(file.read_text())
         texts = convert(found.pop("texts"), list[list[Token]]) if found else None
     except (OSError, ValueError, KeyError, AttributeError):
         return None
-    return texts if found == asked else None
+    return texts if found == settings else None

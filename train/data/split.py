@@ -1,4 +1,4 @@
-"""Rows of sources, their split into learned and held-out ones, and the contamination of the former.
+"""Rows of sources, their split into training and held-out rows, and removal of contaminated ones.
 
 A training row is contaminated if it shares a prompt or a run of 13 words with a held-out row.
 """
@@ -20,15 +20,15 @@ from .templates import Encoded
 log = logging.getLogger(__name__)
 
 NGRAM_WORDS = 13
-WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
-# A run of words is common if more units have it than the larger of a share of all and a number, and
-# several held-out ones: a question that has leaked into training is that of one held-out unit.
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a punctuation mark
+# A run of words is common if it is in more units than COMMON_UNITS and COMMON_SHARE of all, and in
+# several held-out ones: a question that has leaked into training is in one held-out unit.
 COMMON_SHARE, COMMON_UNITS, COMMON_HELD_OUT = 0.005, 10, 2
 
 
 @dataclass
 class SourceRow:
-    """A row of a source that can be learned from."""
+    """Row of a source that can be learned from."""
 
     source: str
     """Name of the source."""
@@ -38,20 +38,20 @@ class SourceRow:
     """Text of user and model, which is compared for contamination."""
     held_out: bool
     copies: int
-    """Number of times that an epoch takes the row."""
+    """Number of times that the row is in an epoch."""
     unit: int
-    """Number of its conversation or prompt."""
+    """Number of the conversation or prompt."""
     prompt: int
-    """Number of its prompt."""
+    """Number of the prompt."""
     group: Group
     """Source and category."""
 
 
 def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> bool:
-    """Return whether a row is kept away from training.
+    """Return whether a row is held out.
 
-    By row, it depends on the seed and the row's unit (`conversations.choice.Units`) alone, so
-    that all rows of a conversation or prompt lie on one side.
+    By row, this only depends on the seed and the row's unit (`conversations.choice.Units`), so that
+    all rows of a conversation or prompt are on one side.
     """
     if held_out.by == "source":
         return source in held_out.sources
@@ -59,10 +59,12 @@ def is_held_out(held_out: HeldOutConfig, source: str, unit: int, seed: int) -> b
 
 
 def chance(*what: object) -> float:
-    """Return a number in [0, 1), evenly spread, that depends on nothing but its arguments."""
-    # Not Python's `hash`, which gives other numbers for a text in every process. The first of the
-    # arguments is a word for the purpose: otherwise the rows that are held out would be those that
-    # are copied.
+    """Return a number in [0, 1), evenly distributed, that only depends on the arguments.
+
+    The first one is a word for the purpose, without which the same rows would be held out and
+    copied.
+    """
+    # Not Python's `hash`, which differs between processes.
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
 
 
@@ -71,15 +73,12 @@ def clean(
 ) -> list[SourceRow]:
     """Return the training rows that share no prompt or words with a held-out row.
 
-    A row is contaminated by the prompt of a held-out row, and by a run of 13 words of one that is
-    not common (`COMMON_UNITS`): runs that many units share, held-out ones among them (an
-    instruction, a disclaimer, a template), say nothing about a single held-out row. Raises
-    `UserError` if a source loses more than the share `allowed` of its training rows; otherwise the
-    losses are logged.
+    Common runs of words (`COMMON_UNITS`), such as an instruction, a disclaimer or a template, do
+    not count. Raises `UserError` if a source loses more than the share `allowed` of its training
+    rows; otherwise the losses are logged.
     """
     prompts = {row.prompt for row in held_out}
     grams = [ngrams(row.words) for row in held_out]
-    # One set of all n-grams, against which each training row is one set operation.
     forbidden: set[int] = set().union(*grams)
     shared = [ngrams(row.words) & forbidden for row in train]
     common = _common(held_out, grams, train, shared)
@@ -91,7 +90,7 @@ def clean(
         else:
             cleaned.append(row)
     for source, lost in removed.items():
-        _refuse(source, lost, sum(row.source == source for row in train), allowed)
+        _check_removed(source, lost, sum(row.source == source for row in train), allowed)
     return cleaned
 
 
@@ -103,7 +102,7 @@ def _common(
 ) -> set[int]:
     """Return the n-grams that many units have.
 
-    `grams` are those of each held-out row, `shared` those of each training row that are among them.
+    `grams` are those of each held-out row, `shared` those of them in each training row.
     """
     units, count = _units([*held_out, *train], [*grams, *shared])
     of_held_out, _ = _units(held_out, grams)
@@ -123,19 +122,19 @@ def _common(
 
 
 def _units(rows: Sequence[SourceRow], grams: Sequence[set[int]]) -> tuple[Counter[int], int]:
-    """Return how many units have each n-gram, and how many units there are."""
+    """Return the number of units with each n-gram, and the number of units."""
     by_unit: dict[int, set[int]] = {}
     for row, own in zip(rows, grams, strict=True):
         by_unit.setdefault(row.unit, set()).update(own)
     return Counter(gram for own in by_unit.values() for gram in own), len(by_unit)
 
 
-def _refuse(
+def _check_removed(
     source: str, removed: Sequence[tuple[SourceRow, set[int]]], total: int, allowed: float
 ) -> None:
     """Raise `UserError` if a source loses more than the share `allowed` of its `total` rows.
 
-    `removed` are these rows and the runs that each shares. Otherwise the loss is logged.
+    `removed` are these rows, each with the runs that it shares. Otherwise the loss is logged.
     """
     share = len(removed) / total
     lost = f"{len(removed)} of {total} training rows share words with held-out rows"
@@ -153,10 +152,7 @@ def _refuse(
 
 
 def ngrams(text: str) -> set[int]:
-    """Return hashes of the 13-grams of words and signs in `text`, lower-cased.
-
-    These are the usual unit of contamination. The hashes are valid within this process only.
-    """
+    """Return hashes, valid in this process, of the 13-grams of words and marks in lower case."""
     return {hash(gram) for gram in _grams(text)}
 
 

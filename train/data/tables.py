@@ -1,7 +1,7 @@
-"""Tables of tokens, for training and held out, made from sources of conversations.
+"""Tables of training and held-out tokens, built from sources of conversations.
 
-Every row that is lost on the way is counted. The main process writes the tables into the run's
-folder and every rank reads them there. A key (`tables_key`) shows when they are out of date.
+Every dropped row is counted. The main process writes the tables into the run's folder, and every
+rank reads them there. A key (`tables_key`) shows when they are out of date.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Annotated, ClassVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ...heads.documents import read_document
+from ...heads.documents import Count, Document, FileFacts, read_document
 from ...heads.errors import UserError
 from ...heads.files import (
     JsonObject,
@@ -39,14 +42,31 @@ from ...inference.conversations.rows import LeftOut, Notes
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.targets.target import TargetSource
 from .config import Data, Source
-from .documents import TableCounts
 from .split import SourceRow, chance, clean, is_held_out
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
 
 COUNTS_FILE = "counts.json"
-LOST = ("malformed", "overlong", "nothing to learn")  # counts that data.max_lost_share limits
+LOST = ("malformed", "overlong", "nothing to learn")  # counts limited by data.max_lost_share
+
+
+class TableCounts(Document):
+    """`counts.json` next to the token tables of a run: their origin and their files."""
+
+    what: ClassVar[str] = "the note of a run's tables of tokens"
+
+    key: str
+    """Hash of everything that the tables depend on, see `tables_key`."""
+    counts: dict[str, dict[str, Count]]
+    """Number of rows for each source and outcome, such as "train" or "malformed"."""
+    files: dict[str, FileFacts]
+    """Sizes and checksums of the tables."""
+    identity: str
+    """Hash of the tables' content, by which a resume knows them."""
+    groups: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    """Sources with their categories; the tables hold indices into this list."""
+    schema: Annotated[int, Meta(ge=1)] = 1
 
 
 @dataclass
@@ -60,7 +80,7 @@ class TokenTable:
     starts: np.ndarray
     """Beginnings of the documents, and the end of the last, int64 `[documents + 1]`."""
     copies: np.ndarray
-    """Number of times that an epoch takes each document, int32 `[documents]`."""
+    """Number of times that each document is in an epoch, int32 `[documents]`."""
     units: np.ndarray
     """Number of each document's conversation or prompt, int64 `[documents]`."""
     groups: np.ndarray
@@ -78,7 +98,7 @@ class TokenTable:
         return self.ids[span], self.mask[span]
 
     def facts(self) -> JsonObject:
-        """Return numbers of documents and tokens, and a hash of every token and who wrote it."""
+        """Return numbers of documents and tokens, and a hash of tokens and masks."""
         digest = hashlib.sha256()
         for array in (self.ids, self.mask, self.starts):
             digest.update(np.ascontiguousarray(array).data)
@@ -97,12 +117,12 @@ class TokenTable:
         units: list[int] | None = None,
         groups: list[int] | None = None,
     ) -> TokenTable:
-        """Return the table of `documents`, of which an epoch takes document i `copies[i]` times.
+        """Return the table of `documents`, of which document i is `copies[i]` times in an epoch.
 
-        Without `units` every document is one of its own, without `groups` all are of one.
+        Without `units` each document is a different one, without `groups` all are in one group.
         """
         lengths = [len(document.token_ids) for document in documents]
-        # Read one by one: a list of all tokens would take many times the memory of the table.
+        # Iterators, since a list of all tokens would take many times the memory of the table.
         ids = chain.from_iterable(document.token_ids for document in documents)
         mask = chain.from_iterable(document.mask for document in documents)
         return cls(
@@ -118,14 +138,14 @@ class TokenTable:
 
 @dataclass
 class Tables:
-    """Tables of a run, one to learn from and one to be judged on."""
+    """Tables of a run, for training and for evaluation."""
 
     train: TokenTable
     held_out: TokenTable
     counts: dict[str, dict[str, int]]
-    """Number of rows by source and by what became of them."""
+    """Number of rows for each source and outcome."""
     groups: list[Group]
-    """Sources with their categories, by the numbers that the tables have."""
+    """Sources with their categories, in the order of `TokenTable.groups`."""
 
 
 def prepare(
@@ -135,22 +155,22 @@ def prepare(
     seed: int,
     check: Callable[[str], None] = lambda identity: None,
 ) -> Tables:
-    """Return the tables in `folder`, built again if they are damaged or out of date.
+    """Return the tables in `folder`, rebuilt if they are missing, damaged or out of date.
 
-    `check` is called with the identity of the tables before anything is written; what it raises
-    leaves `folder` as it was. Raises `UserError` for a source that cannot be read or that loses
-    more rows than `data.max_lost_share`, and if nothing is left to learn from or to hold out.
+    `check` is called with the identity of the tables before anything is written; if it raises,
+    `folder` stays as it was. Raises `UserError` for a source that cannot be read or that loses more
+    rows than `data.max_lost_share`, and if no training or held-out rows are left.
     """
     refuse_link(folder)
     key = tables_key(data, target, seed)
     if folder.exists():
         try:
-            before = noted(folder)
+            before = table_counts(folder)
             found = load(folder) if before.key == key else None
         except UserError as error:
-            # The message without its remedy, which is what happens here anyway.
+            # The message without its remedy, which is applied here.
             log.warning(
-                "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
+                "%s: rebuilding the tables from data.sources", str(error).partition("; ")[0]
             )
         else:
             if found is not None:
@@ -162,7 +182,7 @@ def prepare(
             arrays = {part: np.ascontiguousarray(array) for part, array in vars(table).items()}
             save_file(arrays, aside / f"{name}.safetensors")
         files = facts_of(aside)
-        # A source that was touched or copied is read again, and gives the same tables.
+        # Not of the key: a source that was touched or copied gives the same tables.
         identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         check(identity)
         noting = {"schema": 1, "key": key, "identity": identity, "counts": tables.counts}
@@ -171,17 +191,14 @@ def prepare(
     return tables
 
 
-def noted(folder: Path) -> TableCounts:
-    """Return what `counts.json` holds about the tables in `folder`. Raises `UserError`."""
+def table_counts(folder: Path) -> TableCounts:
+    """Return the contents of `counts.json` in `folder`. Raises `UserError`."""
     return read_document(folder / COUNTS_FILE, TableCounts, again_for(folder))[0]
 
 
 def load(folder: Path) -> Tables:
-    """Return the tables that `prepare` wrote into `folder`.
-
-    Raises `UserError` for a file that is not as it was written.
-    """
-    note = noted(folder)
+    """Return the tables that `prepare` wrote into `folder`. Raises `UserError`."""
+    note = table_counts(folder)
     for name, facts in note.files.items():
         if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
@@ -190,18 +207,18 @@ def load(folder: Path) -> Tables:
         held_out = TokenTable(**load_file(folder / "held_out.safetensors"))
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder} holds no tables of tokens ({error}); {again_for(folder)}"
+            f"{folder} does not hold tables of tokens ({error}); {again_for(folder)}"
         ) from error
     return Tables(train, held_out, note.counts, note.groups)
 
 
 def again_for(folder: Path) -> str:
-    """Return the end of a message about tables that cannot be read: what to do."""
+    """Return the remedy for tables that cannot be read."""
     return f"delete {folder} and run the command that wrote it again"
 
 
 def tables_key(data: Data, target: TargetSource, seed: int) -> str:
-    """Return a hash of all that the tables depend on: settings, files, tokenizer and template.
+    """Return a hash of settings, files, tokenizer and template, on which the tables depend.
 
     Tables of equal keys are equal; those of different keys may be equal too.
     """
@@ -214,8 +231,8 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     for source in data.sources:
         # A data set on the hub has no files here; its name is in the settings.
         for file in source_files(source) or []:
-            # Size and time instead of the contents, which would have to be read whole at every
-            # start. Where they differ, the tables are built again and compared (`prepare`).
+            # Size and time, since reading the contents at every start would be slow. If they
+            # differ, the tables are rebuilt and compared (`prepare`).
             facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -230,10 +247,10 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         counts[name] = count = Counter()
         lost: list[str] = []
         rows += _read(source, data, target, units, seed, count, lost)
-        _refuse_losses(name, count, lost, data.max_lost_share)
+        _check_losses(name, count, lost, data.max_lost_share)
     numbers = {row.unit for row in rows}
     if data.held_out.by == "row" and len(numbers) > 1 and not any(row.held_out for row in rows):
-        # By chance a share of few rows is none. Held out is the unit that a larger one would take.
+        # A share of few rows may be empty. The unit that a larger share would hold out is taken.
         first = min(numbers, key=lambda unit: chance("held out", seed, unit))
         for row in rows:
             if row.unit == first:
@@ -241,7 +258,7 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
     train = [row for row in rows if not row.held_out]
     held_out = [row for row in rows if row.held_out]
     if data.deduplicate:
-        # Held-out rows first: of two equal rows the one in training is dropped.
+        # Held-out rows first, so that of two equal rows the one in training is dropped.
         seen: set[bytes] = set()
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
@@ -255,8 +272,8 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         remedy = "check data.sources and data.held_out"
         if data.held_out.by == "row":
             remedy = (
-                "give two prompts or more, each conversation with an id of its own or none, or "
-                "another --data.held-out.share"
+                "give two prompts or more, each conversation with a different id or without one, "
+                "or another --data.held-out.share"
             )
         kind = "held out" if train else "to learn from"
         raise UserError(f"no rows are left {kind} ({_describe(counts)}); {remedy}")
@@ -293,40 +310,35 @@ def _read(
 ) -> Iterator[SourceRow]:
     """Yield the usable rows of a source.
 
-    What becomes of the others is added to `count`; `lost` gets the name and the reason of each that
-    counts as `LOST`.
+    The outcomes of the others are added to `count`; `lost` gets the name and the reason of each
+    that counts as `LOST`.
     """
     name = source.name or source.path
     left_out, notes = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows"), Notes()
-    tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
+    tokenizer = tokenizer_hash(target.tokenizer)  # takes as long as reading a hundred rows
     for row_name, raw in Progress(rows_of(source), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
-        # A weight of 2.3 takes every row twice, and three tenths of them once more.
+        # A weight of 2.3 uses every row twice, and three tenths of them once more.
         copies = int(source.weight) + (chance("copies", seed, name, row_name) < source.weight % 1)
         try:
             conversation = conversation_of(raw)
             unit = units.of(raw, conversation, name)
             held_out = is_held_out(data.held_out, name, unit, seed)
-            # A held-out row stays, whatever its source weighs in training.
+            # The weight of a source does not matter for its held-out rows.
             if not held_out and copies == 0:
                 count["not taken (weight)"] += 1
                 continue
             check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
-                conversation,
-                target.tokenizer,
-                target.eos_ids,
-                target.name,
-                data.chat_template_kwargs,
-                notes,
-            )
+                conversation, target.tokenizer, target.eos_ids, target.name,
+                data.chat_template_kwargs, notes,
+            )  # fmt: skip
         except RowError as error:
             left_out.add(row_name, error)
             count["malformed"] += 1
             lost.append(f"{row_name} ({error})")
             continue
-        # Turns that a template cannot render together are sequences of their own, and some of them
-        # may fit while others do not.
+        # Turns that cannot be rendered together are separate sequences, some of which may fit.
         fits = [e for e in encoded if len(e.token_ids) <= data.max_length]
         useful = [e for e in fits if _has_label(e)]
         if useful and len(fits) < len(encoded):
@@ -345,32 +357,26 @@ def _read(
             lost.append(f"{row_name} ({reason})")
             continue
         yield SourceRow(
-            name,
-            useful,
-            conversation.words(),
-            held_out,
-            1 if held_out else copies,
-            unit,
-            number_of(prompt_of(conversation)),
-            (name, str(raw.get("category") or "")),
-        )
+            name, useful, conversation.words(), held_out, 1 if held_out else copies, unit,
+            number_of(prompt_of(conversation)), (name, str(raw.get("category") or "")),
+        )  # fmt: skip
     notes.report(f"data source {name}")
 
 
 def units_of(data: Data) -> Units:
-    """Return the units of all rows of the sources, which are read once for it."""
+    """Return the units of all rows of the sources, each of which is read once."""
     units = Units()
     for source in data.sources:
         name = source.name or source.path
         rows = rows_of(source)
         for _, raw in Progress(rows, desc=f"ids and prompts of {name}", unit=" rows"):
-            with suppress(RowError):  # it is counted when the rows are read again
+            with suppress(RowError):  # counted when the rows are read again
                 units.add(raw, conversation_of(raw), name)
     return units
 
 
 def _unlearnable(conversation: Conversation) -> str:
-    """Return why a conversation has no token to learn."""
+    """Return the reason why a conversation has no token to learn."""
     roles = [str(message["role"]) for message in conversation.messages or ()]
     if roles and "assistant" not in roles:
         return f"no message of role assistant; the roles are {', '.join(dict.fromkeys(roles))}"
@@ -380,8 +386,7 @@ def _unlearnable(conversation: Conversation) -> str:
 def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
     """Raise `RowError` for exact token ids of another tokenizer than the target's.
 
-    `tokenizer` is the hash of the target's, `vocab_size` the number of its tokens. Ids of another
-    tokenizer would be learned without any sign that they are wrong.
+    `tokenizer` is the hash of the target's tokenizer, `vocab_size` the number of its tokens.
     """
     if conversation.token_ids is None:
         return
@@ -394,18 +399,15 @@ def check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) ->
 
 
 def _has_label(encoded: Encoded) -> bool:
-    """Return whether a draft can be learned: the target wrote a root and the token after it.
-
-    A root at position 0 does not count: no feature is before it.
-    """
+    """Return whether the target wrote a root, not at position 0, and the token after it."""
     mask = encoded.mask
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))
 
 
-def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: float) -> None:
+def _check_losses(name: str, count: Counter[str], lost: list[str], allowed: float) -> None:
     """Raise `UserError` for a source that is empty or loses more than the share `allowed` of rows.
 
-    Otherwise the first rows that are lost are named in the log.
+    Otherwise the first lost rows are logged.
     """
     if not count["read"]:
         raise UserError(f"data source {name} is empty; give it at least one row")
@@ -417,7 +419,7 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
             f"{lost[0]}"
         )
     if number > allowed * count["read"]:
-        # The share to accept is rounded up to two digits, so that it is enough.
+        # The share in the remedy is rounded up to two digits, so that it suffices.
         raise UserError(
             f"data source {name} would lose {number} of {count['read']} rows ({reasons}); the "
             f"first is {lost[0]}; fix them, or accept it with "
@@ -430,10 +432,7 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
 def _distinct(
     rows: list[SourceRow], seen: set[bytes], counts: dict[str, Counter[str]]
 ) -> list[SourceRow]:
-    """Return the rows whose tokens are not in `seen` yet, by their hashes, and add them there.
-
-    The others are counted in `counts`.
-    """
+    """Return the rows whose hashes are not in `seen` yet, add them, and count the others."""
     distinct = []
     for row in rows:
         key = hashlib.sha256(repr([e.token_ids for e in row.encoded]).encode()).digest()

@@ -1,9 +1,9 @@
-"""From a conversation to tokens and their loss mask.
+"""Encoding of a conversation as tokens with a loss mask.
 
-The mask is true at what the assistant wrote, the end token included. Each turn of the assistant is
-taken from the rendering in which it is the last, as the server saw it: what the rendering through
-the turn has after that up to the turn with the generation prompt. A turn after which a template
-rewrites earlier ones (it removes their reasoning, for example) begins a sequence of its own.
+The mask is true at the assistant's text, the end token included. Each of its turns is taken from
+the rendering in which it is the last one, as the server saw it: the part after the rendering of the
+earlier turns with the generation prompt. If a template rewrites earlier turns (removes their
+reasoning, for example), a new sequence begins.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from ...inference.conversations.formats import Conversation
 from ...inference.conversations.messages import RowError
 from ...inference.conversations.rendering import AssistantTurn, Rendering
 from ...inference.conversations.rows import Notes
-from ...inference.conversations.templates import (
-    beginning,
-    endless,
-    plain_ids,
-    refuse_rendered,
-)
+from ...inference.conversations.templates import beginning, endless, plain_ids, refuse_rendered
 
 MARKED = (
     "the plain text holds special tokens, as a rendered text does, and all of it is learned; write "
@@ -37,12 +32,12 @@ class Encoded:
 
     token_ids: list[int]
     mask: list[bool]
-    """True where the target wrote."""
+    """True at tokens of the target."""
 
 
 @dataclass
 class RenderedSequence:
-    """A rendered text with the turns in it that are learned."""
+    """Rendered text with the turns in it that are learned."""
 
     text: str
     turns: list[AssistantTurn] = field(default_factory=list)
@@ -56,10 +51,10 @@ def encode(
     template_kwargs: JsonObject,
     notes: Notes | None = None,
 ) -> list[Encoded]:
-    """Return the conversation as one or more sequences; none if there is no reply.
+    """Return the sequences of a conversation, an empty list without replies.
 
     `template_kwargs` are arguments of the chat template for all rows; those of the conversation
-    win. `notes` get what is said once about a source. Raises `RowError` for a row that the template
+    win. `notes` collect the remarks about a source. Raises `RowError` for a row that the template
     cannot render or of which it leaves out a text, `UserError` for a target without a template.
     """
     notes = notes or Notes()
@@ -73,7 +68,7 @@ def encode(
         return [_plain_text(conversation, tokenizer, eos_ids, notes)]
     given = conversation.with_arguments(template_kwargs)
     if given.end_token is not None and given.end_token not in eos_ids:
-        given.cut = True  # it ended with a stop token of the client's
+        given.cut = True  # it ended with the client's stop token
     rendering = Rendering(given, tokenizer, target_name, notes)
     if why := endless(tokenizer, target_name, eos_ids, given.template_kwargs):
         notes.remark(why)
@@ -82,7 +77,7 @@ def encode(
         if turn.index in conversation.not_learned:
             continue
         last = sequences[-1] if sequences else None
-        # The spans of a text that goes on stay where they are.
+        # The spans of a text stay where they are when it continues.
         if last is None or turn.start < len(last.text) or not turn.text.startswith(last.text):
             if last is not None:
                 rendering.note_rewritten()
@@ -101,7 +96,7 @@ def encode(
 def _plain_text(
     conversation: Conversation, tokenizer: Any, eos_ids: frozenset[int], notes: Notes
 ) -> Encoded:
-    """Return a plain text, all of which is learned, or a prompt with its completion, which is.
+    """Return a plain text, all of which is learned, or a prompt with its completion.
 
     Both end with the end token, if the tokenizer has one and the text was not cut short. Raises
     `RowError` for a text that a chat template has rendered.
@@ -113,7 +108,7 @@ def _plain_text(
         refuse_rendered(conversation.text or "", tokenizer)
         if not {*tokenizer.all_special_ids}.isdisjoint(ids[begin:-1]) and tokenizer.chat_template:
             notes.remark(MARKED)
-    # Without special tokens: a beginning token comes before the prompt, if there is one.
+    # Without special tokens, since a beginning token would come before the prompt.
     tail = []
     if conversation.completion is not None:
         tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"]]
@@ -132,7 +127,7 @@ def _plain_text(
 def _masked(
     sequence: RenderedSequence, tokenizer: Any, eos_ids: frozenset[int], special: frozenset[int]
 ) -> Encoded:
-    """Return the tokens of a rendered text, with the mask true where the target wrote.
+    """Return the tokens of a rendered text with their mask.
 
     `special` are tokens that may end a turn although they do not end generation.
     """
@@ -146,19 +141,19 @@ def _masked(
         if closing is None:
             rest = [sequence.text[slice(*offsets[i])] for i in range(said, past)]
             closing = max((i + 1 for i, text in enumerate(rest) if text.strip()), default=0)
-        # Where a template writes no end, the next turn's first token may be the one that ended it.
+        # If a template does not end a turn, the next turn's first token may be its end token.
         if not ended and not turn.cut and said + closing == past:
             if past == len(ids) and turn.following:
                 ids += tokenizer(turn.following, add_special_tokens=False)["input_ids"][:1]
                 offsets.append((len(sequence.text), len(sequence.text) + 1))
                 mask.append(False)
             closing += past < len(ids) and ids[past] in eos_ids
-        # A token without characters at the beginning belongs to no turn; within a turn it is white
-        # space, of a tokenizer that trims its offsets.
+        # A token without characters before a turn is not a part of it; within a turn it is white
+        # space of a tokenizer that trims its offsets.
         while first < said + closing and offsets[first][0] == offsets[first][1]:
             first += 1
         mask[first : said + closing] = [True] * (said + closing - first)
-    # What the template writes after the last end is not in what a server saw and wrote.
+    # A server neither reads nor writes the template's text after the last end token.
     past = max((i + 1 for i, on in enumerate(mask) if on), default=len(mask))
     return Encoded(ids[:past], mask[:past])
 
@@ -166,15 +161,15 @@ def _masked(
 def _closing(
     rest: list[int], eos_ids: frozenset[int], special: frozenset[int]
 ) -> tuple[int | None, bool]:
-    """Return how many of the tokens after a reply's last text the target wrote, and if it ended.
+    """Return the number of tokens of the target after a reply's last text, and whether it ended.
 
-    They are those up to its end token. Templates may add a line break after it, or the end token of
-    texts; the target does not write those. None without an end token.
+    They are those up to the end token, after which templates may add a line break or the end token
+    of texts. The number is None without an end token.
     """
     for i, token in enumerate(rest):
         if token in eos_ids:
             return i + 1, True
-    # The end token of a turn need not be one that ends generation.
+    # The end token of a turn may be one that does not end generation.
     for i, token in reversed([*enumerate(rest)]):
         if token in special:
             return i + 1, True
@@ -182,7 +177,7 @@ def _closing(
 
 
 def _end_with(token: int, encoded: Encoded, eos_ids: frozenset[int]) -> Encoded:
-    """Return a sequence whose last reply ends with the end token that a server named."""
+    """Return the sequence with the end token of the server after its last reply."""
     last = len(encoded.mask) - 1
     written = max((i for i, on in enumerate(encoded.mask) if on), default=last)
     if encoded.mask[written] and encoded.token_ids[written] in eos_ids:
@@ -192,12 +187,13 @@ def _end_with(token: int, encoded: Encoded, eos_ids: frozenset[int]) -> Encoded:
 
 
 def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the tokens of a rendered text, with the characters that each has.
+    """Return the tokens of a rendered text, each with its start and end in characters.
 
-    Of a tokenizer without offsets, the pieces between the borders of turns are tokenised, and each
-    token has the characters of its piece. Raises `RowError` where a token crosses a border.
+    Without offsets of the tokenizer the text between the borders of turns is encoded piece by
+    piece, and each token has the start and end of its piece. Raises `RowError` if a token crosses a
+    border.
     """
-    # The template has written all special tokens into the text already.
+    # All special tokens are in the text already.
     text = sequence.text
     if tokenizer.is_fast:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -218,7 +214,7 @@ def _tokens(sequence: RenderedSequence, tokenizer: Any) -> tuple[list[int], list
 
 
 def cut_replies(cut: int, replies: int) -> str:
-    """Return a warning about replies that a limit of tokens cut; "" if they are at most half."""
+    """Return a warning if a limit of tokens cut more than half of the replies, else ""."""
     if 2 * cut <= replies:
         return ""
     return (

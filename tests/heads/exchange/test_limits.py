@@ -18,7 +18,7 @@ from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.engines import ENGINES, TITLES, drafter_facts, refusal, sentences
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
-from draftsmith.train.estimate import facts_before, say_engines
+from draftsmith.train.estimate import check_engines, log_serving_engines
 from draftsmith.train.methods.registry import method_named
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.random_artifacts import TARGET, block, eagle, heads
@@ -227,8 +227,8 @@ def test_training_says_what_an_export_says(
     }[kind]
     run = a_run(tmp_path, tmp_path / "target", method, **options)
     with caplog.at_level(logging.INFO):
-        say_engines(run, method_named(method))
-    said = facts_before(run, method_named(method))
+        log_serving_engines(run, method_named(method))
+    said = check_engines(run, method_named(method))
     lines = [record.getMessage() for record in caplog.records]
     assert lines == sentences(said)
     for engine in ENGINES:
@@ -255,15 +255,15 @@ def test_an_engine_that_has_to_take_it_is_asked_before_anything_is_loaded(tmp_pa
     ):
         run = a_run(tmp_path, tmp_path / "target", "eagle", for_=[engine], **options)
         with pytest.raises(UserError, match=says):
-            say_engines(run, method_named("eagle"))
-    say_engines(
+            log_serving_engines(run, method_named("eagle"))
+    log_serving_engines(
         a_run(tmp_path, tmp_path / "target", "eagle", for_=["sglang"]), method_named("eagle")
     )
     few = a_run(
         tmp_path, tmp_path / "target", "medusa", for_=["tgi"], heads={"draft_vocab_size": 40}
     )
     with pytest.raises(UserError, match=r"draft 40 of the target's 2,048 tokens.*\(--for tgi\)"):
-        say_engines(few, method_named("medusa"))
+        log_serving_engines(few, method_named("medusa"))
     with pytest.raises(UserError, match="--for takes vllm, .*, not vlm"):
         a_run(tmp_path, tmp_path / "target", "eagle", for_=["vlm"])
 

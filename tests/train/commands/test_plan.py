@@ -13,9 +13,9 @@ from draftsmith.commands import plan
 from draftsmith.commands.plan import Options
 from draftsmith.commands.plan_verdict import plan_for
 from draftsmith.heads.errors import UserError
-from draftsmith.train.estimate import RunSizes, check_affordable, memory_of_step, shape_of
+from draftsmith.train.estimate import RunSizes, check_affordable, memory_of_step, run_sizes
 from draftsmith.train.methods.registry import method_named
-from draftsmith.train.pace import PARTS
+from draftsmith.train.trainer import STEP_PARTS
 from tests.conftest import tiny_target
 from tests.helpers.plans import run_of
 from tests.helpers.training import make_config, train
@@ -118,7 +118,7 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
     ).save_pretrained(tmp_path / "target")  # fmt: skip
     (tmp_path / "run").mkdir()
     _, _, config = run_of(tmp_path / "run", tmp_path / "target", "medusa")
-    shape = shape_of(method_named("medusa"), config)
+    shape = run_sizes(method_named("medusa"), config)
     experts = 2 * 8 * 3 * 64 * 32
     assert shape.target_params - shape.active_params == experts * 6 // 8
     assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8
@@ -221,7 +221,7 @@ def test_a_run_logs_where_its_time_goes(tmp_path: Path, saved_tiny: Path) -> Non
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     for row in (row for row in rows if "loss" in row):
-        shares = [row[f"share_{part}"] for part in PARTS]
+        shares = [row[f"share_{part}"] for part in STEP_PARTS]
         assert (
             all(share >= 0 for share in shares) and 0 < sum(shares) <= 1.0 and row["tokens_s"] > 0
         )

@@ -1,4 +1,4 @@
-"""Replies of every end: what is learned is exactly what the target wrote.
+"""Replies with every kind of end: exactly the text of the target is learned.
 
 A reply ends by itself with its end token, at a limit or a stop string without one, inside its
 reasoning or a call, with a call, or with the first token of the next turn.
@@ -34,7 +34,7 @@ ENDS = {
 
 
 def learned(name: str, row: dict[str, Any]) -> list[str]:
-    """The texts that are learned, one for each run of tokens."""
+    """Learned texts, one for each run of tokens."""
     tokenizer = TOKENIZERS[name]
     ends = tokenizer.convert_tokens_to_ids(ENDS.get(name, [tokenizer.eos_token]))
     runs: list[list[int]] = []
@@ -186,7 +186,7 @@ def test_a_template_whose_end_does_not_end_generation_is_found() -> None:
     why = endless(tokenizer, "x", frozenset({0}), {})
     assert "<|im_end|>, which does not end generation (eos_token_id is [0])" in why
     assert f"add {end} to eos_token_id" in why
-    # It writes no end of its own: the next turn's first token ends a reply.
+    # It does not write an end token: the next turn's first token ends a reply.
     assert endless(TOKENIZERS["glm4moe"], "x", frozenset({0}), {}) == ""
 
 
@@ -217,7 +217,7 @@ class ByteTokenizer(PreTrainedTokenizer):
 
 
 class Greedy(ByteTokenizer):
-    """The same, but two equal letters in a row are one token, also over the border of a turn."""
+    """A `ByteTokenizer` in which two equal letters are one token, also across a turn's border."""
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         return super()._tokenize(text.replace(": h", ":\x01").replace("hh", "\x02"))

@@ -1,4 +1,4 @@
-"""What is learned of conversations in the layouts of public chat templates, by hand."""
+"""Learned texts of conversations in the layouts of public chat templates, written by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_key(key: str) -> list[dict[str, str]]:
 
 @dataclass
 class Case:
-    """A conversation, and by hand what is learned of it."""
+    """A conversation, and its learned texts, written by hand."""
 
     layout: str
     messages: list[dict[str, str]]

@@ -1,4 +1,4 @@
-"""Texts written while training goes on: which rows they take, and that a resume has them."""
+"""Texts written during training: their rows, and their restoration by a resume."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from draftsmith.train.data import rollouts
 from draftsmith.train.data.batches import Batches
 from draftsmith.train.data.rollouts import (
     Document,
+    RolloutRows,
     Rollouts,
-    Written,
     draft_model_texts,
     prompts_of,
 )
@@ -31,7 +31,7 @@ TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 
 
 def table(count: int) -> TokenTable:
-    """Documents i of eight tokens i, of which the last five are the reply."""
+    """Document i has eight tokens i, of which the last five are the reply."""
     return TokenTable.of(
         [Encoded([i] * 8, [False] * 3 + [True] * 5) for i in range(count)], [1] * count
     )
@@ -49,13 +49,13 @@ def write(prompts: Sequence[Request], seed: int) -> list[Document]:
 def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0) -> Batches:
     batches = Batches(table(30), 8, rows=2, accumulation=2 // ranks, ranks=ranks, seed=3)
     config = Rollouts(share=share, begin=begin, every=5, limit=6)
-    batches.written = Written(config, write, batches, Accelerator(cpu=True), total=20)
+    batches.rollouts = RolloutRows(config, write, batches, Accelerator(cpu=True), total=20)
     return batches
 
 
-def written_of(batches: Batches) -> Written:
-    assert batches.written is not None
-    return batches.written
+def written_of(batches: Batches) -> RolloutRows:
+    assert batches.rollouts is not None
+    return batches.rollouts
 
 
 def rows_of(batches: Batches, step: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_rollout_prompts_end_before_a_reply_that_fits() -> None:
     assert prompts_of(TokenTable.of(documents, [1, 1, 1]), 8).tolist() == [[0, 2]]
     with pytest.raises(UserError, match="needs prompts"):
         batches = Batches(TokenTable.of(documents[1:], [1, 1]), 8, 1, 1, 1, 0)
-        Written(Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
+        RolloutRows(Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
 
 
 def test_draft_model_texts_keep_prompts_and_are_batch_independent(

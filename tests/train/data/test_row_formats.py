@@ -1,5 +1,4 @@
-"""Rows as other projects publish them: what is read, what is learned, and what is said of the
-rest."""
+"""Rows in the formats of other projects: read keys, learned texts, and remarks about the rest."""
 
 from __future__ import annotations
 
@@ -229,7 +228,7 @@ def asked_and(*replies: dict[str, Any], **row: Any) -> dict[str, Any]:
 
 
 def learned(name: str, row: dict[str, Any]) -> str:
-    """What is learned of a row with a published template."""
+    """Learned text of a row with a published template."""
     return read(name, row)[1]
 
 
@@ -263,7 +262,7 @@ def test_empty_reasoning_and_tool_calls_are_ignored() -> None:
 
 
 def test_harmony_calls_with_reasoning_are_learned_as_generated() -> None:
-    """The template drops the reasoning before a call once the last reply is there."""
+    """The template drops the reasoning before a call when the last reply follows."""
     call = {"content": None, "tool_calls": [{**CALL, "id": "c"}], "reasoning": "why"}
     row = asked_and(call)
     row["messages"].append({"role": "tool", "tool_call_id": "c", "content": 'it "rains"'})

@@ -1,5 +1,5 @@
-"""Files of hidden states that a server names: taken and deleted where they hold the states of the
-text that was asked for, else refused in one line and left as they are."""
+"""Files of hidden states that a server names: read and deleted if they hold the states of the text,
+refused in one line and kept otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def named(folder: Path, tensors: Tensors) -> Path:
-    """A file of the server, with the lock that it leaves beside it."""
+    """A file of the server, with the lock file that it leaves."""
     path = folder / "cmpl-1.safetensors"
     save_file(tensors, path)
     Path(f"{path}.lock").touch()
@@ -162,7 +162,7 @@ def test_unexpected_server_answer_is_refused_in_one_line(
 
 
 class Answers(Client):
-    """Answers of a server with the states of `live`; each reply that it writes is another one."""
+    """Answers of a server with the states of `live`, and another reply at each request."""
 
     def __init__(self, live: Target, layers: list[int]) -> None:
         self.layers, self._live, self.written = layers, live, 0

@@ -39,7 +39,7 @@ from draftsmith.inference.targets.stored import (
 )
 from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.store import encoded, missing_shards, shard_path
-from draftsmith.train.inputs import check_named_target
+from draftsmith.train.loading import check_named_target
 from tests.conftest import PYTHON, ROOT, edit_config, tiny_target
 from tests.helpers.architectures import architecture
 from tests.helpers.faults import command_of, curve, disturb, flip
@@ -115,7 +115,7 @@ def test_training_from_a_store_is_training_from_the_target(
 
 @pytest.mark.full
 def test_bf16_and_fp8_stores_change_loss_only_slightly(tmp_path: Path, saved_tiny: Path) -> None:
-    """The first loss differs by what rounding the features does."""
+    """The first loss differs by the rounding of the features."""
     config = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=1)
     train(config, method="eagle")
     exact = curve(tmp_path / "live")[1][0]
@@ -291,7 +291,7 @@ def test_the_target_that_a_run_names_is_compared_with_that_of_its_store(
     more = ("--features.store", store, "--evaluation.limit", "3")
     done = train(config, *more, "--target", "/nonexistent/target", "--out", tmp_path / "other")
     assert "no config.json in /nonexistent/target: it was not compared" in done.stderr
-    assert "evaluation.limit is 4 in the store, which is used, not 3" in done.stderr
+    assert "evaluation.limit is 4, as in the store, not 3" in done.stderr
     assert "evaluation.max_new_tokens" not in done.stderr, "it is the store's"
     assert "next: draftsmith evaluate --target TARGET --drafter" in done.stdout
 
@@ -427,7 +427,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
 def test_a_ring_stays_within_its_bound_and_teaches_the_same(
     tmp_path: Path, saved_tiny: Path
 ) -> None:
-    """Extractor and trainer side by side; then again with both of them killed on the way."""
+    """Extractor and trainer in parallel; then again, with both of them killed."""
     live = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=40)
     train(live, method="eagle")
     config = config_for(

@@ -1,4 +1,4 @@
-"""What is read, kept, held out and lost, with every loss counted and named."""
+"""Rows that are read, kept, held out and lost, with every loss counted and named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
 from draftsmith.train.data.config import Data, HeldOutConfig, Source
-from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare, tables_key
+from draftsmith.train.data.tables import TokenTable, build, load, prepare, table_counts, tables_key
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.evaluation import held_out_prompts
 from tests.conftest import tiny_target
@@ -128,7 +128,7 @@ def test_phrases_shared_by_many_rows_are_not_contamination(
 ) -> None:
     """An instruction in 60% of the prompts, a disclaimer in 20% of the replies."""
     asked = "answer the following question as well as you can and in no more than three words"
-    warned = "please note that this is no advice and that you should ask a doctor before it"
+    warned = "please note that this is not advice and that you should ask a doctor before it"
     rows = []
     for i in range(200):
         prompt = f"{asked}: question {i}" if i % 5 < 3 else f"question {i}"
@@ -152,7 +152,7 @@ def test_contamination_above_a_share_is_an_error_that_names_the_words(tmp_path: 
 
 
 def test_a_question_that_leaked_into_many_rows_is_contamination(tmp_path: Path) -> None:
-    """It is in one held-out row, and so no template."""
+    """It is in one held-out row only, so it is not a template."""
     asked = "how many of the seventeen little words in this question are there in the benchmark"
     leaked = [chat(f"tell me {i}: {asked}", f"answer {i}") for i in range(15)]
     tables = build(data(tmp_path, [*GOOD, *leaked], [chat(asked, "seventeen")]), TARGET, seed=0)
@@ -185,7 +185,7 @@ def test_replies_to_one_prompt_and_parts_of_a_conversation_stay_together(tmp_pat
 def test_held_out_prompts_come_from_every_source_and_category(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three sources, of which the first alone would fill the number asked for."""
+    """Three sources, the first of which has enough rows."""
     sources = []
     for name in ("chat", "code", "math"):
         rows = [
@@ -247,7 +247,7 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
 def test_rows_of_one_id_are_on_one_side(tmp_path: Path) -> None:
     """Rows of one id are one conversation: all of them are held out, or none."""
     same = write(tmp_path / "same.jsonl", [row | {"id": 0} for row in GOOD[:40]])
-    with pytest.raises(UserError, match="no rows are left held out .* an id of its own or none"):
+    with pytest.raises(UserError, match="no rows are left held out.* different id or without one"):
         build(Data([Source(same, name="same")]), TARGET, seed=0)
     other = write(tmp_path / "other.jsonl", GOOD[40:])
     held_out = HeldOutConfig("row", share=0.2)
@@ -404,7 +404,7 @@ def test_damaged_tables_are_built_again_and_nothing_else_is(
     again = prepare(config, TARGET, folder, seed=0)
     assert {
         path.name: path.read_bytes() for path in folder.iterdir()
-    } == sound and "built again" in caplog.text
+    } == sound and "rebuilding the tables" in caplog.text
     assert np.array_equal(again.train.ids, first.train.ids) and again.counts == first.counts
 
 
@@ -412,11 +412,11 @@ def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: P
     config, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
     seen: list[str] = []
     prepare(config, TARGET, folder, 0, seen.append)
-    key = noted(folder).key
+    key = table_counts(folder).key
     os.utime(tmp_path / "train.jsonl", (1, 1))
     prepare(config, TARGET, folder, 0, seen.append)
-    assert seen[-1] == seen[-2] == noted(folder).identity
-    assert noted(folder).key != key, "found without reading the sources again"
+    assert seen[-1] == seen[-2] == table_counts(folder).identity
+    assert table_counts(folder).key != key, "found without reading the sources again"
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def refuse(identity: str) -> None:

@@ -240,7 +240,7 @@ SIGNED = (
         (MARKED_TEMPLATE, "I am <p> fine", "I am <p> fine<e>"),
         # A template may end its texts with another token than its turns.
         (TWO_ENDS, "I am fine", "I am fine<e>"),
-        # Words of the template's own after the end.
+        # Words of the template after the end token.
         (SIGNED, "I am fine", "I am fine<e>"),
         (SIGNED, "I am <e> fine", "I am <e> fine<e>"),
     ],

@@ -17,7 +17,7 @@ from transformers import Gemma3TextConfig
 from draftsmith.commands import plan
 from draftsmith.commands.plan import Options
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.estimate import StepMemory, memory_of_step, shape_of
+from draftsmith.train.estimate import StepMemory, memory_of_step, run_sizes
 from draftsmith.train.method import AnyMethod
 from draftsmith.train.objectives import TrainingModule
 from tests.conftest import tiny_target
@@ -60,7 +60,7 @@ class Tracker(TorchDispatchMode):
 
 
 def found(method: AnyMethod, run: Any) -> StepMemory:
-    return memory_of_step(shape_of(method, run), run)
+    return memory_of_step(run_sizes(method, run), run)
 
 
 def counted(method: AnyMethod, run: Any) -> int:

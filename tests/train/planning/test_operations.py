@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from draftsmith.train.data.features import LiveTarget
-from draftsmith.train.estimate import shape_of
+from draftsmith.train.estimate import run_sizes
 from draftsmith.train.method import AnyMethod
 from draftsmith.train.objectives import TrainingModule
 from tests.conftest import tiny_target
@@ -94,5 +94,5 @@ def test_estimated_operations_match_counted_ones_within_ten_percent(
     changes = {"rollouts": {}} | changes if method == "distill" else changes
     _, module, run = run_of(tmp_path, tmp_path / "target", method, **changes)
     run.data.max_length = 64
-    found = shape_of(module, run).training_operations(reply_share)
+    found = run_sizes(module, run).training_operations(reply_share)
     assert found == pytest.approx(counted(module, run, reply_share), rel=0.1)

@@ -54,7 +54,7 @@ from ...losses.ranks import batch_of_text, comparable_roots, rank_calibration, r
 from ...losses.vocabulary import VocabularyMap, draft_vocabulary, mask_token_for, warn_of_mask_token
 from ...method import FeaturesRead, Method
 from ...objectives import Sums, compared, depth_metrics, survival_weights
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, TRAINED, Outline, TargetSpec, work_of
 from .config import BlockLoss, DFlashRun
 
 SPREAD = 0.25
@@ -279,14 +279,14 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
     configs: Any = dflash
     """Module of the drafter's configuration, with `shape_for`."""
 
-    def shape(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> Any:
+    def shape(self, run: DFlashRun, target: TargetSource | TargetSpec) -> Any:
         """Return the drafter's shape, with any mask token where none is chosen yet."""
         return self.configs.shape_for(run.heads, target.config, run.heads.mask_token or 0)
 
-    def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: DFlashRun, target: TargetSource | TargetSpec) -> FeaturesRead:
         return self.shape(run, target).taps, False
 
-    def resolve(self, run: DFlashRun, target: ConfigOnly) -> None:
+    def resolve(self, run: DFlashRun, target: TargetSpec) -> None:
         take_heads_before(run)
         shape = self.shape(run, target)
         run.heads = replace(
@@ -295,7 +295,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         if run.objective.weighting == "decay" and run.objective.gamma is None:
             run.objective = replace(run.objective, gamma=default_gamma(shape.block_size))
 
-    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DFlashRun, target: TargetSpec) -> Outline:
         """Return the run's `Outline`.
 
         Every position is context once: `fc`, then keys and values of each layer. The layers

@@ -50,7 +50,7 @@ from ...data.rollouts import Rollouts, Writer, draft_model_texts
 from ...losses.memory import recomputed
 from ...method import FeaturesRead, Method
 from ...objectives import Sums, compared, depth_metrics
-from ...outline import TRAINED, ConfigOnly, Outline, config_at, matrix_numbers, work_of
+from ...outline import TRAINED, Outline, TargetSpec, config_at, matrix_numbers, work_of
 from .config import DistillLoss, DistillRun
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class DistillObjective:
         return loss, drafts.losses, drafts.right, drafts.overlaps
 
 
-def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
+def _draft_model_config(config: DraftModelConfig, target: TargetSpec) -> Any:
     """Return the transformers config of the draft model that `make_draft_model` would make."""
     if config.path is not None:
         return config_at(config.path)
@@ -205,16 +205,16 @@ class DistillMethod(Method[DistillRun, DraftModel]):
     run_class = DistillRun
     drafter_class = DraftModel
 
-    def features_of(self, run: DistillRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: DistillRun, target: TargetSource | TargetSpec) -> FeaturesRead:
         return (), False
 
-    def resolve(self, run: DistillRun, target: ConfigOnly) -> None:
+    def resolve(self, run: DistillRun, target: TargetSpec) -> None:
         options = run.draft_model
         cut = run.init_from is None and options.path is None
         if cut and options.layers is None:
             run.draft_model = replace(options, layers=default_layers(target.num_layers))
 
-    def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DistillRun, target: TargetSpec) -> Outline:
         config = _draft_model_config(run.draft_model, target)
         model = make_causal_lm(config, dtype=torch.float32)
         drafter = DraftModel(model, None, target.vocab_size)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ....heads import dspark
 from ....heads.dspark import DSparkDrafter
-from ...outline import TRAINED, ConfigOnly, Outline, matrix_numbers
+from ...outline import TRAINED, Outline, TargetSpec, matrix_numbers
 from ..dflash.config import DFlashRun
 from ..dflash.method import BlockObjective, DFlashMethod
 from .config import DSparkLoss, DSparkRun
@@ -55,7 +55,7 @@ class DSparkMethod(DFlashMethod):
     objective_class = DSparkObjective
     configs = dspark
 
-    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: DFlashRun, target: TargetSpec) -> Outline:
         """Return DFlash's outline, with the transition's output matrix at every draft."""
         outline = super().outline(run, target)
         drafter = outline.drafter

@@ -28,7 +28,7 @@ from ...losses.ranks import RecyclingMethod
 from ...losses.unrolled import UnrolledObjective
 from ...losses.vocabulary import draft_vocabulary
 from ...method import FeaturesRead
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, TRAINED, Outline, TargetSpec, work_of
 from .config import EagleRun
 
 NOISE = 0.1  # of EAGLE-1's features; the taps of EAGLE-3 differ in size too much for one noise
@@ -41,13 +41,13 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
     run_class = EagleRun
     drafter_class = EagleDrafter
 
-    def features_of(self, run: EagleRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: EagleRun, target: TargetSource | TargetSpec) -> FeaturesRead:
         shape = shape_for(run.heads, target.config)
         # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
         # last state everywhere.
         return shape.taps, eagle.CLASSES[shape.version].reads_last
 
-    def resolve(self, run: EagleRun, target: ConfigOnly) -> None:
+    def resolve(self, run: EagleRun, target: TargetSpec) -> None:
         take_heads_before(run)
         run.objective = run.objective.resolved(run.heads.version)
         shape = shape_for(run.heads, target.config)
@@ -60,7 +60,7 @@ class EagleMethod(RecyclingMethod[EagleRun, EagleDrafter]):
             intermediate_size=shape.intermediate_size,
         )
 
-    def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: EagleRun, target: TargetSpec) -> Outline:
         shape, loss = shape_for(run.heads, target.config), run.objective
         steps = loss.resolved(shape.version).steps or 1
         drafter = drafter_of(shape, target.embedding_and_head)

@@ -39,7 +39,7 @@ from ...losses.ranks import comparable_roots, rank_calibration, ranks_by_root
 from ...losses.vocabulary import VocabularyMap, draft_vocabulary
 from ...method import Method
 from ...objectives import Sums, compared, depth_metrics, static_decay
-from ...outline import FROZEN, TRAINED, ConfigOnly, Outline, matrix_numbers
+from ...outline import FROZEN, TRAINED, Outline, TargetSpec, matrix_numbers
 from .config import MedusaLoss, MedusaRun
 
 SURENESS = 0.45
@@ -195,10 +195,10 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
     run_class = MedusaRun
     drafter_class = MedusaHeads
 
-    def resolve(self, run: MedusaRun, target: ConfigOnly) -> None:
+    def resolve(self, run: MedusaRun, target: TargetSpec) -> None:
         take_heads_before(run)
 
-    def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: MedusaRun, target: TargetSpec) -> Outline:
         hidden_size = target.config.hidden_size
         heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head)
         outputs = run.heads.num_heads * hidden_size * heads.drafted

@@ -24,7 +24,7 @@ from ...losses.first_weights import (
 from ...losses.ranks import RecyclingMethod
 from ...losses.unrolled import UnrolledObjective
 from ...method import FeaturesRead
-from ...outline import FROZEN, ConfigOnly, Outline, work_of
+from ...outline import FROZEN, Outline, TargetSpec, work_of
 from ..eagle.method import STATES
 from .config import MtpLoss, MtpRun
 
@@ -35,14 +35,14 @@ class MtpMethod(RecyclingMethod[MtpRun, MtpDrafter]):
     run_class = MtpRun
     drafter_class = MtpDrafter
 
-    def features_of(self, run: MtpRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+    def features_of(self, run: MtpRun, target: TargetSource | TargetSpec) -> FeaturesRead:
         return (), True
 
-    def resolve(self, run: MtpRun, target: ConfigOnly) -> None:
+    def resolve(self, run: MtpRun, target: TargetSpec) -> None:
         take_heads_before(run)
         run.objective = run.objective.resolved()
 
-    def outline(self, run: MtpRun, target: ConfigOnly) -> Outline:
+    def outline(self, run: MtpRun, target: TargetSpec) -> Outline:
         drafter = MtpDrafter(shape_for(run.heads, target.config), target.embedding_and_head)
         loss = run.objective.resolved()
         freeze(drafter, loss)

@@ -11,7 +11,7 @@ import torch
 from draftsmith.inference.base.console import Console
 from draftsmith.inference.evaluation.training_log import METRICS_FILE
 from draftsmith.train.evaluation import warn_of_other_replies
-from draftsmith.train.log_lines import evaluation_line, step_line, summary
+from draftsmith.train.reporting import evaluation_line, step_line, summary
 
 STEP = {"loss": 0.42, "tau_rows": 2.384, "lr": 1e-4, "tokens_s": 12345.6}
 MEASURED = {"tau_measured": 4.694, "tau_measured_low": 4.35, "tau_measured_high": 4.97}

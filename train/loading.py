@@ -1,4 +1,4 @@
-"""Inputs of a training run: a target with the run's own data, or a feature store that has both."""
+"""Loading of a run's target, token tables and features, or of a feature store that has them all."""
 
 from __future__ import annotations
 
@@ -26,59 +26,57 @@ from ..inference.targets.stored import (
 )
 from ..inference.targets.target import Target, TargetSource, load_target, resolve_device
 from .config import RunConfig, TargetConfig
-from .data import tables as data_module
 from .data.batches import Batches
 from .data.config import Data
 from .data.features import FeatureSource, LiveTarget
 from .data.served import Client, ServedFeatures, ServedTarget, served_texts
 from .data.store import StoredFeatures
+from .data.tables import Tables, load, prepare, table_counts
 from .evaluation import held_out_prompts
 from .objectives import Objective
 
 log = logging.getLogger(__name__)
 
-HELD_OUT_REPLIES = "held-out-replies.json"  # file in a run's output, of a server's replies
+HELD_OUT_REPLIES = "held-out-replies.json"  # file in the run's folder for a server's replies
 
 
 @dataclass
 class Inputs:
-    """A target, whole or only its embedding and head, with the texts and their features."""
+    """Target (whole, or its embedding and head only), token tables, and sources of features."""
 
     target: TargetSource
-    tables: data_module.Tables
+    tables: Tables
     identity: JsonObject
-    """Hashes of the target's weights and of the data, and the numbers of its configuration."""
+    """Facts by which a resume recognises target and data, see `TrainerState.identity`."""
     make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
     """Function that makes the source of features. Its last argument returns true once the run was
     asked to stop."""
     make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
-    """Function that returns the held-out texts of all ranks with the features of the given taps;
-    None if the target in this process has to write them."""
+    """Function from taps to the held-out texts of all ranks with their features; None if the target
+    in this process has to write the texts."""
 
 
 Check = Callable[[JsonObject], None]
 """Function that raises `UserError` for a resume whose identity, or a part of it, has changed. It is
-called before anything is written: such a resume must leave the folder as it is."""
+called before anything is written, so that the folder stays as it is."""
 
 
-def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
-    """Load the target, data and features that the run's config names; `folder` is its output.
+def load_inputs(run: RunConfig, accelerator: Accelerator, folder: Path, check: Check) -> Inputs:
+    """Load the target, data and features of the run's config; `folder` is the run's output.
 
     Raises `UserError` for data that cannot be used.
     """
     if (store := run.features.store) is not None:
-        return stored_inputs(run, store, accelerator, check)
+        return load_stored_inputs(run, store, accelerator, check)
     if run.features.server is not None:
-        target: Target | ServedTarget = served_target(run, accelerator)
+        target: Target | ServedTarget = load_served_target(run, accelerator)
     else:
-        target = load_target(on_rank(run.target, accelerator))
-    known = identity_of(target.fingerprint())
+        target = load_target(with_rank_device(run.target, accelerator))
+    known = target_identity(target.fingerprint())
     check(known)
     data, seed = folder / "data", run.seed
-    tables = prepared_tables(
-        run.data, target, data, seed, lambda identity: check({"data": identity})
-    )
-    identity = known | {"data": data_module.noted(data).identity}
+    tables = load_tables(run.data, target, data, seed, lambda identity: check({"data": identity}))
+    identity = known | {"data": table_counts(data).identity}
     if isinstance(target, Target):
         return Inputs(
             target, tables, identity, lambda objective, *_: LiveTarget(target, objective.taps)
@@ -94,37 +92,32 @@ def inputs_of(run: RunConfig, accelerator: Accelerator, folder: Path, check: Che
     )
 
 
-def identity_of(fingerprint: Fingerprint) -> JsonObject:
-    """Return the part of a run's identity that the target has."""
+def target_identity(fingerprint: Fingerprint) -> JsonObject:
+    """Return the target's part of a run's identity."""
     return {"target": fingerprint.weights_hash, "numbers": fingerprint.numbers}
 
 
-def prepared_tables(
+def load_tables(
     data: Data,
     target: TargetSource,
     folder: Path,
     seed: int,
     check: Callable[[str], None],
-) -> data_module.Tables:
-    """Return the tables in `folder`, which the first rank builds if they are not there.
+) -> Tables:
+    """Return the tables in `folder`, which the first rank builds if needed; see `tables.prepare`.
 
-    `check` is called there with their identity before they are written. Raises `UserError` on every
-    rank if the data cannot be used; see `tables.prepare`.
+    Raises `UserError` on every rank if the data cannot be used.
     """
 
-    def prepare() -> None:
-        # What it returned would be sent to every rank, and each reads the files.
-        data_module.prepare(data, target, folder, seed, check)
+    def build() -> None:  # without a result, which would be sent to every rank
+        prepare(data, target, folder, seed, check)
 
-    on_first(prepare)
-    return data_module.load(folder)
+    on_first(build)
+    return load(folder)
 
 
-def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
-    """Load the target's embedding, final norm and head, with a client of the server for the rest.
-
-    The tensors are on this rank's device.
-    """
+def load_served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
+    """Load the target's embedding, final norm and head, with a client of the run's server."""
     options = run.features
     assert options.server is not None, "the run reads features from a server"
     device = resolve_device(str(accelerator.device))
@@ -132,8 +125,8 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     target.allow_added_tokens = run.target.allow_added_tokens
     if target.final_norm() is None:
         raise UserError(
-            f"the final norm of {run.target.path} was not found, through which a server's states "
-            "have to go; leave out features.server"
+            f"the final norm of {run.target.path} was not found, and a server's states need it; "
+            "leave out features.server"
         )
     target.client = Client(
         options.server,
@@ -144,14 +137,16 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     return target
 
 
-def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: Check) -> Inputs:
+def load_stored_inputs(
+    run: RunConfig, store: str, accelerator: Accelerator, check: Check
+) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
-    The store has the data and the target's embedding and head too. Raises `UserError` if packed
-    rows or seed of the store are others than the run's.
+    The store also has the data and the target's embedding and head. Raises `UserError` if packed
+    rows or seed of the store differ from the run's.
     """
     manifest = manifest_of(store)
-    # Both decide which documents a packed row holds, hence what a stored row belongs to.
+    # Both determine the documents of each packed row.
     for name, wanted in (("max_length", run.data.max_length), ("seed", run.seed)):
         if (stored := getattr(manifest, name)) != wanted:
             raise UserError(
@@ -161,20 +156,20 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
     target = load_stored(store, str(accelerator.device))
     target.allow_added_tokens = run.target.allow_added_tokens
     on_first(lambda: check_named_target(run.target, target, store))
-    identity = {**identity_of(manifest.target), "data": manifest.tables}
+    identity = {**target_identity(manifest.target), "data": manifest.tables}
     check(identity)
-    said = "features of %s from %s, and its data: data.sources of this config are not read"
-    log.info(said, target.name, store)
-    wanted = asdict(run.evaluation)
+    log.info(
+        "features of %s and data from %s: data.sources of this config are not read",
+        target.name, store,
+    )  # fmt: skip
+    evaluation = asdict(run.evaluation)
     for name, stored in manifest.held_out.items():
-        if name in wanted and wanted[name] != stored:
-            said = "evaluation.%s is %g in the store, which is used, not %g"
-            log.info(said, name, stored, wanted[name])
-
+        if name in evaluation and evaluation[name] != stored:
+            log.info("evaluation.%s is %g, as in the store, not %g", name, stored, evaluation[name])
     main = accelerator.is_main_process
     return Inputs(
         target,
-        data_module.load(Path(store, "data")),
+        load(Path(store, "data")),
         identity,
         lambda objective, batches, asked: StoredFeatures(
             store, batches, target, objective.taps, objective.all_last, main, asked
@@ -186,9 +181,9 @@ def stored_inputs(run: RunConfig, store: str, accelerator: Accelerator, check: C
 def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) -> None:
     """Raise `UserError` if the target that a run names is not the one of its feature store.
 
-    Weights are compared by the sample that a fingerprint has, where the files hold them as they are
-    loaded: not quantised, and without an adapter. A target that is not in a folder here is not
-    compared, which the log says: a run from a store does not need it.
+    Weights are compared by the sample of a fingerprint, if the files hold them as they are loaded:
+    not quantised, and without an adapter. A target that is not in a local folder is not compared,
+    which is logged: a run from a store does not need it.
     """
     folder = Path(named.path)
     if not (folder / "config.json").is_file():
@@ -206,7 +201,8 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
     comparable = (
         named.adapter is None
         and getattr(config, "quantization_config", None) is None
-        # Rounded to float16 and then to bfloat16, a weight may become another one.
+        # A weight that is rounded to float16 and then to bfloat16 may differ from one that is
+        # rounded to bfloat16 at once.
         and stored.dtype != torch.float16
         and all(read(name) is not None for name in weights)
     )
@@ -224,10 +220,10 @@ def check_named_target(named: TargetConfig, stored: StoredTarget, store: str) ->
         )
 
 
-def on_rank(target: TargetConfig, accelerator: Accelerator) -> TargetConfig:
+def with_rank_device(target: TargetConfig, accelerator: Accelerator) -> TargetConfig:
     """Return the target's config with the device of this rank, unless the user named one.
 
-    Raises `UserError` for a device of another type than accelerate trains on.
+    Raises `UserError` for a device of another type than accelerate's.
     """
     if target.device == "auto":
         return replace(target, device=str(accelerator.device))

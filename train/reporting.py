@@ -1,4 +1,4 @@
-"""Metrics of a run for people and trackers: lines of at most 100 columns, a table at the end."""
+"""Metrics of a run for people and trackers: log lines, a final table, and accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from .config import RunConfig
 
 PROJECT = "draftsmith"  # name of the project in the tracker
-# mlflow refuses these characters, which names of metrics have: surv@1, tau@<256, tau@>=4096.
-SPELLED = {"mlflow": {"@": "_at_", "<": "below_", ">=": "from_"}}
+# Names of metrics such as surv@1, tau@<256 and tau@>=4096 have characters that mlflow refuses.
+REPLACED_CHARACTERS = {"mlflow": {"@": "_at_", "<": "below_", ">=": "from_"}}
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> str:
-    """Return the line of the steps since the last one; the rest of the run takes `left_s`."""
+    """Return the line of the steps since the last one; `left_s` seconds of the run are left."""
     parts = [f"step {step}/{total}", f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
         parts.append(f"tau_rows {tau:.2f}")
@@ -39,7 +39,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
 def evaluation_line(
     step: int, total: int, metrics: Mapping[str, float], best_tau: float, best_step: int
 ) -> str:
-    """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
+    """Return the line of an evaluation, which is the best so far if `best_step` is `step`."""
     if "tau_measured" in metrics:
         loops = looping(metrics.get("loop_share"))
         tau = f"tau {tau_of(metrics)} on held-out prompts{'; ' * bool(loops)}{loops}"
@@ -50,14 +50,11 @@ def evaluation_line(
 
 
 def summary(folder: Path, best_step: int) -> Table:
-    """Return the table at the end of a run, from its `metrics.jsonl`.
-
-    Raises `UserError` if that cannot be read.
-    """
+    """Return the table at the end of a run, from its `metrics.jsonl`. Raises `UserError`."""
     rows = read_metrics(folder / METRICS_FILE)
     judged = {row["step"]: row for row in rows if "tau_estimated" in row}
     table = plain_table(None, show_header=False)
-    # A run that was killed between an evaluation and its line has none.
+    # A run that was killed between an evaluation and its line lacks the row.
     if (best := judged.get(best_step)) is not None:
         first = judged[min(judged)]
         table.add_row("best", f"step {best_step:,}, tau {tau_of(best)}")
@@ -69,9 +66,9 @@ def summary(folder: Path, best_step: int) -> Table:
 
 
 def tau_of(row: Mapping[str, Any]) -> str:
-    """Return the tau of an evaluation with its interval; the estimate where none was measured.
+    """Return the measured tau of an evaluation with its interval, or else the estimated one.
 
-    Few prompts have no interval: both ends are NaN.
+    The ends of the interval of few prompts are NaN.
     """
     if "tau_measured" not in row:
         return f"{row['tau_estimated']:.2f}, estimated"
@@ -87,7 +84,7 @@ def check_tracker(name: str) -> None:
     reason = f"accelerate {accelerate.__version__} does not find it here"
     try:
         import_module(name)
-        # accelerate leaves out a tracker that it does not know without an error.
+        # accelerate ignores a tracker that it does not know without an error.
         if name in map(str, get_available_trackers()):
             return
     except ImportError as error:
@@ -96,20 +93,20 @@ def check_tracker(name: str) -> None:
 
 
 def start_tracker(accelerator: Accelerator, run: RunConfig) -> None:
-    """Open the run's tracker, if it has one, with the configuration of the run."""
+    """Open the run's tracker, if any, with the configuration of the run."""
     if run.tracker != "none":
         accelerator.init_trackers(PROJECT, config=flat(run.as_json()))
 
 
 def track(accelerator: Accelerator, metrics: Mapping[str, float], step: int) -> None:
-    """Send metrics to the run's tracker, if it has one."""
+    """Send metrics to the run's tracker, if any."""
     for tracker in accelerator.trackers:
-        tracker.log({spelled(name, tracker.name): x for name, x in metrics.items()}, step)
+        tracker.log({accepted_name(name, tracker.name): x for name, x in metrics.items()}, step)
 
 
-def spelled(metric: str, tracker: str) -> str:
+def accepted_name(metric: str, tracker: str) -> str:
     """Return the name of a metric as a tracker takes it."""
-    for characters, word in SPELLED.get(tracker, {}).items():
+    for characters, word in REPLACED_CHARACTERS.get(tracker, {}).items():
         metric = metric.replace(characters, word)
     return metric
 
@@ -117,8 +114,7 @@ def spelled(metric: str, tracker: str) -> str:
 def flat(values: Any, name: str = "") -> dict[str, Any]:
     """Return nested tables and lists of tables as one table of dotted names.
 
-    Every value is a text, a number or a truth value, and short: trackers take nothing else, and
-    mlflow leaves out a text of more than 6,000 characters. A list of plain values is JSON.
+    A list of plain values becomes JSON: trackers accept short texts, numbers and truth values only.
     """
     if isinstance(values, list) and values and isinstance(values[0], dict):
         values = dict(enumerate(values))

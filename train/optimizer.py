@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step, the optimiser, and Muon in float32 on CPUs."""
+"""Optimiser, its learning rate as a function of the step, and Muon in float32 on CPUs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ MOMENTUM, MUON_WEIGHT_DECAY = 0.95, 0.1  # of Muon, as in arXiv 2502.16982
 
 
 def rate_at(optim: Optim, step: int, total: int) -> float:
-    """Return the learning rate of `step`, counted from 0, in a run of `total` steps.
-
-    It rises linearly to its peak, then follows the schedule that `optim` names.
-    """
+    """Return the learning rate of `step`, counted from 0, in a run of `total` steps."""
     warmup = round(optim.warmup_share * total)
     if step < warmup:
-        # Step 0 has a rate above 0, and the last step of the warm-up has the peak.
         # With 4 steps of warm-up: 1/4, 2/4, 3/4 and 4/4 of the peak.
         return optim.lr * (step + 1) / warmup
     low = optim.lr * optim.min_lr_share
@@ -32,23 +28,22 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
     if optim.schedule == "wsd":
         decay = round(optim.decay_share * total)
         left = total - step  # this step included
-        # The first step of the decay is below the peak already, the last one above the lowest rate.
         # With 4 steps of decay: 4/5, 3/5, 2/5 and 1/5 of the way from the lowest rate to the peak.
         return optim.lr if left > decay else low + (optim.lr - low) * left / (decay + 1)
     return optim.lr
 
 
 def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
-    """Return the optimiser of all trainable parameters; vectors have no weight decay under AdamW.
+    """Return the optimiser of all trainable parameters; AdamW's vectors have no weight decay.
 
     With `fused` one kernel does AdamW's step for many parameters. Raises `UserError` for Muon
-    without a matrix that it could train.
+    without a matrix that it can train.
     """
     orthogonal = hidden_matrices(module) if optim.optimizer == "muon" else []
     if optim.optimizer == "muon" and not orthogonal:
         raise UserError(
-            "optim.optimizer muon trains the weights of linear layers, and this drafter has none "
-            "that are trained; use optim.optimizer adamw"
+            "optim.optimizer muon trains the weights of linear layers, and this drafter has no "
+            "trained ones; use optim.optimizer adamw"
         )
     chosen = {id(matrix) for matrix in orthogonal}
     rest = [p for p in module.parameters() if p.requires_grad and id(p) not in chosen]
@@ -61,12 +56,9 @@ def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torc
     if not orthogonal:
         return adamw
     muon = Muon(
-        orthogonal,
-        lr=optim.lr,
-        momentum=MOMENTUM,
-        weight_decay=MUON_WEIGHT_DECAY,
+        orthogonal, lr=optim.lr, momentum=MOMENTUM, weight_decay=MUON_WEIGHT_DECAY,
         adjust_lr_fn="match_rms_adamw",
-    )
+    )  # fmt: skip
     return TwoOptimizers(muon, adamw)
 
 
@@ -75,11 +67,10 @@ VOCABULARY_MATRICES = ("lm_head", "outputs", "transition_out")
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained matrices that map states to states: what Muon is for.
+    """Return the trained matrices that map states to states, which Muon is for.
 
-    These are the weights of linear layers. Embeddings and output matrices have rows that are
-    learned apart, one for each token, so that orthogonalised updates do not suit them (Jordan et
-    al. 2024, Muon). A matrix of one row or column is a vector.
+    Each row of an embedding or output matrix belongs to one token, so orthogonalised updates do not
+    suit them (Jordan et al. 2024, Muon). A matrix of one row or column is a vector.
     """
     found = []
     for name, layer in module.named_modules():
@@ -91,7 +82,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Two optimisers with parameters of their own, as one to engines, schedule and checkpoints."""
+    """Two optimisers of different parameters, as one for engines, schedule and checkpoints."""
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self.parts = (first, second)
@@ -99,7 +90,7 @@ class TwoOptimizers(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on the groups and the state of the whole."""
+        """Let the parts use the groups and the state of the whole."""
         start = 0
         for part in self.parts:
             end = start + len(part.param_groups)
@@ -116,16 +107,15 @@ class TwoOptimizers(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, whose matrices on a CPU are made orthogonal in float32 instead of bfloat16.
+    """torch's Muon, which orthogonalises in float32 instead of bfloat16 on a CPU.
 
-    A processor without instructions for bfloat16 multiplies in it thirty times as slowly. The
-    options are torch's, with Nesterov's momentum and the rate adjusted by `match_rms_adamw`
-    (arXiv 2502.16982).
+    A processor without instructions for bfloat16 is thirty times slower with it. The options are
+    torch's, with Nesterov's momentum and the rate adjusted by `match_rms_adamw` (arXiv 2502.16982).
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Do one step by the gradients that are there; `closure` is not called on a CPU."""
+        """Do one step for the parameters with gradients; `closure` is not called on a CPU."""
         if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
             super().step(closure)
             return
@@ -139,11 +129,9 @@ class Muon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
                 average = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 update = orthogonal(
-                    p.grad.lerp(average, momentum),
-                    group["ns_coefficients"],
-                    group["ns_steps"],
+                    p.grad.lerp(average, momentum), group["ns_coefficients"], group["ns_steps"],
                     group["eps"],
-                )
+                )  # fmt: skip
                 p.mul_(1 - rate * group["weight_decay"])
                 p.add_(update, alpha=-0.2 * rate * max(p.shape) ** 0.5)
 
@@ -153,11 +141,11 @@ def orthogonal(
 ) -> Tensor:
     """Return `matrix` with singular values near 1, by Newton and Schulz's iteration in its dtype.
 
-    Each of `steps` applies a x + b x^3 + c x^5, with the `coefficients` (a, b, c), to the singular
-    values, which are at most 1 at the start (Jordan et al. 2024, Muon).
+    Each of `steps` maps the singular values x, which are at most 1 at the start, to
+    a x + b x^3 + c x^5, with the `coefficients` (a, b, c) (Jordan et al. 2024, Muon).
     """
     a, b, c = coefficients
-    # The smaller side first: the products are of its size.
+    # The products have the size of the first side, which should be the smaller one.
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):

@@ -23,11 +23,10 @@ import torch
 
 from .added_tokens import OPTION, added_ids, effect_of, resized, said_of
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
-from .layout import dtype_name
+from .layout import EmbeddingAndHead, dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.

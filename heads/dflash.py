@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
 from .elementwise import RMSNorm, Rotary
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layers import (
@@ -35,6 +34,7 @@ from .layers import (
     layout_of,
     shared_sizes,
 )
+from .layout import EmbeddingAndHead
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from .added_tokens import OPTION, added_ids, effect_of, said_of
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .fingerprint import numbers_of, tokenizer_hash
-from .layout import DrafterModule
+from .layout import DrafterModule, EmbeddingAndHead
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer, save_model
 
 log = logging.getLogger(__name__)

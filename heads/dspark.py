@@ -20,8 +20,8 @@ from . import dflash
 from .dflash import BlockShape, DFlashDrafter
 from .documents import DSparkFile
 from .drafter_configs import DSparkConfig
-from .embedding_and_head import EmbeddingAndHead
 from .files import JsonObject
+from .layout import EmbeddingAndHead
 
 
 class DSparkDrafter(DFlashDrafter):

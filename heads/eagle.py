@@ -21,7 +21,6 @@ from torch.nn import functional
 from .documents import EagleFile
 from .drafter_configs import EagleConfig
 from .elementwise import RMSNorm, Rotary
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layers import (
@@ -34,6 +33,7 @@ from .layers import (
     layout_of,
     shared_sizes,
 )
+from .layout import EmbeddingAndHead
 
 
 @dataclass(frozen=True, kw_only=True)

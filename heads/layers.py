@@ -20,10 +20,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .elementwise import RMSNorm, gated, rotate
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import DrafterModule
+from .layout import DrafterModule, EmbeddingAndHead
 from .vocabulary import VocabularyMaps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

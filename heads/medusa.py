@@ -19,10 +19,9 @@ from torch.nn import functional
 
 from .documents import MedusaFile
 from .drafter_configs import MedusaConfig
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import DrafterModule, linear_bytes
+from .layout import DrafterModule, EmbeddingAndHead, linear_bytes
 from .vocabulary import VocabularyMaps
 
 

@@ -23,7 +23,6 @@ from transformers import AttentionInterface
 
 from .documents import MtpFile
 from .drafter_configs import MtpConfig
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject
 from .layers import (
@@ -34,6 +33,7 @@ from .layers import (
     inner_size,
     layout_of,
 )
+from .layout import EmbeddingAndHead
 from .pretrained import check_numbers, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"

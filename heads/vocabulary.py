@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .embedding_and_head import Head
 from .errors import UserError
+from .layout import Head
 
 
 class VocabularyMaps(nn.Module):

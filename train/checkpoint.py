@@ -28,13 +28,13 @@ from ..heads.errors import UserError
 from ..heads.files import (
     JsonObject,
     damage,
+    partial_path,
     remove_partials,
     whole_directory,
     write_checksums,
     write_json,
 )
 from ..heads.fingerprint import changed_numbers
-from ..heads.locks import partial_path
 from .config import RunConfig
 from .data.documents import TrainerState
 from .data.rollouts import Written

@@ -12,7 +12,7 @@ from ..heads.exchange.engines import DRAFTS
 from ..heads.exchange.engines.engine import ExportRequest
 from ..heads.exchange.exporter import WrittenExport, export, load_alone, needs_target_head
 from ..heads.exchange.hub import upload
-from ..heads.files import check_output_folder
+from ..inference.base.output_paths import check_output_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import ExportOptions as Options
 

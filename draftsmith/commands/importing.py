@@ -12,9 +12,10 @@ from ..heads.errors import UserError
 from ..heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
 from ..heads.exchange.hub import fetched
 from ..heads.exchange.public import read_public
-from ..heads.files import check_new_folder, checksum
+from ..heads.files import checksum
 from ..heads.layers import LayeredDrafter
 from ..heads.stored_tensors import PICKLES, StoredTensors
+from ..inference.base.output_paths import check_new_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..train.provenance import provenance
 from .options import ImportOptions as Options

@@ -32,10 +32,11 @@ from ..heads.exchange.mtp import (  # fmt: skip
     read_layer,
     stitch,
 )
-from ..heads.files import JsonObject, check_new_folder
+from ..heads.files import JsonObject
 from ..heads.mtp import MtpDrafter, check_layer, shape_for
 from ..heads.pretrained import clear_errors, read_config
 from ..heads.stored_tensors import StoredTensors, TensorFacts
+from ..inference.base.output_paths import check_new_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..inference.targets.target import TargetSource
 from ..train.provenance import provenance

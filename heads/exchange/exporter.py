@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..draft_model import DraftModel
-from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
 from ..layers import LayeredDrafter
-from ..layout import dtype_name, place, stored_as
+from ..layout import EmbeddingAndHead, dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles

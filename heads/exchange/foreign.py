@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ..documents import DocumentError, convert
-from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import check_same, fill_from, place, stored_as
+from ..layout import EmbeddingAndHead, check_same, fill_from, place, stored_as
 from .engines.engine import EAGLE_TAPS
 
 LAYER_IDS = "target_layer_ids"

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.embedding_and_head import usual_scale
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.engines import ENGINES, EngineName, recipe_for
@@ -25,6 +24,7 @@ from draftsmith.heads.exchange.engines.engine import DrafterFacts
 from draftsmith.heads.exchange.exporter import export, files_for, load_alone
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
+from draftsmith.heads.layout import usual_scale
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.architectures import architecture
 from tests.helpers.random_artifacts import (

@@ -21,11 +21,16 @@ from typing import Any
 
 import torch
 
-from .added_tokens import OPTION, added_ids, effect_of, resized, said_of
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
-from .fingerprint import Fingerprint
+from .fingerprint import (
+    ADDED_TOKENS_OPTION,
+    Fingerprint,
+    added_ids,
+    effect_of_unknown_tokens,
+    unknown_tokens,
+)
 from .layout import EmbeddingAndHead, dtype_name
 
 OWN_FILE = "draftsmith.json"
@@ -86,7 +91,7 @@ class Artifact:
         `embedding_and_head` are the target's; all methods but Medusa with heads of its own need
         them. Raises `UserError` for a missing or broken file, for a missing or surplus tensor or
         one of another shape or dtype, and for a target of other sizes, but for tokens added at the
-        end if `embedding_and_head` allows them (`added_tokens.resized`). A target of equal sizes
+        end if `embedding_and_head` allows them (`VocabularyMaps.resized`). A target of equal sizes
         but with other weights, tokenizer, template or numbers in its configuration is reported
         through `warn`.
         """
@@ -114,7 +119,7 @@ class Artifact:
                 f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
             ) from error
         if "vocab_size" in drafter_type.bound_to and trained_for.vocab_size != target.vocab_size:
-            drafter = resized(drafter, target.vocab_size, added)
+            drafter = drafter.resized(target.vocab_size, added)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
@@ -172,15 +177,16 @@ def check_target(
         if ids is None or trained_for.errors_against(target, fields):
             fields = drafter_type.bound_to
         elif not drafter_type.resizable:
-            raise UserError(f"{directory}: {said_of(ids, *sizes)}; {drafter_type.other_remedy}")
+            clause = unknown_tokens(ids, *sizes)
+            raise UserError(f"{directory}: {clause}; {drafter_type.other_remedy}")
         elif not lender.allow_added_tokens:
             raise UserError(
                 f"{directory} was trained for another target ({trained_for.name}): "
-                f"{said_of(ids, *sizes)}; give {OPTION} to draft without them"
+                f"{unknown_tokens(ids, *sizes)}; give {ADDED_TOKENS_OPTION} to draft without them"
             )
         else:
             added = ids
-            warn(effect_of(ids, *sizes))
+            warn(effect_of_unknown_tokens(ids, *sizes))
             trained_for = replace(trained_for, tokenizer_hash=target.tokenizer_hash)
     if errors := trained_for.errors_against(target, fields):
         raise UserError(

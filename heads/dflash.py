@@ -13,8 +13,8 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class DFlashDrafter(LayeredDrafter):
     """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head."""
 
     method = kind = "dflash"
+    importable = True
     borrows_head = True
     document = BlockFile
     architecture = "DFlashDraftModel"
@@ -103,6 +104,16 @@ class DFlashDrafter(LayeredDrafter):
         # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
         self.add_maps(shape.draft_vocab_size or shape.vocab_size, shape.vocab_size)
+
+    def untrained(self, drafted: int, vocab_size: int) -> Self:
+        if (mask := self.shape.mask_token) >= vocab_size:
+            raise UserError(
+                f"the drafter's mask_token_id {mask} is not among the target's {vocab_size} "
+                "tokens; it cannot draft for this target"
+            )
+        reduced = drafted if drafted < vocab_size else None
+        shape = replace(self.shape, vocab_size=vocab_size, draft_vocab_size=reduced)
+        return type(self)(shape, self.embedding_and_head)
 
     def columns(self, scales: Tensor) -> Tensor:
         """Return a factor for each column of `fc`, `[F * H]`, for `scales` `[F]` of the taps."""

@@ -32,6 +32,7 @@ class DSparkDrafter(DFlashDrafter):
     architecture = "Qwen3DSparkModel"
     first_slot = 0
     drafts_in_turn = True
+    drafted_rows, read_rows = ("transition_out",), ("transition_in",)
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head)

@@ -11,8 +11,8 @@ V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ class EagleDrafter(RecyclingDrafter):
     """Base of both versions: a joint of token and state, and the decoder layers after it."""
 
     method = "eagle"
+    importable = True
     document = EagleFile
     shape: EagleShape
     first_normed: int
@@ -224,6 +225,7 @@ class Eagle3Drafter(EagleDrafter):
     kind = "eagle3"
     reads_last = False
     first_normed = 0
+    drafted_rows, read_rows = ("lm_head",), ("embedding",)
 
     def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         hidden, wide = shape.hidden_size, shape.target_hidden_size
@@ -236,13 +238,20 @@ class Eagle3Drafter(EagleDrafter):
         )
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
         self.norm = RMSNorm(hidden, shape.norm_eps)
-        self.borrows_head = shape.shared_head
+        self.borrows_head = self.head_in_exports = shape.shared_head
         self.lm_head = (
             None if shape.shared_head else nn.Linear(hidden, shape.draft_vocab_size, bias=False)
         )
         # The target's rows have the target's width, so a drafter of another width cannot borrow
         # them.
         self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
+
+    def with_own_head(self, head: Tensor) -> Self:
+        """Return a drafter with a copy of the rows that it reads of the target's head `[V, H]`."""
+        owner = type(self)(replace(self.shape, shared_head=False), self.embedding_and_head)
+        ids, weight = self.draft_vocab_ids, self.fc.weight
+        rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
+        return owner.filled({**self.state_dict(), "lm_head.weight": rows}, weight)
 
     @property
     def joint(self) -> nn.Linear:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -209,11 +209,17 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _digest(json.dumps(pairs))
 
 
-def tokens_with_hash(tokenizer: Any, digest: str) -> int | None:
-    """Return how many of a tokenizer's tokens, by ascending id, have the `tokenizer_hash` `digest`.
+ADDED_TOKENS_OPTION = "--allow-added-tokens"
 
-    Returns None if no number of them has it.
+
+def added_ids(tokenizer: Any, digest: str) -> list[int] | None:
+    """Return the ids of the tokens that a target has in addition to those of a `tokenizer_hash`.
+
+    They come after all others; an empty list means the same tokens. Returns None if the others are
+    not the same, or if either has no tokenizer.
     """
+    if tokenizer is None or not digest:
+        return None
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     # The hash of each beginning is found on the way to that of the whole list.
     begun = hashlib.sha256(b"[")
@@ -222,8 +228,27 @@ def tokens_with_hash(tokenizer: Any, digest: str) -> int | None:
         ended = begun.copy()
         ended.update(b"]")
         if ended.hexdigest()[:16] == digest:
-            return count
+            return [number for _, number in pairs[count:]]
     return None
+
+
+def unknown_tokens(ids: Sequence[int], before: int, now: int) -> str:
+    """Return a clause about the tokens of a target that a drafter does not know.
+
+    `ids` are those of the added tokens; `before` and `now` are the sizes of the vocabularies that
+    the drafter was trained for and that the target has.
+    """
+    if not ids:
+        return f"the target has {now:,} rows for tokens, the drafter {before:,}"
+    listed = ", ".join(map(str, ids)) if len(ids) <= 3 else f"{ids[0]} to {ids[-1]}"
+    return f"the target has {len(ids):,} tokens that the drafter does not know (ids {listed})"
+
+
+def effect_of_unknown_tokens(ids: Sequence[int], before: int, now: int) -> str:
+    """Return a sentence about their effect on decoding; see `unknown_tokens`."""
+    never = "they are never drafted, and after one of them fewer drafts may be accepted"
+    clause = unknown_tokens(ids, before, now)
+    return f"{clause}: {never}; the text is the target's own" if ids else clause
 
 
 def weights_hash(model: nn.Module) -> str:

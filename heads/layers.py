@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,11 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
     def of_shape(cls, shape: Any, lender: EmbeddingAndHead) -> Any:
         """Return an untrained drafter of these sizes."""
         return cls(shape, lender)
+
+    def untrained(self, drafted: int, vocab_size: int) -> Self:
+        shape: Any = self.shape
+        shape = replace(shape, vocab_size=vocab_size, draft_vocab_size=drafted)
+        return type(self)(shape, self.embedding_and_head)
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}

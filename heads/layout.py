@@ -66,7 +66,7 @@ class EmbeddingAndHead:
     head is computed, and the rest left out."""
 
     allow_added_tokens: bool = False
-    """True if drafters may lack tokens at the end of the vocabulary (`added_tokens`)."""
+    """True if drafters may lack tokens at the end of the vocabulary (`VocabularyMaps.resized`)."""
 
     def head_of(self, ids: Tensor) -> Head:
         """Return a function from states `[..., Ht]` to the logits `[..., Vd]` of `ids` `[Vd]`."""
@@ -115,12 +115,18 @@ class DrafterModule(ABC):
     """Rows of a pass that makes all drafts at once."""
     borrows_head: bool = False
     """True if the target's head makes the logits of drafts."""
+    head_in_exports: bool = False
+    """True if engines read the head that the drafter borrows from the drafter's own files."""
+    importable: bool = False
+    """True if `exchange.public` reads its files, so that an export is read back from them alone."""
+    not_exported: str | None = None
+    """Why no engine takes it as a folder, with a remedy; None if engines do."""
     most_drafts: int | None = None
     """Levels of drafts that the drafter has; None: any number."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
     """Fields of the fingerprint in which a target has to equal the one of the training."""
     resizable: bool = False
-    """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
+    """True if it can draft for a target with more tokens at the end (`VocabularyMaps.resized`)."""
     other_remedy = "train the drafter again for this target"
     """Remedy for such a target, if the drafter cannot be widened."""
 
@@ -168,6 +174,13 @@ class DrafterModule(ABC):
         """
         make: Any = cls
         return make(embedding_and_head, **config)
+
+    def for_export(self, vocab_size: int) -> Self:
+        """Return this drafter as engines need it for a target with `vocab_size` rows of embedding.
+
+        Raises `UserError` if this is impossible.
+        """
+        return self
 
     def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""

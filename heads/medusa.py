@@ -48,6 +48,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
     method = kind = "medusa"
     document = MedusaFile
     weights_file = "medusa_lm_head.safetensors"
+    drafted_rows = ("outputs",)
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
         """Number of tokens that it can draft, Vd."""
         if self.drafted == vocab_size:  # a draft vocabulary of all tokens is none
             config = replace(config, draft_vocab_size=None)
-        self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        self.config, self.hidden_size = config, hidden_size
         self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
@@ -79,6 +80,10 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
                 "heads with shared_head need the target's head; load them together with their "
                 "target"
             )
+
+    def untrained(self, drafted: int, vocab_size: int) -> MedusaHeads:
+        config = replace(self.config, draft_vocab_size=drafted)
+        return MedusaHeads(config, self.hidden_size, vocab_size, self.embedding_and_head)
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., Vd]` of head number `head` for last hidden states `[..., H]`.

@@ -64,6 +64,10 @@ class MtpDrafter(RecyclingDrafter):
     borrows_head = reads_last = True
     document = MtpFile
     resizable = False
+    not_exported = (
+        "engines read an MTP layer inside of its target's checkpoint; write it there with "
+        "draftsmith mtp stitch"
+    )
     other_remedy = "put the layer into the new target with draftsmith mtp extract --base"
     shape: MtpShape
 

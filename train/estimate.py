@@ -284,6 +284,5 @@ def facts_before(run: RunConfig, method: AnyMethod) -> DrafterFacts:
     target = target_of_run(run)
     drafter = outlined(method, run, target).drafter
     return DrafterFacts(
-        str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
-        numbers_of(target.config),
-    )  # fmt: skip
+        drafter, target.config.model_type, target.vocab_size, numbers_of(target.config)
+    )

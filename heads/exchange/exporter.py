@@ -8,7 +8,6 @@ before it is renamed to the place where a user finds it.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
-from ..draft_model import DraftModel
 from ..errors import UserError
 from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
-from ..layers import LayeredDrafter
-from ..layout import EmbeddingAndHead, dtype_name, place, stored_as
+from ..layout import DrafterModule, EmbeddingAndHead, dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
@@ -35,7 +32,7 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class WrittenExport:
+class ExportResult:
     """Export that was written and checked."""
 
     serve: str
@@ -51,7 +48,7 @@ def export(
     request: ExportRequest,
     licence: str | None = None,
     head: Tensor | None = None,
-) -> WrittenExport:
+) -> ExportResult:
     """Write the export that is requested, whole or not at all.
 
     `licence` is for the model card. `head` `[V, H]` is the target's output matrix, of which engines
@@ -60,16 +57,20 @@ def export(
     """
     recipe, facts = recipe_for(request.engine, artifact), drafter_facts(artifact)
     replaced = check_free(request.out)
-    if facts.kind == "draft_model":
-        artifact = with_vocabulary_of_target(artifact)
+    drafter = artifact.drafter.for_export(artifact.fingerprint.vocab_size)
+    if needs_target_head(request.engine, artifact):
+        if head is None:
+            raise UserError(
+                f"{request.engine} wants the target's output matrix next to a drafter that shares "
+                "it; name the target with --target"
+            )
+        drafter = drafter.with_own_head(head)
+    artifact = replace(artifact, drafter=drafter)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout
-    if needs_target_head(request.engine, artifact):
-        artifact = with_own_head(artifact, head, request.engine)
-    drafter = artifact.drafter
-    written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
+    written = ExportResult(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
     with whole_directory(request.out) as folder:
-        if isinstance(drafter, DraftModel):
+        if drafter.whole_model:
             drafter.save(folder, request.target, request.dtype)
         else:
             config, tensors = files_for(layout, artifact, request)
@@ -90,8 +91,8 @@ def export(
 
 def needs_target_head(engine: str, artifact: Artifact) -> bool:
     """Return true if the files for `engine` hold rows of the target's output matrix."""
-    layout, facts = recipe_for(engine, artifact).layout, drafter_facts(artifact)
-    return facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head
+    layout = recipe_for(engine, artifact).layout
+    return artifact.drafter.head_in_exports and not layout.has_target_head
 
 
 def files_for(layout: FileLayout, artifact: Artifact, request: ExportRequest) -> Files:
@@ -109,10 +110,10 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
     equal facts and tensors compute the same. `layout` and `dtype` are those of the files.
     """
     live, target = artifact.drafter, stand_in_for(artifact.fingerprint)
-    if isinstance(live, LayeredDrafter):
+    if live.importable:
         loaded: Any = load_back(folder, live, target, layout)
     else:
-        tokenizer = live.tokenizer if isinstance(live, DraftModel) else None
+        tokenizer = getattr(live, "tokenizer", None)
         lender = replace(target.embedding_and_head, tokenizer=tokenizer)
         loaded = type(live).load(folder, dtype, lender)
     if loaded.facts() != (facts := live.facts()):
@@ -127,7 +128,7 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
             _fail(f"{name} reads back as other numbers")
 
 
-def load_back(folder: Path, live: LayeredDrafter, target: TargetParts, layout: FileLayout) -> Any:
+def load_back(folder: Path, live: DrafterModule, target: TargetParts, layout: FileLayout) -> Any:
     """Return the drafter that is built from the files in `folder` alone.
 
     Raises `UserError` if they are recognised as another layout or kind than that of the drafter
@@ -190,36 +191,6 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             raise UserError(f"{name} does not fit into {dtype_name(dtype)}; use --dtype bfloat16")
 
 
-@torch.no_grad()
-def with_vocabulary_of_target(artifact: Artifact) -> Artifact:
-    """Return a draft model whose embedding and head have as many rows as the target has tokens.
-
-    Engines compare these two numbers, not the tokenizers: of one family, some models have a padded
-    embedding and some have not. Rows that no token has are cut off; missing ones become the mean of
-    the others, whose logit is never above the best one's. Raises `UserError` where the tokenizer
-    has ids that are cut off.
-    """
-    drafter: DraftModel = artifact.drafter
-    size, model = artifact.fingerprint.vocab_size, drafter.model
-    known = model.config.get_text_config().vocab_size
-    if known == size:
-        return artifact
-    last = max(drafter.tokenizer.get_vocab().values())
-    if last >= size:
-        raise UserError(
-            f"the tokenizer of the draft model has ids up to {last}, and the target has rows for "
-            f"{size} tokens; distil a draft model of the target's own tokenizer"
-        )
-    model = deepcopy(model)
-    model.resize_token_embeddings(size, mean_resizing=False)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for tensor in (embedding.weight, head.weight, getattr(head, "bias", None)):
-        if tensor is not None and size > known:
-            tensor[known:] = tensor[:known].float().mean(0).to(tensor.dtype)
-    same = DraftModel(model, drafter.tokenizer, drafter.vocab_size)
-    return replace(artifact, drafter=same.eval().requires_grad_(False))
-
-
 def load_alone(directory: str | Path) -> Artifact:
     """Load an artifact without its target, for export only: its embedding and head are stand-ins.
 
@@ -235,9 +206,9 @@ def load_alone(directory: str | Path) -> Artifact:
     trained_for = document.target
     stand_in = stand_in_for(trained_for).embedding_and_head
     embedding_and_head = replace(stand_in, scale=document.embedding_scale or 1.0)
-    if drafter_class(document.method) is DraftModel:
-        # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
-        # there, so the same one is given twice after its hash was found to be the target's.
+    if drafter_class(document.method).whole_model:
+        # Its `load` compares the tokenizer next to it with the target's. The target's is not there,
+        # so the same one is given twice after its hash was found to be the target's.
         with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
             tokenizer = read_tokenizer(directory)
         if tokenizer_hash(tokenizer) != trained_for.tokenizer_hash:
@@ -251,30 +222,8 @@ def load_alone(directory: str | Path) -> Artifact:
     return artifact
 
 
-@torch.no_grad()
-def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artifact:
-    """Return an EAGLE-3 drafter of a shared head with a copy of the rows that it reads.
-
-    Engines want them with it. `head` `[V, H]` is the target's output matrix. Raises `UserError` if
-    it is not given.
-    """
-    shared = artifact.drafter
-    if head is None:
-        raise UserError(
-            f"{engine} wants the target's output matrix next to a drafter that shares it; name the "
-            "target with --target"
-        )
-    owner = type(shared)(replace(shared.shape, shared_head=False), shared.embedding_and_head)
-    ids, weight = shared.draft_vocab_ids, shared.fc.weight
-    rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
-    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
-    place(owner, weight.device, weight.dtype)
-    owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
-    return replace(artifact, drafter=owner.eval().requires_grad_(False))
-
-
 def card(
-    artifact: Artifact, request: ExportRequest, written: WrittenExport, licence: str | None
+    artifact: Artifact, request: ExportRequest, written: ExportResult, licence: str | None
 ) -> str:
     """Return the text of the model card, with the header that the Hugging Face hub reads.
 

@@ -39,16 +39,12 @@ TITLES = {
     "medusa": "Medusa heads", "mtp": "an MTP layer",
     "draft_model": "a draft model",
 }  # fmt: skip
-INSIDE = (
-    "engines read an MTP layer inside of its target's checkpoint; write it there with draftsmith "
-    "mtp stitch"
-)
 
 
 def drafter_facts(artifact: Artifact) -> DrafterFacts:
     """Return the artifact's drafter as engines see it."""
     drafter, target = artifact.drafter, artifact.fingerprint
-    return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size, target.numbers)
+    return DrafterFacts(drafter, target.model_type, target.vocab_size, target.numbers)
 
 
 def titles(kinds: Iterable[str]) -> str:
@@ -68,8 +64,8 @@ def recipe_for(engine: str, artifact: Artifact) -> Recipe:
 def refusal(engine: str, facts: DrafterFacts) -> str | None:
     """Return why a drafter is not exported to `engine`; None if it is."""
     recipes = ENGINES[engine].recipes
-    if facts.kind == "mtp":
-        return INSIDE
+    if facts.drafter.not_exported:
+        return facts.drafter.not_exported
     if facts.kind not in recipes:
         found = ", ".join(takers(facts))
         where = f"this one can be exported to {found}" if found else "no engine takes this one"
@@ -84,8 +80,8 @@ def sentences(facts: DrafterFacts) -> list[str]:
     Engines of which the same is said share a line. The reasons and remarks are those of an export
     and of its card.
     """
-    if facts.kind == "mtp":
-        return [INSIDE]
+    if facts.drafter.not_exported:
+        return [facts.drafter.not_exported]
     said: dict[str, list[str]] = {}
     able = takers(facts)
     for name, engine in ENGINES.items():

@@ -39,15 +39,19 @@ class ExportRequest:
 class DrafterFacts:
     """A drafter as engines see it."""
 
-    kind: str
-    """eagle1, eagle3, mtp, dflash, dspark, medusa or draft_model."""
     drafter: Any
+    """Module with the interface of `DrafterModule`."""
     family: str
     """The target's model type."""
     vocab_size: int
     """Number of tokens in the target's vocabulary."""
     numbers: JsonObject
     """Values of the target's configuration, see `Fingerprint.numbers`; empty if not known."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the drafter, by which engines list what they take."""
+        return self.drafter.kind
 
     @property
     def shape(self) -> Any:

@@ -363,11 +363,7 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
     config.tie_word_embeddings = tied
     model = type(own.model)(config)
     draft = DraftModel(model, tokenizer, size)
-    fingerprint = replace(artifact.fingerprint, vocab_size=size)
-    other = exporter.with_vocabulary_of_target(
-        replace(artifact, drafter=draft, fingerprint=fingerprint)
-    )
-    changed = other.drafter.model
+    changed = draft.for_export(size).model
     assert changed.config.vocab_size == size and model.config.vocab_size == 2048
     ids = torch.randint(0, 2000, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -380,15 +376,14 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
 
 
 def notes_of(engine: str, drafter: Any, size: int) -> list[str]:
-    facts = DrafterFacts("draft_model", drafter, "llama", size, {})
+    facts = DrafterFacts(drafter, "llama", size, {})
     return ENGINES[engine].recipes["draft_model"].notes_for(facts)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused() -> None:
     artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
-    artifact.fingerprint = replace(artifact.fingerprint, vocab_size=1000)
     with pytest.raises(UserError, match="ids up to 2047, and the target has rows for 1000"):
-        exporter.with_vocabulary_of_target(artifact)
+        artifact.drafter.for_export(1000)
 
 
 def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 
-from .documents import BlockFile
+from .documents import Layers, Tap, Token, demand
 from .drafter_configs import DFlashConfig
 from .elementwise import RMSNorm, Rotary
 from .errors import UserError
@@ -29,6 +30,7 @@ from .layers import (
     DecoderLayer,
     DrafterShape,
     LayeredDrafter,
+    LlamaFile,
     check_taps,
     inner_size,
     layout_of,
@@ -38,6 +40,38 @@ from .layout import EmbeddingAndHead
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
+
+
+class BlockInner(Struct):
+    """Keys of `config.json` that engines look for under `dflash_config`."""
+
+    mask_token_id: Token
+    target_layer_ids: Annotated[list[Tap], Meta(min_length=1)]
+    """Layers counted from 0 without the embeddings: tap - 1."""
+
+
+class BlockFile(LlamaFile, kw_only=True):
+    """`config.json` of a DFlash drafter."""
+
+    block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
+    num_target_layers: Layers
+    dflash_config: BlockInner
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner, layers = self.dflash_config, self.num_target_layers
+        demand(
+            self.block_size <= self.max_position_embeddings,
+            f"block_size {self.block_size} is more than the positions",
+        )
+        demand(
+            inner.mask_token_id < self.vocab_size,
+            f"mask_token_id {inner.mask_token_id} is not below vocab_size {self.vocab_size}",
+        )
+        demand(
+            max(inner.target_layer_ids) < layers,
+            f"target_layer_ids are not all below the target's {layers} layers",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

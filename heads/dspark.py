@@ -17,11 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from . import dflash
-from .dflash import BlockShape, DFlashDrafter
-from .documents import DSparkFile
+from .dflash import BlockFile, BlockShape, DFlashDrafter
+from .documents import Size
 from .drafter_configs import DSparkConfig
 from .files import JsonObject
 from .layout import EmbeddingAndHead
+
+
+class DSparkFile(BlockFile, kw_only=True):
+    """`config.json` of a DSpark drafter."""
+
+    markov_rank: Size
 
 
 class DSparkDrafter(DFlashDrafter):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .documents import EagleFile
+from .documents import Size, Tap
 from .drafter_configs import EagleConfig
 from .elementwise import RMSNorm, Rotary
 from .errors import UserError
@@ -27,6 +27,7 @@ from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
+    LlamaFile,
     RecyclingDrafter,
     check_taps,
     inner_size,
@@ -34,6 +35,19 @@ from .layers import (
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
+
+
+class EagleFile(LlamaFile, kw_only=True):
+    """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
+
+    bias: bool
+    target_hidden_size: Size | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[Tap, ...] = ()
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    shared_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,19 @@ heads, E size of an attention head, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from .documents import Eps, Layers, Positions, Size, Tokens, demand, demand_vocabulary
 from .elementwise import RMSNorm, gated, rotate
 from .errors import UserError
 from .files import JsonObject
@@ -73,6 +76,48 @@ CONFIG_KEYS = {
     "attention_bias": "attention_bias",
 }
 """Keys of `config.json`, by the fields of `DrafterShape`."""
+
+
+class LlamaFile(Struct, kw_only=True):
+    """Keys of `config.json` that every drafter with attention has."""
+
+    architectures: Annotated[list[str], Meta(min_length=1)]
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    vocab_size: Tokens
+    max_position_embeddings: Positions
+    rms_norm_eps: Eps
+    hidden_act: str
+    rope_parameters: JsonObject
+    attention_bias: bool
+    draft_vocab_size: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        demand_vocabulary(self.draft_vocab_size, self.vocab_size)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        demand(
+            heads % kv_heads == 0,
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        )
+        demand(
+            self.head_dim % 2 == 0,
+            f"head_dim {self.head_dim} is odd, and rotary positions turn pairs",
+        )
+        demand(
+            isinstance(self.rope_parameters.get("rope_type"), str),
+            "rope_parameters name no rope_type",
+        )
+        for key, value in self.rope_parameters.items():
+            # True is an int to Python, but a flag among these parameters.
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            demand(
+                not number or (math.isfinite(value) and value > 0),
+                f"rope_parameters: {key} is {value}, which is not above 0",
+            )
 
 
 class DecoderLayer(nn.Module):

@@ -212,16 +212,11 @@ class DrafterModule(ABC):
         Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
         drafter.
         """
+        path = directory / cls.weights_file
         config = read_json(directory / "config.json")
         convert(config, cls.document)
-        path = directory / cls.weights_file
-        # A damaged size must not be allocated: the sizes are compared with the file's header while
-        # the module takes no memory, and the module is then built once more.
-        with torch.device("meta"):
-            expected = cls.from_serving_config(config, embedding_and_head).serving_state()
         shapes = {name: tuple(facts.shape) for name, facts in header(path).items()}
-        check_same(expected, shapes, path)
-        drafter = cls.from_serving_config(config, embedding_and_head)
+        drafter = cls.of_shapes(config, embedding_and_head, shapes, path)
         try:
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -231,6 +226,25 @@ class DrafterModule(ABC):
         fill_from(stored, drafter.serving_state(), path, dtype)
         drafter.check()
         return drafter
+
+    @classmethod
+    def of_shapes(
+        cls,
+        config: JsonObject,
+        embedding_and_head: EmbeddingAndHead | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        path: Path,
+    ) -> Self:
+        """Return an untrained drafter whose tensors on disk have the `shapes` in the file `path`.
+
+        Raises as `from_serving_config`, and `UserError` where the config describes other tensors.
+        """
+        # A damaged size must not be allocated: the shapes are compared while the module takes no
+        # memory, and the module is then built once more.
+        with torch.device("meta"):
+            expected = cls.from_serving_config(config, embedding_and_head).serving_state()
+        check_same(expected, shapes, path)
+        return cls.from_serving_config(config, embedding_and_head)
 
 
 def linear_bytes(module: Any) -> int:

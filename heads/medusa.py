@@ -11,13 +11,14 @@ Shapes: D heads, H hidden size (the target's), V vocabulary, Vd draft vocabulary
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .documents import MedusaFile
+from .documents import Layers, Size, Tokens, demand_vocabulary
 from .drafter_configs import MedusaConfig
 from .errors import UserError
 from .files import JsonObject
@@ -36,6 +37,20 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + functional.silu(self.linear(x))
+
+
+class MedusaFile(Struct):
+    """`config.json` of Medusa heads."""
+
+    medusa_num_heads: Annotated[int, Meta(ge=1, le=1 << 8)]
+    medusa_num_layers: Layers
+    original_lm_head: bool
+    hidden_size: Size
+    vocab_size: Tokens
+    draft_vocab_size: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        demand_vocabulary(self.draft_vocab_size, self.vocab_size)
 
 
 class MedusaHeads(VocabularyMaps, DrafterModule):

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .documents import MtpFile
 from .drafter_configs import MtpConfig
 from .errors import UserError, first_line
 from .files import JsonObject
@@ -47,6 +47,13 @@ NOT_SIZES = {
 """Keys of a target's configuration that say nothing about its layers."""
 UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors by which a class of transformers ends what it is not made for."""
+
+
+class MtpFile(Struct):
+    """`config.json` of an MTP layer."""
+
+    layer: JsonObject
+    """transformers' configuration of a model of this layer alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

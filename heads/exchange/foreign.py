@@ -17,7 +17,7 @@ from torch import Tensor
 from ..documents import DocumentError, convert
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import EmbeddingAndHead, check_same, fill_from, place, stored_as
+from ..layout import EmbeddingAndHead, fill_from, place, stored_as
 from .engines.engine import EAGLE_TAPS
 
 LAYER_IDS = "target_layer_ids"
@@ -105,13 +105,9 @@ class Checkpoint:
             convert(native, drafter_type.document)
         except DocumentError as error:
             raise UserError(f"{self.path} garbles a field: {error}") from error
-        lender = self.target.embedding_and_head
-        # Without memory first: a size that no tensor has must not be allocated.
-        with torch.device("meta"):
-            outline = drafter_type.from_serving_config(native, lender).serving_state()
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        check_same(outline, shapes, self.folder)
-        drafter = drafter_type.from_serving_config(native, lender)
+        lender = self.target.embedding_and_head
+        drafter = drafter_type.of_shapes(native, lender, shapes, self.folder)
         # Files of mixed types exist, and a drafter has one type: the one that rounds nothing.
         dtype = self.dtype
         # Before `serving_state` is asked for: it gives views of the weights as they are then.

@@ -116,7 +116,7 @@ class DFlashDrafter(LayeredDrafter):
     architecture = "DFlashDraftModel"
     shape: BlockShape
     first_slot = 1
-    """Number of the first slot that drafts; its draft is about the token after the anchor."""
+    """Number of the first slot that drafts; it drafts the token after the anchor."""
     tap_scales: Tensor
     """Factors `[F]` of the taps while the drafter is trained; on disk `fc` has them."""
 
@@ -135,7 +135,7 @@ class DFlashDrafter(LayeredDrafter):
         )
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
-        # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
+        # A buffer, not a parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
         self.add_maps(shape.draft_vocab_size or shape.vocab_size, shape.vocab_size)
 
@@ -190,8 +190,8 @@ class DFlashDrafter(LayeredDrafter):
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return the state of which `logits` makes a draft's distribution.
 
-        For DFlash it is the layers' `output` `[..., H]` in the draft's slot, whatever the token
-        `before` the draft `[...]`.
+        For DFlash it is the layers' `output` `[..., H]` in the draft's slot; it does not depend on
+        the token `before` the draft `[...]`.
         """
         return output
 
@@ -213,7 +213,7 @@ class DFlashDrafter(LayeredDrafter):
     def serving_state(self) -> dict[str, Tensor]:
         weight = self.fc.weight
         # On disk `fc` has the scales in it; others than 1 exist only in training. Otherwise the
-        # weight itself is returned, which loading fills; and on the meta device there are no
+        # weight itself is returned, which loading fills. Tensors on the meta device hold no
         # numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self.columns(self.tap_scales)
@@ -277,7 +277,8 @@ def shape_for(
     check_taps(taps, 1, layers)
     if not 0 <= mask_token < target.vocab_size:
         raise UserError(
-            f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
+            f"heads.mask_token {mask_token} is not a token: the target has {target.vocab_size}, "
+            "from 0"
         )
     size = config.draft_vocab_size
     return BlockShape(
@@ -287,9 +288,9 @@ def shape_for(
         hidden_size=target.hidden_size,
         intermediate_size=config.intermediate_size or inner_size(target),
         num_layers=config.num_layers,
-        activation="silu",  # engines load no other, whatever the target has
+        activation="silu",  # engines load no other, so it need not be the target's
         target_layers=layers,
-        # A draft vocabulary of all tokens is none: the maps are left out then.
+        # Drafting all tokens takes no maps.
         draft_vocab_size=size if size and size < target.vocab_size else None,
         markov_rank=markov_rank,
         **layout_of(target),

@@ -29,7 +29,7 @@ from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_token
 
 log = logging.getLogger(__name__)
 
-# Texts that tokenizers of one vocabulary may still split in different ways.
+# Texts that tokenizers with the same vocabulary may still split differently.
 PROBES = (
     "The quick brown fox jumps over the lazy dog, 1234567890 times.",
     "def f(x):\n    return {'a': [x ** 2, -1.5e-3]}  # \t tabs",
@@ -44,7 +44,7 @@ class DraftModel(DrafterModule, nn.Module):
     method = kind = "draft_model"
     whole_model = drafts_by_level = True
     bound_to = ()
-    """Empty, because every target with this tokenizer will do, of whatever size."""
+    """Empty: a target of any size fits if it has this tokenizer."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, vocab_size: int, added: Sequence[int] = ()
@@ -59,7 +59,7 @@ class DraftModel(DrafterModule, nn.Module):
 
     @property
     def stand_in(self) -> int:
-        """Id of the token as which an added one is read."""
+        """Id of the known token that an added token is read as."""
         known = (self.tokenizer.unk_token_id, self.tokenizer.eos_token_id)
         return next((token for token in known if token is not None), 0)
 
@@ -154,9 +154,9 @@ class DraftModel(DrafterModule, nn.Module):
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:
-    """Return a sentence about a difference in token ids, or in those of `PROBES`; or None."""
+    """Return a clause about a difference in the vocabularies or on `PROBES`, or None."""
     if target is None or draft is None:
-        return "one of them has none"
+        return "one of them has no tokenizer"
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     for token, number in sorted(target_ids.items(), key=lambda item: item[1]):
         if draft_ids.get(token) != number:
@@ -166,7 +166,7 @@ def tokenizer_difference(target: Any, draft: Any) -> str | None:
         return f"the draft model has {len(surplus)} tokens more, such as {min(surplus)!r}"
     for text in PROBES:
         if target.encode(text) != draft.encode(text):
-            return f"the same tokens, but {text[:24]!r} is cut in another way"
+            return f"the same tokens, but {text[:24]!r} is tokenized differently"
     return None
 
 

@@ -360,7 +360,7 @@ ARCHITECTURES = {
     (3, True): "Eagle3Qwen3ForCausalLM",
     (1, False): "EagleLlamaForCausalLM",
 }
-# Loading tells version and norms from the architecture's name alone.
+# Loading recognises version and norms by the architecture's name.
 VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 
 
@@ -388,9 +388,8 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         target_hidden_size=hidden,
         intermediate_size=config.intermediate_size or inner_size(target),
         num_layers=config.num_layers,
-        # A draft vocabulary of all tokens is none: the maps are left out then.
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        activation="silu",  # engines load no other, whatever the target has
+        activation="silu",  # engines load no other, so it need not be the target's
         norm_taps=newer if config.norm_taps is None else config.norm_taps,
         norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,

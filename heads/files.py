@@ -50,7 +50,7 @@ DISK_ERRORS = (
 )
 LOCK_FILE = ".lock"  # in a folder; that of a file is .NAME.lock next to it
 OLD_S = 24 * 3600.0
-"""Seconds after which an unfinished file is nobody's, if its process cannot be asked for."""
+"""Age in seconds at which an unfinished file of another machine counts as abandoned."""
 SKEW_S = 60.0  # seconds by which the clock of a file server may differ
 # A file system that cannot lock says so with one of these.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -80,7 +80,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; choose another output folder"
         ) from error
-    try:
+    with _removed_on_error(aside, path, "output folder"):
         yield aside
         # safetensors writes files that only their owner may read, and a server may run as another
         # user. The umask can only be read by setting it.
@@ -97,12 +97,19 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(path.parent)
         if old is not None:
             _remove(old)
+
+
+@contextmanager
+def _removed_on_error(aside: Path, path: Path, other: str) -> Iterator[None]:
+    """Delete `aside` on any error; raise `UserError` if the disk refused to write `path`."""
+    try:
+        yield
     # Ctrl-C too: nothing half-written may remain.
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         if (reason := write_failure(error)) is not None:
             raise UserError(
-                f"cannot write {path}: {reason}; free some space or choose another output folder"
+                f"cannot write {path}: {reason}; free some space or choose another {other}"
             ) from error
         raise
 
@@ -176,20 +183,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     aside = partial_path(path)
-    try:
+    with _removed_on_error(aside, path, "file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield aside
         _sync(aside)
         aside.rename(path)
         # Otherwise a crash of the machine could keep a file that was written later, and not this.
         _sync(path.parent)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if (reason := write_failure(error)) is not None:
-            raise UserError(
-                f"cannot write {path}: {reason}; free some space or choose another file"
-            ) from error
-        raise
 
 
 def remove_partials(folder: Path, owned: bool = False) -> None:
@@ -232,9 +232,9 @@ def partial_path(path: Path, ending: str = "partial") -> Path:
 def is_abandoned(partial: Path, owned: bool = False) -> bool:
     """Return true for an unfinished file or directory whose writer is dead.
 
-    A writer on another machine cannot be asked for: it is taken for dead when nothing in `partial`
-    has changed for a day, or at once with `owned`, for a folder that this process alone writes.
-    Files that are not called as `partial_path` says are not ours.
+    The processes of another machine are not known here: its writer counts as dead when nothing in
+    `partial` has changed for `OLD_S`, or at once with `owned`, for a folder that this process alone
+    writes. Files without a name of `partial_path` are not ours.
     """
     if (found := PARTIAL.search(partial.name)) is None:
         return False
@@ -278,7 +278,7 @@ def only_writer(path: Path, is_folder: bool, remedy: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is held: who waits for this file finds that it is gone (`_locked`).
+        # Removed while it is held: a process that waits for it finds it gone (`_locked`).
         lock.unlink(missing_ok=True)
         os.close(descriptor)
         if made:
@@ -426,7 +426,7 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
     """Return the JSON value in the file `path`; a byte order mark is skipped.
 
     Raises `UserError` for a missing or broken file, and, where numbers have to be `finite`, for NaN
-    and infinities, which Python reads although they are no JSON. The message ends with `remedy`.
+    and infinities, which JSON does not have but Python reads. The message ends with `remedy`.
     """
     try:
         return json.loads(
@@ -477,4 +477,4 @@ def read_yaml(path: Path) -> JsonObject:
 
 def no_constant(name: str) -> float:
     """Raise `ValueError` for NaN and infinities: the `parse_constant` of a strict `json.loads`."""
-    raise ValueError(f"it holds {name}, which is no number in JSON")
+    raise ValueError(f"it holds {name}, which is not a number in JSON")

@@ -33,7 +33,7 @@ NUMBERS = re.compile(
 )
 TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
 # Rotary parameters that some versions of transformers write at their default values.
-BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+OPTIONAL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
 PARTIAL = "part:"
 """Beginning of the hash of weights some of which could not be read, see `hash_of`."""
@@ -172,7 +172,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a phrase that names values that differ, with both; empty if none does.
+    """Return a phrase that names the values that differ, old and new; empty if all are equal.
 
     Names that only one table has are compared where they are rotary parameters that a user adds or
     takes away; another version of transformers may know more of the others.
@@ -184,7 +184,9 @@ def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
         name
         for name in tables[0] ^ tables[1]
         # A table without any was noted without them.
-        if all(tables) and name.rpartition(".")[2] not in BESIDE_ROPE and both[name] != "default"
+        if all(tables)
+        and name.rpartition(".")[2] not in OPTIONAL_ROPE_KEYS
+        and both[name] != "default"
     }
     for name in sorted(before.keys() & now.keys() | added):
         was, found = before.get(name), now.get(name)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .documents import Eps, Layers, Positions, Size, Tokens, demand, demand_vocabulary
-from .elementwise import RMSNorm, gated, rotate
+from .elementwise import RMSNorm, gated_activation, rotate
 from .errors import UserError
 from .files import JsonObject
 from .layout import DrafterModule, EmbeddingAndHead
@@ -105,7 +105,7 @@ class LlamaFile(Struct, kw_only=True):
         )
         demand(
             self.head_dim % 2 == 0,
-            f"head_dim {self.head_dim} is odd, and rotary positions turn pairs",
+            f"head_dim {self.head_dim} is odd, and rotary positions rotate pairs",
         )
         demand(
             isinstance(self.rope_parameters.get("rope_type"), str),
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
             queries_keys = queries_keys.to(values.dtype)
         queries, keys = rotate(queries_keys, rotary).split([self.heads, self.kv_heads], dim=2)
         attended = residual + self.output(attend(index, queries, keys, values))
-        inner = gated(self.gate_up(self.post_attention_norm(attended)), self.act)
+        inner = gated_activation(self.gate_up(self.post_attention_norm(attended)), self.act)
         return attended + self.down(inner)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
 
 
 class RecyclingDrafter(LayeredDrafter):
-    """Base of drafters that go on from their own output: EAGLE drafters and MTP layers.
+    """Base of drafters that continue from their own output: EAGLE drafters and MTP layers.
 
     A row at position t pairs a state of t with the token at t + 1, and predicts the token at t + 2.
     The first state is the target's. For the next draft the drafter's own output is recycled as the
@@ -292,7 +292,7 @@ class RecyclingDrafter(LayeredDrafter):
 
     drafts_by_level = True
     fc: nn.Linear
-    """Layer that every row's input passes."""
+    """Layer that receives every row's input."""
     reads_last: bool
     """True if rows begin with the target's last hidden state, false if with its taps."""
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -48,7 +48,7 @@ Head = Callable[[Tensor], Tensor]
 class EmbeddingAndHead:
     """The frozen target's embedding and head, with its vocabulary.
 
-    They are no parameters of the drafter that borrows them and are not stored with it.
+    They are not parameters of the drafter that borrows them and are not stored with it.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -104,7 +104,7 @@ class DrafterModule(ABC):
     `module:Class`."""
     taps: tuple[int, ...] = ()
     kind: str
-    """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
+    """Kind of drafter by the names of engines: the method, or a version of it."""
     whole_model = False
     """True if its folder is a Hugging Face model, which may be a target itself."""
     drafts_by_level = False
@@ -209,8 +209,8 @@ class DrafterModule(ABC):
     ) -> Self:
         """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
 
-        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
-        drafter.
+        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that does not
+        describe a drafter.
         """
         path = directory / cls.weights_file
         config = read_json(directory / "config.json")

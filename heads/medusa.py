@@ -75,7 +75,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
         super().__init__()
         self.drafted = min(config.draft_vocab_size or vocab_size, vocab_size)
         """Number of tokens that it can draft, Vd."""
-        if self.drafted == vocab_size:  # a draft vocabulary of all tokens is none
+        if self.drafted == vocab_size:  # all tokens: no draft vocabulary
             config = replace(config, draft_vocab_size=None)
         self.config, self.hidden_size = config, hidden_size
         self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
@@ -103,7 +103,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., Vd]` of head number `head` for last hidden states `[..., H]`.
 
-        They are about the token at position t + 2 + `head`, where t is the state's position.
+        They predict the token at position t + 2 + `head`, where t is the state's position.
         """
         blocks: Any = self.blocks[head]
         linear = blocks[0].linear
@@ -120,7 +120,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
         return own, levels * self.borrows_head
 
     def facts(self) -> JsonObject:
-        # Without a draft vocabulary there is no key of one.
+        # The key of the draft vocabulary is left out if all tokens are drafted.
         options = {name: value for name, value in asdict(self.config).items() if value is not None}
         return {**options, "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from .layers import (
     layout_of,
 )
 from .layout import EmbeddingAndHead
-from .pretrained import check_numbers, config_of_values, make_causal_lm
+from .pretrained import UNSUPPORTED, check_numbers, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -45,8 +46,6 @@ NOT_SIZES = {
     "_name_or_path", "_attn_implementation", "quantization_config",
 }  # fmt: skip
 """Keys of a target's configuration that say nothing about its layers."""
-UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors by which a class of transformers ends what it is not made for."""
 
 
 class MtpFile(Struct):
@@ -101,9 +100,9 @@ class MtpDrafter(RecyclingDrafter):
         weight = self.fc.weight[:, self.shape.hidden_size :]
         joined = token_part + functional.linear(self.hnorm(state), weight)
         # The angles were exact; the layer wants their cosines in the type of its queries.
-        turned = tuple(table.to(joined.dtype) for table in rotary)
+        angles = tuple(table.to(joined.dtype) for table in rotary)
         output = self.layers[0](
-            joined, position_embeddings=turned, attention_mask=None, attend=attend
+            joined, position_embeddings=angles, attention_mask=None, attend=attend
         )
         return output[0] if isinstance(output, tuple) else output
 
@@ -210,25 +209,27 @@ def layer_and_rotary(
 
     The layer calls the function that is passed to it as `attend` for its attention.
     """
-    try:
+    with unsupported_layers(values["model_type"]):
         config = config_of_values(values)
         # The embedding and the head of this model are not used.
         config.vocab_size, config.pad_token_id = 2, None
         model = make_causal_lm(config, dtype=torch.float32, attn_implementation=ATTENTION)
         decoder = model.get_decoder()
         return decoder.layers[0], TargetsRotary(decoder.rotary_emb)
+
+
+@contextmanager
+def unsupported_layers(model_type: str) -> Iterator[None]:
+    """Turn errors of transformers' classes for a family into `UserError`s."""
+    try:
+        yield
     except UserError:
         raise
-    except UNFIT as error:
-        raise no_layer(values["model_type"], first_line(error)) from error
-
-
-def no_layer(model_type: str, reason: str) -> UserError:
-    """Return the error for a family of which no MTP layer is made."""
-    return UserError(
-        f"no MTP layer is made of {model_type}'s decoder layers ({reason}); train an EAGLE drafter "
-        "for it"
-    )
+    except UNSUPPORTED as error:
+        raise UserError(
+            f"an MTP layer cannot be made of {model_type}'s decoder layers ({first_line(error)}); "
+            "train an EAGLE drafter for it"
+        ) from error
 
 
 @torch.no_grad()
@@ -241,12 +242,8 @@ def check_layer(drafter: MtpDrafter, model_type: str) -> None:
     weight = drafter.fc.weight
     states = weight.new_ones(1, 2, drafter.shape.hidden_size)
     positions = torch.arange(2, device=weight.device)[None]
-    try:
+    with unsupported_layers(model_type):
         drafter.advance(states, states, drafter.rotary(positions), attend)
-    except UserError:
-        raise
-    except UNFIT as error:
-        raise no_layer(model_type, first_line(error)) from error
 
 
 class TargetsRotary:
@@ -267,7 +264,7 @@ class TargetsRotary:
         return self._rotary(torch.empty(0, device=positions.device), positions)
 
 
-def attend_as_told(
+def attend_by_argument(
     _module: Any,
     query: Tensor,
     key: Tensor,
@@ -296,6 +293,6 @@ def attend_as_told(
     return read.unflatten(-1, (query.shape[1], -1))[..., :wanted], None
 
 
-AttentionInterface.register(ATTENTION, attend_as_told)
+AttentionInterface.register(ATTENTION, attend_by_argument)
 
 Drafter = MtpDrafter

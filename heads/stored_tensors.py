@@ -1,6 +1,6 @@
 """Tensors of checkpoints, read without running anything that is in the files.
 
-Files of `torch.save` are read only where there are no safetensors, and only with `weights_only`.
+Files of `torch.save` are read only in folders without safetensors, and only with `weights_only`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def files_of(folder: Path) -> list[Path]:
         return files_in(folder / WEIGHTS_INDEX)
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise UserError(
-            f"{folder} holds no weights: there is no *.safetensors file; copy or download it "
+            f"{folder} holds no weights: it has no *.safetensors file; copy or download it "
             "again, or save it with save_pretrained, which writes safetensors"
         )
     return files
@@ -94,7 +94,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
-    for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
+    for name in file.keys():  # noqa: SIM118  # `file` is not a mapping and has no iterator
         yield name, partial(file.get_tensor, name)
 
 

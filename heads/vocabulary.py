@@ -32,7 +32,7 @@ class VocabularyMaps(nn.Module):
     t2d: Tensor | None
     embedding_and_head: Any
     """The target's `EmbeddingAndHead`; None for a drafter that borrows neither."""
-    # The target's rows of the draft vocabulary, and what they were taken of.
+    # The target's parts, and their head of the draft vocabulary's tokens.
     _part: tuple[Any, Head] | None = None
 
     def add_maps(self, drafted: int, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ..command_line.endings import is_main_rank
 from ..heads.errors import UserError
-from ..heads.exchange.engines import drafter_facts, refusal, sentences
+from ..heads.exchange.engines import drafter_facts, engine_remarks, refusal
 from ..heads.exchange.engines.engine import DrafterFacts
 from ..heads.exchange.exporter import load_alone
 from ..heads.files import check_space
@@ -257,7 +257,7 @@ def say_engines(run: RunConfig, method: AnyMethod) -> None:
     """
     if not run.for_ and not is_main_rank():  # which has nothing to say
         return
-    for line in sentences(check_engines(run, method)):
+    for line in engine_remarks(check_engines(run, method)):
         log.info("%s", line)
 
 

@@ -27,10 +27,10 @@ from ..heads.exchange.mtp import (  # fmt: skip
     is_served,
     layout_for,
     layout_in,
-    parted,
     places_in,
     read_layer,
     stitch,
+    to_checkpoint_names,
 )
 from ..heads.files import JsonObject
 from ..heads.mtp import MtpDrafter, check_layer, shape_for
@@ -189,7 +189,7 @@ def stitch_layer(options: StitchOptions) -> None:
     if not there:  # buffers stay in float32, as families with them store them
         dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
-    tensors = parted(own, family, list(places))
+    tensors = to_checkpoint_names(own, family, list(places))
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
     print(
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "

@@ -145,7 +145,7 @@ def _turned(value: Any, facts: Facts) -> bool:
 
 ROWS = {"block": "its blocks are causal: a slot does not see those after it"}
 """Kinds whose rows see more than those before them, and what it means if they do not."""
-ROTARY = "its rotary positions turn neighbours (as is_neox_style false does)"
+ROTARY = "its rotary positions rotate neighbours (as is_neox_style false does)"
 FACTOR = "draftsmith's drafters have no such factor but 1"
 CAPPED = "its logits are capped"
 SEEN = "causal"
@@ -169,7 +169,7 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"(rope_|rotary_)?is_neox(_style)?", _on, ROTARY),
     (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", OFF, ROTARY),
     (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _turned,
-     "it turns another part of each head than partial_rotary_factor says"),
+     "it rotates another part of each head than partial_rotary_factor says"),
     (r"position(al)?_emb\w*_type|pos_emb_type", _said("rope", "rotary", "default"),
      "its positions are not rotary"),
     (r"use_(rope|rotary\w*)|rope", _on, "its positions are not rotary"),
@@ -179,7 +179,7 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"(use_)?alibi|clip_qkv|(use_)?parallel_(attn|residual|block)|\w*(attn|attention)\w*_gate"
      r"|(use_)?gated_(attention|attn)\w*|residual_post_layernorm|post_norm|use_post_norm", OFF,
      "its layers compute something else"),
-    (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has heads besides"),
+    (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has further heads"),
     (r"use_mtp_layernorm", OFF, "its layers compute something else"),
     (r"use_(input_layernorm_in_first_layer|last_layernorm)|next_layer_regular", _on,
      "it has no norm where a drafter of this kind has one"),
@@ -192,7 +192,7 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"(use_)?qk_(layer_?)?norm", lambda v, f: v is None or bool(v) == f.normed,
      "its tensors say otherwise (q_norm, k_norm)"),
     (r"norm(alization)?_(type|class)|layer_?norm_type", _said("rms", "rmsnorm"),
-     "its norms are no RMS norms"),
+     "its norms are not RMS norms"),
     (r"(layer_)?norm_eps(ilon)?", _equals("rms_norm_eps"), "rms_norm_eps says otherwise"),
     (r"hidden_activation|activation(_function|_type)?|act(_fn)?|mlp_act\w*",
      lambda v, f: _said("silu", "swish", "swiglu")(v, f) or v == f.config.get("hidden_act"),
@@ -294,7 +294,7 @@ def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON writes it, a plain text without quotes, on one line of 60 signs."""
+    """Return a value as JSON, but a plain text without quotes, in at most 60 characters."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 

@@ -194,7 +194,7 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
 def load_alone(directory: str | Path) -> Artifact:
     """Load an artifact without its target, for export only: its embedding and head are stand-ins.
 
-    Raises `UserError` for a folder that is no artifact, or a damaged one.
+    Raises `UserError` for a folder that is not an artifact, or a damaged one.
     """
     directory = Path(directory)
     if not (directory / OWN_FILE).is_file() and (directory / "config.json").is_file():

@@ -46,7 +46,7 @@ class TargetParts:
 
 @dataclass
 class Answers:
-    """Answers of the user to what a checkpoint leaves open; None where there is no answer."""
+    """Answers of the user to what a checkpoint leaves open; None for an open question."""
 
     taps: list[int] | None = None
     """Indices of hidden states, in place of those that the config names."""

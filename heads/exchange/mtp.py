@@ -98,8 +98,8 @@ def layout_in(
 ) -> LayerLayout:
     """Return the layout of the MTP layer among a checkpoint's tensors `names`.
 
-    Raises `UserError`, which begins with `where`, if there is none, for which it gives the
-    `remedy`, if there are several, or if their form is not known.
+    Raises `UserError`, which begins with `where`, if it is missing (the message then ends with
+    `remedy`), if there are several, or if their form is not known.
     """
     layout = layout_for(model_type, layers)
     found = [name for name in names if name.startswith(layout.prefix)]
@@ -179,13 +179,13 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def parted(
+def to_checkpoint_names(
     own: Mapping[str, Tensor], layout: LayerLayout, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return a drafter's tensors by their names in a checkpoint: what `read_layer` undoes.
+    """Return a drafter's tensors by their names in a checkpoint: the inverse of `read_layer`.
 
-    `names` are those of all tensors of the checkpoint. Experts are parted if the layer's are there,
-    or where there is no layer those of the other layers: the two may differ.
+    `names` are those of all tensors of the checkpoint. Experts are split if the layer's are there,
+    or without such a layer those of the other layers: the two may differ.
     """
     stored: dict[str, Tensor] = {}
     names = [name for name in names if name.startswith(layout.prefix)] or names
@@ -234,9 +234,9 @@ def stitch(
             else:
                 shutil.copyfile(path, aside / path.name)
         if there:
-            replace(tensors, places, aside)
+            overwrite(tensors, places, aside)
         else:
-            add(tensors, places, aside)
+            add_file(tensors, places, aside)
             values = read_json(aside / "config.json")
             values.get("text_config", values)[count_key] = 1
             write_json(aside / "config.json", values)
@@ -254,7 +254,7 @@ def fitted(
 
     `places` are those of the checkpoint's tensors; a layer that it does not have keeps its types.
     Raises `UserError` where some of `tensors` are there and others not, and for one of another
-    shape or of a type that is no plain floating one.
+    shape or of a type that is not a plain floating one.
     """
     there = places.keys() & tensors.keys()
     if there and (missing := sorted(tensors.keys() - there)):
@@ -310,7 +310,7 @@ def is_quantised(places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
     )
 
 
-def replace(
+def overwrite(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
 ) -> None:
     """Overwrite the bytes of `tensors` in the files of `aside`, which are those of `places`."""
@@ -323,7 +323,7 @@ def replace(
             opened.write(tensor.flatten().view(torch.uint8).numpy().tobytes())
 
 
-def add(
+def add_file(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
 ) -> None:
     """Write `tensors` as one more file of the checkpoint in `aside`, and name it in its index."""

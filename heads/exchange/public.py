@@ -117,7 +117,7 @@ def recognise(
             "it is"
         )
     raise UserError(
-        f"{folder} is no EAGLE, DFlash, DSpark or speculators checkpoint: it has "
+        f"{folder} is not an EAGLE, DFlash, DSpark or speculators checkpoint: it has "
         f"{', '.join(sorted(names)[:3])}"
     )
 

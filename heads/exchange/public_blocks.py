@@ -146,7 +146,7 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     mask = keys["mask_token_id"]
     if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
         raise UserError(
-            f"{found.path} says mask_token_id {mask}, which is none of the target's "
+            f"{found.path} says mask_token_id {mask}, which is not among the target's "
             f"{found.target.vocab_size} tokens"
         )
     if (block := keys.get("block_size")) is None:

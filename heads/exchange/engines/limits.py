@@ -27,12 +27,12 @@ ACTIVATION = Remark(
 )
 ODD_WIDTH = Remark(
     lambda facts: facts.shape.hidden_size % facts.shape.num_heads,
-    "its width {shape.hidden_size} is no multiple of its {shape.num_heads} heads, which a Llama's "
-    "config has to be",
+    "its width {shape.hidden_size} is not a multiple of its {shape.num_heads} heads, which a "
+    "Llama's config has to be",
 )
 FC_BIAS = Remark(
     lambda facts: facts.shape.fc_bias,
-    "its fc has a bias, which engines drop without a word, or do not load",
+    "its fc has a bias, which engines drop silently, or do not load",
 )
 ATTENTION_BIAS = Remark(
     lambda facts: facts.shape.attention_bias,
@@ -71,7 +71,7 @@ MEDUSA_VOCABULARY = Remark(
 
 
 def changed_logits(facts: DrafterFacts) -> str:
-    """Return the numbers by which a target scales or caps its logits; empty if there are none."""
+    """Return the numbers by which a target scales or caps its logits; empty if it does neither."""
     names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     numbers = {name: facts.numbers.get(name) for name in names}
     said = [f"{name} {value:g}" for name, value in numbers.items() if value not in (None, 1)]

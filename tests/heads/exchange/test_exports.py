@@ -130,7 +130,7 @@ REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     (
         "vllm",
         lambda: eagle("eagle1", fc_bias=True),
-        "fc has a bias, which engines drop without a word, or do not load",
+        "fc has a bias, which engines drop silently, or do not load",
     ),
     ("sglang", heads, "not Medusa heads; this one can be exported to vllm, tgi"),
     ("sglang", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),

@@ -206,7 +206,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
     (
         lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"),
-        "no EAGLE, DFlash, DSpark or",
+        "not an EAGLE, DFlash, DSpark or",
     ),
 ]
 

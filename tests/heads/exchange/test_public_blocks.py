@@ -129,7 +129,7 @@ REFUSED: list[
     ),
     (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "other hidden states"),
     (z_lab, "dflash", at_top(block_size=1), "block_size is 1, not a whole number of at least 2"),
-    (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is none of the target's"),
+    (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is not among the target's"),
     (z_lab, "dflash", at_top(vocab_size=7), "vocab_size is 7, the target's"),
     (z_lab, "dflash", at_top(num_target_layers=9), "num_target_layers is 9, the target's 8"),
     (
@@ -148,7 +148,7 @@ REFUSED: list[
         "says dflash_config.input_embedding_scale 5.6, .* no such factor but 1",
     ),
     (z_lab, "dflash", at_top(output_multiplier=0.5), "says output_multiplier 0.5"),
-    (z_lab, "dflash", at_top(is_neox_style=False), "turn neighbours"),
+    (z_lab, "dflash", at_top(is_neox_style=False), "rotate neighbours"),
     (z_lab, "dflash", inside(attention_sink_bias=True), "attention has sinks"),
     (
         z_lab,

@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer": (
         without_tokenizer,
-        "tokenizer of target .* there is no tokenizer that can be read; copy",
+        "tokenizer of target .* it has no tokenizer that can be read; copy",
     ),
     "code of its own": (
         lambda t: config(t, model_type="own", auto_map={"AutoConfig": "own.Config"}),

@@ -72,7 +72,6 @@ class Teacher(NamedTuple):
     """sum_v p log p `[R]`."""
 
     def rows(self, index: Tensor) -> Teacher:
-        """Return the distributions of some rows."""
         return Teacher(self.p[index], self.negative_entropy[index])
 
 

@@ -1,6 +1,4 @@
-"""Draft models before training: cut from a target, or read from a folder.
-
-A cut keeps some of the target's layers.
+"""Draft models before training: cut from a target, of which some layers are kept, or read.
 
 Shapes: S positions of a text, H hidden size.
 """
@@ -8,6 +6,7 @@ Shapes: S positions of a text, H hidden size.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,21 +210,14 @@ def smaller(target: Target, kept: list[int]) -> Any:
 
 @torch.no_grad()
 def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
-    """Copy the weights of the target's layers `kept` into `draft_model`."""
     prefix, _ = layers_of(target)
+    layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        tensor.copy_(target_state[_in_target(name, prefix, kept)])
+        in_target = layer.sub(lambda found: f"{prefix}.{kept[int(found[1])]}.", name, count=1)
+        tensor.copy_(target_state[in_target])
     draft_model.tie_weights()
     head_state = target.model.get_output_embeddings().state_dict()
     for name, tensor in draft_model.get_output_embeddings().state_dict().items():
         tensor.copy_(head_state[name])
-
-
-def _in_target(name: str, prefix: str, kept: list[int]) -> str:
-    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
-    if not name.startswith(prefix + "."):
-        return name
-    number, _, rest = name[len(prefix) + 1 :].partition(".")
-    return f"{prefix}.{kept[int(number)]}.{rest}"

@@ -32,8 +32,7 @@ from .layers import (
     LayeredDrafter,
     LlamaFile,
     check_taps,
-    inner_size,
-    layout_of,
+    chosen_sizes,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
@@ -286,14 +285,11 @@ def shape_for(
         block_size=config.block_size,
         mask_token=mask_token,
         hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or inner_size(target),
-        num_layers=config.num_layers,
-        activation="silu",  # engines load no other, so it need not be the target's
         target_layers=layers,
         # Drafting all tokens takes no maps.
         draft_vocab_size=size if size and size < target.vocab_size else None,
         markov_rank=markov_rank,
-        **layout_of(target),
+        **chosen_sizes(config, target),
     )
 
 

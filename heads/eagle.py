@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .documents import Size, Tap
 from .drafter_configs import EagleConfig
@@ -30,8 +29,7 @@ from .layers import (
     LlamaFile,
     RecyclingDrafter,
     check_taps,
-    inner_size,
-    layout_of,
+    chosen_sizes,
     shared_sizes,
 )
 from .layout import EmbeddingAndHead
@@ -113,27 +111,6 @@ class EagleDrafter(RecyclingDrafter):
         self.add_maps(shape.draft_vocab_size, shape.vocab_size)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
-    @property
-    @abstractmethod
-    def joint(self) -> nn.Linear:
-        """Layer in which token and state meet: the token's columns of its matrix come first."""
-
-    def token_part(self, ids: Tensor) -> Tensor:
-        return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Return the inputs `[B, N, H]` of `joint` for tokens `ids` `[B, N]`."""
-        return self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
-
-    def join(self, token_part: Tensor, state: Tensor) -> Tensor:
-        """Return the output of `joint` for the tokens of `token_part` and states `[B, N, H]`.
-
-        It is one product with the concatenation of both, of which `token_part` is the first half.
-        The bias is added once, here.
-        """
-        weight = self.joint.weight[:, self.shape.hidden_size :]
-        return token_part + functional.linear(state, weight, self.joint.bias)
-
     @abstractmethod
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first layer's residual stream `[B, N, H]` and its `qkv`; see `advance`."""
@@ -208,13 +185,6 @@ class Eagle1Drafter(EagleDrafter):
 
     def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head, 2 * shape.hidden_size, shape.hidden_size)
-
-    @property
-    def joint(self) -> nn.Linear:
-        return self.fc
-
-    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        return last.to(self.fc.weight.dtype)
 
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = self.join(token_part, state)
@@ -386,15 +356,12 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         taps=taps,
         hidden_size=config.hidden_size or hidden,
         target_hidden_size=hidden,
-        intermediate_size=config.intermediate_size or inner_size(target),
-        num_layers=config.num_layers,
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        activation="silu",  # engines load no other, so it need not be the target's
         norm_taps=newer if config.norm_taps is None else config.norm_taps,
         norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,
         shared_head=config.shared_head,
-        **layout_of(target),
+        **chosen_sizes(config, target),
     )
 
 

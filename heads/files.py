@@ -328,7 +328,6 @@ def _sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -340,7 +339,6 @@ def facts_of(folder: Path) -> dict[str, JsonObject]:
 
 
 def file_facts(path: Path) -> JsonObject:
-    """Return size in bytes and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 

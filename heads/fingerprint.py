@@ -326,5 +326,4 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _digest(text: str) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -249,7 +249,6 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
 
     @classmethod
     def of_shape(cls, shape: Any, lender: EmbeddingAndHead) -> Any:
-        """Return an untrained drafter of these sizes."""
         return cls(shape, lender)
 
     def untrained(self, drafted: int, vocab_size: int) -> Self:
@@ -298,19 +297,37 @@ class RecyclingDrafter(LayeredDrafter):
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Function from positions `[B, N]` to their cosines and sines, as `advance` takes them."""
 
-    @abstractmethod
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """Return the state `[B, N, H]` with which rows begin, from the target's features.
 
         These are its `taps` and its `last` hidden states, `[B, N, Ht]` each.
         """
+        return last.to(self.fc.weight.dtype)
 
-    @abstractmethod
+    @property
+    def joint(self) -> nn.Linear:
+        """Layer in which token and state meet: the token's columns of its matrix come first."""
+        return self.fc
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the inputs `[B, N, H]` of `joint` for tokens `ids` `[B, N]`."""
+        return self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
+
     def token_part(self, ids: Tensor) -> Tensor:
-        """Return the tokens' part of the product in which tokens `ids` `[B, N]` and states meet.
+        """Return the tokens' part of the output of `joint`, for tokens `ids` `[B, N]`.
 
         Training computes this part once for all unrolled steps.
         """
+        return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
+
+    def join(self, token_part: Tensor, state: Tensor) -> Tensor:
+        """Return the output of `joint` for the tokens of `token_part` and states `[B, N, H]`.
+
+        It is one product with the concatenation of both, of which `token_part` is the first half.
+        The bias is added once, here.
+        """
+        weight = self.joint.weight[:, self.shape.hidden_size :]
+        return token_part + functional.linear(state, weight, self.joint.bias)
 
     @abstractmethod
     def advance(
@@ -364,6 +381,16 @@ def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
 
 HEAD_SIZE = 64
 """Size of a drafter's attention heads where its target has none."""
+
+
+def chosen_sizes(config: Any, target: Any) -> JsonObject:
+    """Return fields of `DrafterShape`, without taps and width, for options and a target."""
+    return {
+        "num_layers": config.num_layers,
+        "intermediate_size": config.intermediate_size or inner_size(target),
+        "activation": "silu",  # engines load no other, so it need not be the target's
+        **layout_of(target),
+    }
 
 
 def layout_of(target: Any) -> JsonObject:

@@ -248,7 +248,6 @@ class DrafterModule(ABC):
 
 
 def linear_bytes(module: Any) -> int:
-    """Return the bytes of the matrices of a module's linear layers."""
     return sum(part.weight.nbytes for part in module.modules() if isinstance(part, nn.Linear))
 
 

@@ -87,18 +87,13 @@ class MtpDrafter(RecyclingDrafter):
         self.layers = nn.ModuleList([layer])
         self.add_maps(shape.vocab_size, shape.vocab_size)
 
-    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        return last.to(self.fc.weight.dtype)
-
-    def token_part(self, ids: Tensor) -> Tensor:
-        embedded = self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
-        return functional.linear(self.enorm(embedded), self.fc.weight[:, : self.shape.hidden_size])
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.enorm(super().embedded(ids))
 
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        weight = self.fc.weight[:, self.shape.hidden_size :]
-        joined = token_part + functional.linear(self.hnorm(state), weight)
+        joined = self.join(token_part, self.hnorm(state))
         # The angles were exact; the layer wants their cosines in the type of its queries.
         angles = tuple(table.to(joined.dtype) for table in rotary)
         output = self.layers[0](

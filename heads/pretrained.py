@@ -70,7 +70,6 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def save_model(model: Any, folder: str | Path) -> None:
-    """Write a model as Hugging Face files."""
     # transformers imports deepspeed to save a model, which would print a warning without a GPU.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -143,23 +143,21 @@ def _turned(value: Any, facts: Facts) -> bool:
     return value in (None, share, int(share * size))
 
 
-ROWS = {"block": "its blocks are causal: a slot does not see those after it"}
-"""Kinds whose rows see more than those before them, and what it means if they do not."""
 ROTARY = "its rotary positions rotate neighbours (as is_neox_style false does)"
 FACTOR = "draftsmith's drafters have no such factor but 1"
-CAPPED = "its logits are capped"
-SEEN = "causal"
-"""Stands for what a kind's attention is not, see `ROWS`."""
+CAUSAL = ""
+"""Stands for a reason that depends on the kind, see `check_keys`."""
 RULES: tuple[tuple[str, Neutral, str], ...] = (
-    (r"\w*(non_causal|bidirectional)\w*", _not_causal, SEEN),
-    (r"\w*causal\w*", _causal, SEEN),
+    (r"\w*(non_causal|bidirectional)\w*", _not_causal, CAUSAL),
+    (r"\w*causal\w*", _causal, CAUSAL),
     (r"(\w+_)?(attention|attn|mask)_(mode|type|kind)|\w*draft_attention",
      _said("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
            "flashattention2", "flexattention", "fullattention"),
      "its attention is of another kind, such as causal or sliding"),
     (r"\w*sinks?(_\w+)?", OFF, "its attention has sinks"),
     (r"\w*(attn|attention)\w*(soft_?cap|logits?_cap)\w*", OFF, "its attention is capped"),
-    (r"\w*(soft_?cap|logits?_cap)\w*", lambda v, f: v in OFF or not f.head, CAPPED),
+    (r"\w*(soft_?cap|logits?_cap)\w*", lambda v, f: v in OFF or not f.head,
+     "its logits are capped"),
     (r"scale_emb(ed(ding)?s?)?|normalize_emb\w*", lambda v, f: v in (*OFF[:2], 1) and v is not True,
      "its embeddings are scaled"),
     (r"query_pre_attn_scalar", _equals("head_dim"), FACTOR),
@@ -213,7 +211,6 @@ WINDOW = re.compile(
     r"|local_attention)(_\w+)?|attention_chunk_size|chunked_attention\w*"
 )
 """Keys about layers that see a part of the text only."""
-SLIDING = "it has layers with sliding attention, which see a window of the text"
 
 
 def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
@@ -238,8 +235,10 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
         if neutral is None:
             unread += [] if key.value is None else [key.place]
         elif not (neutral(key.value, facts) if callable(neutral) else key.value in neutral):
-            reason = ROWS.get(kind, "its layers are not causal") if reason is SEEN else reason
-            refuse(found, [key], reason)
+            slots = "its blocks are causal: a slot does not see those after it"
+            refuse(
+                found, [key], reason or (slots if kind == "block" else "its layers are not causal")
+            )
     if unread and not found.answers.ours:
         found.notes.append(
             "keys of config.json that are not known here change nothing (not read: "
@@ -276,7 +275,8 @@ def check_windows(found: Checkpoint, keys: list[Key]) -> None:
     sizes = [key for key in others if key.value not in (*OFF, -1)]
     off = bool(types) or any(key.value is False for key in switches)
     if kinds or on or (sizes and not off):
-        refuse(found, [*kinds, *on, *sizes], SLIDING)
+        reason = "it has layers with sliding attention, which see a window of the text"
+        refuse(found, [*kinds, *on, *sizes], reason)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
 from ..errors import UserError
 from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
-from ..layout import DrafterModule, EmbeddingAndHead, dtype_name, place, stored_as
+from ..layout import EmbeddingAndHead, dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
@@ -111,13 +111,20 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
     """
     live, target = artifact.drafter, stand_in_for(artifact.fingerprint)
     if live.importable:
-        loaded: Any = load_back(folder, live, target, layout)
+        found = read_public(folder, target, Answers(ours=True))
+        loaded: Any = found.drafter
+        # The reader's name of the layout begins with this; native ones are called after the kind.
+        family = layout.read_as or live.kind
+        if not found.layout.startswith(family) or loaded.kind != live.kind:
+            _fail(f"it is taken for {found.layout}, not for {family}")
+        if found.notes:
+            _fail(found.notes[0])
     else:
         tokenizer = getattr(live, "tokenizer", None)
         lender = replace(target.embedding_and_head, tokenizer=tokenizer)
         loaded = type(live).load(folder, dtype, lender)
     if loaded.facts() != (facts := live.facts()):
-        # There is one: both have the same keys, being of one class.
+        # Both have the same keys, being of one class.
         name = next(name for name in facts if loaded.facts()[name] != facts[name])
         _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded.facts()[name]}")
     live_state, loaded_state = live.state_dict(), loaded.state_dict()
@@ -126,22 +133,6 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
     for name, tensor in live_state.items():
         if tensor.cpu().to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
             _fail(f"{name} reads back as other numbers")
-
-
-def load_back(folder: Path, live: DrafterModule, target: TargetParts, layout: FileLayout) -> Any:
-    """Return the drafter that is built from the files in `folder` alone.
-
-    Raises `UserError` if they are recognised as another layout or kind than that of the drafter
-    `live`, or leave anything open.
-    """
-    loaded = read_public(folder, target, Answers(ours=True))
-    # The reader's name of the layout begins with this; native layouts are called after the kind.
-    family = layout.read_as or live.kind
-    if not loaded.layout.startswith(family) or loaded.drafter.kind != live.kind:
-        _fail(f"it is taken for {loaded.layout}, not for {family}")
-    if loaded.notes:
-        _fail(loaded.notes[0])
-    return loaded.drafter
 
 
 def stand_in_for(target: Fingerprint) -> TargetParts:

@@ -267,7 +267,7 @@ def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
                 f"{found.path} lacks rope_theta, for which engines take different ones; add that "
                 "of the training"
             )
-        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
+        found.notes.append("the config has no rope_theta: using 10000, as engines do")
     return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
 
 

@@ -192,18 +192,14 @@ def to_checkpoint_names(
     single = any(EXPERT.fullmatch(name) for name in names)
     for name, tensor in own.items():
         place = layout.name(name)
-        if single and place.endswith("experts.gate_up_proj"):
-            prefix = place.removesuffix(".gate_up_proj")
-            for number, pair in enumerate(tensor):
-                gate, up = pair.chunk(2)
-                stored[f"{prefix}.{number}.gate_proj.weight"] = gate
-                stored[f"{prefix}.{number}.up_proj.weight"] = up
-        elif single and place.endswith("experts.down_proj"):
-            prefix = place.removesuffix(".down_proj")
-            for number, down in enumerate(tensor):
-                stored[f"{prefix}.{number}.down_proj.weight"] = down
-        else:
+        prefix, _, kind = place.rpartition(".")
+        if not single or not prefix.endswith("experts"):
             stored[place] = tensor
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for number, joined in enumerate(tensor):
+            for one, matrix in zip(kinds, joined.chunk(len(kinds)), strict=True):
+                stored[f"{prefix}.{number}.{one}.weight"] = matrix
     return stored
 
 
@@ -287,7 +283,10 @@ def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
 
 def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> None:
     """Raise `UserError` unless a layer can be added to a checkpoint that has none."""
-    if is_quantised(places):
+    if any(
+        QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
+        for name, (_, facts) in places.items()
+    ):
         raise UserError(
             f"{checkpoint} is quantised, and an engine would look for a quantised layer; stitch "
             "the layer into the checkpoint that was quantised, and quantise that"
@@ -300,14 +299,6 @@ def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts
         )
     if (checkpoint / LAYER_FILE).exists():
         raise UserError(f"{checkpoint} has a {LAYER_FILE} that no index names; remove it")
-
-
-def is_quantised(places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
-    """Return true if a checkpoint with these tensors is quantised."""
-    return any(
-        QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
-        for name, (_, facts) in places.items()
-    )
 
 
 def overwrite(

@@ -1,8 +1,8 @@
 """Import of public checkpoints as artifacts: EAGLE-1 to 3, and recognition of all layouts.
 
-Block drafters are read by `public_blocks`. Every tensor has to be there by name and shape, and none
-besides. A layout may leave open in which unit its taps are counted, or which state is recycled: it
-is read where only one reading is possible, and the user is asked otherwise. The table of layouts is
+Block drafters are read by `public_blocks`. The tensors have to be exactly the drafter's by name and
+shape. A layout may leave open in which unit its taps are counted, or which state is recycled: it is
+read where only one reading is possible, and the user is asked otherwise. The table of layouts is
 docs/checkpoint-formats.md#public-checkpoints.
 """
 
@@ -123,7 +123,7 @@ def recognise(
 
 
 def plain_name(name: str, stored: Container[str]) -> str:
-    """Return a tensor's present name, without the module in which a trainer kept the drafter."""
+    """Return a tensor's current name, without the module in which a trainer kept the drafter."""
     for wrapper in WRAPPERS:
         if f"{wrapper}fc.weight" in stored:
             name = name.removeprefix(wrapper)
@@ -203,7 +203,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     taps = found.answers.taps or config.get(EAGLE_TAPS)
     if not taps:
         taps = default_taps(found.target.num_layers)
-        found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
+        found.notes.append(f"the config names no taps: using {list(taps)}, as engines do")
     elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
         found.notes.append(
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
@@ -252,7 +252,7 @@ def _eagle3(
     whole = drafted == vocab and not shared
     if "lm_head.weight" not in tensors and whole and found.target.head is not None:
         tensors["lm_head.weight"] = found.target.head.to("cpu", found.dtype)
-        found.notes.append("it has no lm_head: the target's is taken, as engines do")
+        found.notes.append("it has no lm_head: using the target's, as engines do")
     native |= flags | {
         "draft_vocab_size": drafted,
         "bias": "fc.bias" in tensors,
@@ -272,18 +272,17 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """
     if (taps := named_taps(found, found.config, inner)) is not None:
         return taps
-    nested = inner.get(EAGLE_TAPS)
+    nested, layers = inner.get(EAGLE_TAPS), found.target.num_layers
+    # The default taps of a target of fewer than 7 layers would not be distinct.
+    usual = list(default_taps(layers)) if nested is None or layers >= 7 else []
     if nested is None:
-        usual = list(default_taps(found.target.num_layers))
-        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
+        found.notes.append(f"the config names no taps: using {usual}, as every engine does")
         return usual
-    # The default taps collide in a target of fewer than 7 layers.
-    usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     # Example of 28 layers, whose default taps are 2, 14 and 25: 1, 13, 24 are taken for layers and
     # 2, 14, 25 for indices of hidden states. Any other numbers could be either.
     shifted = [layer + 1 for layer in nested]
     if usual in (shifted, nested):
-        return list(usual or [])
+        return usual
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
         f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
@@ -309,7 +308,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(
             f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: "
-            "these are taken"
+            "using these"
         )
     if version == 3:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
@@ -339,12 +338,12 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         return
     if "d2t" not in tensors:
         raise UserError(
-            f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens "
-            "are drafted"
+            f"{found.folder}: d2t is missing, so it is unknown which {drafted} of {vocab} "
+            "tokens are drafted"
         )
     tensors["d2t"] = tensors["d2t"].long()
     if "t2d" not in tensors:
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
         tensors["t2d"][ids_of_offsets(tensors["d2t"], vocab)] = True
-        found.notes.append("t2d is missing: it is made from d2t")
+        found.notes.append("t2d is missing: it is computed from d2t")
     tensors["t2d"] = tensors["t2d"].bool()

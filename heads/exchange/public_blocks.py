@@ -106,7 +106,7 @@ def _read(
 ) -> ImportedDrafter:
     """Build the drafter that the keys of any layout describe, and fill it.
 
-    `keys` are the config's, whatever part of it they were in. `spark` is true for DSpark,
+    `keys` are the config's, from any part of it. `spark` is true for DSpark,
     `anchored` if the anchor's slot drafts, `layout` is the name for messages, and `tables` are the
     tables of the config whose keys are among them. Raises `UserError`.
     """
@@ -133,44 +133,38 @@ def _read(
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
         same_matrix(found, "lm_head.weight", matrix, target.head)
     found.check_taps(taps, 1, target.hidden_size)
-    kind = DSparkDrafter if spark else DFlashDrafter
-    native = _native(found, taps)
-    found.demand_parts(native["num_hidden_layers"], "layers")
-    # Its class has one name, whatever the project calls it.
-    return found.finished(kind, native | {"architectures": [kind.architecture]}, layout)
-
-
-def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
-    """Return the native config. Raises `UserError` for a key that is missing or garbled."""
-    keys = found.config
     mask = keys["mask_token_id"]
-    if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
         raise UserError(
             f"{found.path} says mask_token_id {mask}, which is not among the target's "
-            f"{found.target.vocab_size} tokens"
+            f"{target.vocab_size} tokens"
         )
     if (block := keys.get("block_size")) is None:
         block = 16
-        found.notes.append("no block_size is given: 16 is taken, as engines do")
+        found.notes.append("the config has no block_size: using 16, as engines do")
     if type(block) is not int or block < 2:
         raise UserError(
             f"{found.path} garbles a field: block_size is {block!r}, not a whole number of at "
             "least 2"
         )
-    return {
+    found.demand_parts(keys["num_hidden_layers"], "layers")
+    kind = DSparkDrafter if spark else DFlashDrafter
+    native = {
+        "architectures": [kind.architecture],
         **found.layer_keys(keys["num_hidden_layers"], 32768, usual_base=False),
         "block_size": block,
-        "num_target_layers": found.target.num_layers,
+        "num_target_layers": target.num_layers,
         # None for DFlash, which does not read it.
         "markov_rank": keys.get("markov_rank"),
         # None for all tokens.
         "draft_vocab_size": keys.get("draft_vocab_size"),
         INNER: {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
     }
+    return found.finished(kind, native, layout)
 
 
 def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
-    """Return the first reason why a method of another kind drafts as it does; None if none.
+    """Return the first reason why draftsmith's drafters do not draft as this one does, or None.
 
     It concerns the anchor, and DSpark's transition bias and confidence head.
     """

@@ -55,7 +55,6 @@ class DrafterFacts:
 
     @property
     def shape(self) -> Any:
-        """The drafter's sizes and flags."""
         return self.drafter.shape
 
     @property
@@ -180,7 +179,6 @@ class Like:
 
 
 def chain(_: Any, settings: Settings) -> Settings:
-    """Return the settings of a chain."""
     return {"length": settings["drafts"], "width": 1}
 
 
@@ -195,7 +193,6 @@ def block(proposer: Any, settings: Settings) -> Settings:
 
 
 def lookup(_: Any, settings: Settings) -> Settings:
-    """Return the settings of a lookup of n-grams."""
     return {"length": settings["drafts"]}
 
 

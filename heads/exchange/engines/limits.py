@@ -200,7 +200,6 @@ def yarn(*unread: str) -> Remark:
 YARN = {"truncate": (None, True), "beta_fast": (None, 32)}
 YARN |= dict.fromkeys(("beta_slow", "attn_factor"), (None, 1))
 """Values that change nothing, of keys for which there are others than none."""
-SCALES = ("mscale", "mscale_all_dim")
 ONE_SCALE = Remark(
     lambda facts: (
         facts.shape.rope["rope_type"] == "yarn"
@@ -212,7 +211,8 @@ ONE_SCALE = Remark(
 ZERO_SCALE = Remark(
     lambda facts: (
         facts.shape.rope["rope_type"] == "yarn"
-        and None not in (scales := [facts.shape.rope.get(key) for key in SCALES])
+        and None
+        not in (scales := [facts.shape.rope.get(key) for key in ("mscale", "mscale_all_dim")])
         and 0 in scales
     ),
     "its YaRN rotary positions have an mscale or mscale_all_dim of 0, which the engine reads, and "

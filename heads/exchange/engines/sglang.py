@@ -137,8 +137,6 @@ def _whole_block(proposer: Any, settings: Settings) -> Settings:
 
 
 class SglangFinish(Struct):
-    """Reason for which a reply ended."""
-
     type: str = ""
 
 

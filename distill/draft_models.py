@@ -124,14 +124,14 @@ def _cut(
             "draft_model.path"
         )
     kept = chosen_layers(config, target.num_layers)
-    small = smaller(target, kept)
+    small = cut_config(target, kept)
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
         _copy_weights(target, draft_model, kept)
         # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
         draft_model.to(target.device)
         runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
-        begin_calibrated(runner, target, texts())
+        calibrate_final_norm(runner, target, texts())
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
@@ -146,7 +146,7 @@ def _cut(
 
 
 @torch.no_grad()
-def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
+def calibrate_final_norm(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
     """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
@@ -194,7 +194,7 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     return False
 
 
-def smaller(target: Target, kept: list[int]) -> Any:
+def cut_config(target: Target, kept: list[int]) -> Any:
     """Return the config of a cut with the target's layers `kept`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)

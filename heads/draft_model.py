@@ -58,7 +58,7 @@ class DraftModel(DrafterModule, nn.Module):
         self.tokenizer, self.vocab_size, self.added = tokenizer, vocab_size, added
 
     @property
-    def stand_in(self) -> int:
+    def placeholder(self) -> int:
         """Id of the known token that an added token is read as."""
         known = (self.tokenizer.unk_token_id, self.tokenizer.eos_token_id)
         return next((token for token in known if token is not None), 0)

@@ -235,7 +235,7 @@ class Eagle3Drafter(EagleDrafter):
         owner = type(self)(replace(self.shape, shared_head=False), self.embedding_and_head)
         ids, weight = self.draft_vocab_ids, self.fc.weight
         rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
-        return owner.filled({**self.state_dict(), "lm_head.weight": rows}, weight)
+        return owner.fill({**self.state_dict(), "lm_head.weight": rows}, weight)
 
     @property
     def joint(self) -> nn.Linear:

@@ -123,9 +123,9 @@ class VocabularyMaps(nn.Module):
                 tensor = torch.cat([tensor[:vocab_size], missing])
             if name not in ("d2t", "t2d"):
                 state[name] = tensor
-        return new.filled(state, next(self.parameters()))
+        return new.fill(state, next(self.parameters()))
 
-    def filled(self, state: dict[str, Tensor], like: Tensor) -> Self:
+    def fill(self, state: dict[str, Tensor], like: Tensor) -> Self:
         """Load `state`, on the device and in the type of `like`; return the drafter, frozen."""
         # Cast first, because loading a state dict would cast the tensors to the module's float32.
         place(self, like.device, like.dtype)

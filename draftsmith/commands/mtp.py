@@ -19,9 +19,9 @@ import torch
 from ..heads.artifact import Artifact
 from ..heads.drafter_configs import MtpConfig
 from ..heads.errors import UserError
-from ..heads.exchange.hub import fetched
+from ..heads.exchange.hub import fetch_folder
 from ..heads.exchange.mtp import (  # fmt: skip
-    TAKE,
+    EXTRACT_REMEDY,
     TYPES,
     LayerLayout,
     is_served,
@@ -79,12 +79,12 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
+def find_layer(name: str, remedy: str = EXTRACT_REMEDY) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
     Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
     """
-    folder = fetched(name, READ, "checkpoint")
+    folder = fetch_folder(name, READ, "checkpoint")
     with clear_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)

@@ -121,7 +121,7 @@ def _equals(*others: str) -> Callable[[Any, Facts], bool]:
     return neutral
 
 
-def _said(*words: str) -> Callable[[Any, Facts], bool]:
+def _word(*words: str) -> Callable[[Any, Facts], bool]:
     """Return a function that is true for a value that turns the key off, and for any of `words`."""
     return lambda value, facts: value in OFF or re.sub(r"[-_ ]", "", str(value).lower()) in words
 
@@ -135,7 +135,7 @@ def _not_causal(value: Any, facts: Facts) -> bool:
     return value is None or not _causal(value, facts)
 
 
-def _turned(value: Any, facts: Facts) -> bool:
+def _rotated_share(value: Any, facts: Facts) -> bool:
     """Return true if a number is the whole of each head, or what `partial_rotary_factor` says."""
     share = facts.config.get("partial_rotary_factor") or 1
     heads = facts.config.get("num_attention_heads") or 1
@@ -151,7 +151,7 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"\w*(non_causal|bidirectional)\w*", _not_causal, CAUSAL),
     (r"\w*causal\w*", _causal, CAUSAL),
     (r"(\w+_)?(attention|attn|mask)_(mode|type|kind)|\w*draft_attention",
-     _said("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
+     _word("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
            "flashattention2", "flexattention", "fullattention"),
      "its attention is of another kind, such as causal or sliding"),
     (r"\w*sinks?(_\w+)?", OFF, "its attention has sinks"),
@@ -166,9 +166,9 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
      FACTOR),
     (r"(rope_|rotary_)?is_neox(_style)?", _on, ROTARY),
     (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", OFF, ROTARY),
-    (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _turned,
+    (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _rotated_share,
      "it rotates another part of each head than partial_rotary_factor says"),
-    (r"position(al)?_emb\w*_type|pos_emb_type", _said("rope", "rotary", "default"),
+    (r"position(al)?_emb\w*_type|pos_emb_type", _word("rope", "rotary", "default"),
      "its positions are not rotary"),
     (r"use_(rope|rotary\w*)|rope", _on, "its positions are not rotary"),
     (r"no_?p?e?_?rope_layers?\w*|nope_\w+|no_rope_\w+",
@@ -181,22 +181,22 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"use_mtp_layernorm", OFF, "its layers compute something else"),
     (r"use_(input_layernorm_in_first_layer|last_layernorm)|next_layer_regular", _on,
      "it has no norm where a drafter of this kind has one"),
-    (r"(eagle_)?decoder_type", _said("llama", "qwen3"), "its layers are of another kind"),
+    (r"(eagle_)?decoder_type", _word("llama", "qwen3"), "its layers are of another kind"),
     (r"\w*parallel_draft(ing)?(_(?!heads)\w+)?|pard\w*|ptd_\w+|p_?eagle\w*", OFF,
      "it drafts all tokens at once"),
     (r"\w*mask_emb\w*|mask_hidden", OFF, "it has an embedding of its own for slots to be drafted"),
     (r"projector_type|(selector|conv|gru)_\w+|pure_draft_prefix_len",
-     _said("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
+     _word("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
     (r"(use_)?qk_(layer_?)?norm", lambda v, f: v is None or bool(v) == f.normed,
      "its tensors say otherwise (q_norm, k_norm)"),
-    (r"norm(alization)?_(type|class)|layer_?norm_type", _said("rms", "rmsnorm"),
+    (r"norm(alization)?_(type|class)|layer_?norm_type", _word("rms", "rmsnorm"),
      "its norms are not RMS norms"),
     (r"(layer_)?norm_eps(ilon)?", _equals("rms_norm_eps"), "rms_norm_eps says otherwise"),
     (r"hidden_activation|activation(_function|_type)?|act(_fn)?|mlp_act\w*",
-     lambda v, f: _said("silu", "swish", "swiglu")(v, f) or v == f.config.get("hidden_act"),
+     lambda v, f: _word("silu", "swish", "swiglu")(v, f) or v == f.config.get("hidden_act"),
      "hidden_act, or silu where it is not given, is computed"),
     (r"(mlp|ffn)_(type|kind|class)|mlp_layer_types",
-     lambda v, f: _full(v, f) or _said("mlp", "swiglu", "gated", "default", "llama", "silu")(v, f),
+     lambda v, f: _full(v, f) or _word("mlp", "swiglu", "gated", "default", "llama", "silu")(v, f),
      "its layers compute something else"),
     (r"(num|n)_(\w+_)?experts?(_\w+)?", lambda v, f: v in OFF or not f.experts,
      "its layers have experts"),
@@ -251,13 +251,15 @@ def keys_of(found: Checkpoint, tables: tuple[str, ...]) -> Iterator[Key]:
     config = found.original
     for name, value in config.items():
         if name not in tables:
-            yield Key(shown(name), name, value)
+            yield Key(as_text(name), name, value)
     for table in tables:
         inner = config.get(table) or {}
         if not isinstance(inner, dict):
-            raise UserError(f"{found.path} garbles a field: {table} is {shown(inner)}, not a table")
+            raise UserError(
+                f"{found.path} garbles a field: {table} is {as_text(inner)}, not a table"
+            )
         for name, value in inner.items():
-            yield Key(f"{table}.{shown(name)}", name, value)
+            yield Key(f"{table}.{as_text(name)}", name, value)
 
 
 def check_windows(found: Checkpoint, keys: list[Key]) -> None:
@@ -285,7 +287,7 @@ def _listed(value: Any) -> list[Any]:
 
 def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
     """Raise `UserError` for keys that change what the drafter computes."""
-    said = ", ".join(f"{key.place} {shown(key.value)}" for key in keys)
+    said = ", ".join(f"{key.place} {as_text(key.value)}" for key in keys)
     key = "the key" if len(keys) == 1 else "these keys"
     raise UserError(
         f"{found.path} says {said}, which is not supported: {reason}; take {key} out if the "
@@ -293,13 +295,15 @@ def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
     )
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a value as JSON, but a plain text without quotes, in at most 60 characters."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = ()) -> JsonObject:
+def merge_tables(
+    found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = ()
+) -> JsonObject:
     """Return the keys of a configuration and of its tables `tables` as one table.
 
     Keys without a value are left out. Raises `UserError` for a key with different values in two

@@ -56,7 +56,7 @@ def export(
     express, for a folder that holds something else, and for an export that fails its check.
     """
     recipe, facts = recipe_for(request.engine, artifact), drafter_facts(artifact)
-    replaced = check_free(request.out)
+    replaced = check_out_folder(request.out)
     drafter = artifact.drafter.for_export(artifact.fingerprint.vocab_size)
     if needs_target_head(request.engine, artifact):
         if head is None:
@@ -109,7 +109,7 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
     Sizes and flags have to be equal, and every tensor bit for bit: two drafters of one class with
     equal facts and tensors compute the same. `layout` and `dtype` are those of the files.
     """
-    live, target = artifact.drafter, stand_in_for(artifact.fingerprint)
+    live, target = artifact.drafter, placeholder_parts(artifact.fingerprint)
     if live.importable:
         found = read_public(folder, target, Answers(ours=True))
         loaded: Any = found.drafter
@@ -135,7 +135,7 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
             _fail(f"{name} reads back as other numbers")
 
 
-def stand_in_for(target: Fingerprint) -> TargetParts:
+def placeholder_parts(target: Fingerprint) -> TargetParts:
     """Return the sizes of a target that is not loaded, with stand-ins for its embedding and head.
 
     Nothing is computed with these.
@@ -153,7 +153,7 @@ def _fail(reason: str) -> None:
     )
 
 
-def check_free(out: str | Path) -> bool:
+def check_out_folder(out: str | Path) -> bool:
     """Return true for an earlier export, false for an absent or empty folder; else `UserError`."""
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
@@ -195,7 +195,7 @@ def load_alone(directory: str | Path) -> Artifact:
         )
     document = read_own_file(directory)
     trained_for = document.target
-    stand_in = stand_in_for(trained_for).embedding_and_head
+    stand_in = placeholder_parts(trained_for).embedding_and_head
     embedding_and_head = replace(stand_in, scale=document.embedding_scale or 1.0)
     if drafter_class(document.method).whole_model:
         # Its `load` compares the tokenizer next to it with the target's. The target's is not there,

@@ -23,7 +23,7 @@ from .engines.engine import EAGLE_TAPS
 LAYER_IDS = "target_layer_ids"
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
-SAME = 2**-7
+MATRIX_TOLERANCE = 2**-7
 # Keys without which no decoder layer can be built.
 NEEDED_KEYS = (
     "num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size",
@@ -233,7 +233,7 @@ def named_taps(found: Checkpoint, config: JsonObject, inner: JsonObject) -> list
 
 
 BASES = ("rope_theta", "rope_base", "rotary_emb_base")
-BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
+OTHER_ROPE_KEYS = ("partial_rotary_factor", "original_max_position_embeddings")
 """Rotary parameters that some configs have at the top."""
 
 
@@ -277,7 +277,7 @@ def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
     Raises `UserError` for one that is not a table.
     """
     config = found.config
-    for name in (*BASES, *BESIDE):
+    for name in (*BASES, *OTHER_ROPE_KEYS):
         if config.get(name) is not None:
             yield name, "rope_theta" if name in BASES else name, config[name]
     for key in ("rope_parameters", "rope_scaling"):
@@ -310,15 +310,15 @@ def drop_embedding(found: Checkpoint) -> None:
         found.notes.append("its own embedding is left out for the target's")
         return
     remedy = ", or say --set embedding=target to use the target's all the same"
-    same_matrix(found, name, embedding, found.target.embedding, remedy)
+    check_matrix(found, name, embedding, found.target.embedding, remedy)
 
 
-def same_matrix(
+def check_matrix(
     found: Checkpoint, name: str, own: Tensor, theirs: Tensor | None, otherwise: str = ""
 ) -> None:
     """Raise `UserError` unless the tensor `own` called `name` is the target's matrix `theirs`.
 
-    Differences up to `SAME` are allowed. `otherwise` is added to the message's advice.
+    Differences up to `MATRIX_TOLERANCE` are allowed. `otherwise` is added to the message's advice.
     """
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
@@ -329,14 +329,14 @@ def same_matrix(
     theirs = theirs.detach().to("cpu", torch.float32)
     # Compared in float32: the difference of two bfloat16 matrices would be rounded itself.
     difference = float((own.float() - theirs).abs().max() / theirs.abs().max())
-    if difference > SAME:
+    if difference > MATRIX_TOLERANCE:
         raise UserError(
             f"{found.folder}: {name} is up to {difference:.1%} from the target's; check the "
             f"target{otherwise}"
         )
 
 
-def same_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
+def check_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
     """Raise `UserError` unless the config's value `here` of the key `name` is the target's."""
     # The type is compared because True == 1 and 2048.0 == 2048.
     if type(here) is not int:

@@ -42,13 +42,13 @@ class Drafter:
 
         Raises `UserError` for a folder that is not a drafter, and for damaged files.
         """
-        folder = fetched(str(name), READ)
+        folder = fetch_folder(str(name), READ)
         own = read_own_file(folder)
         check_files(folder, own)
         return cls(folder, own.method, own.target.name)
 
 
-def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
+def fetch_folder(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
     """Return the folder `name`, or a downloaded repository. Raises `UserError` for neither."""
     if Path(name).is_dir():
         return Path(name)

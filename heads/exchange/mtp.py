@@ -86,7 +86,7 @@ def is_served(model_type: str) -> bool:
     return model_type.startswith(SERVED)
 
 
-TAKE = (
+EXTRACT_REMEDY = (
     "take it from the model that this one was tuned from (draftsmith mtp extract --base), or train "
     "one"
 )
@@ -94,7 +94,7 @@ TAKE = (
 
 
 def layout_in(
-    names: Collection[str], model_type: str, layers: int, where: str, remedy: str = TAKE
+    names: Collection[str], model_type: str, layers: int, where: str, remedy: str = EXTRACT_REMEDY
 ) -> LayerLayout:
     """Return the layout of the MTP layer among a checkpoint's tensors `names`.
 
@@ -210,13 +210,13 @@ def stitch(
 
     Returns how many tensors were `replaced` and `added`, and how many others there are, `kept`.
     Tensors that are there take the type that they have; for others `count_key` of the config.json
-    becomes 1. Raises `UserError` for tensors that do not fit (`fitted`), and where a layer cannot
-    be added; `out` is then as it was.
+    becomes 1. Raises `UserError` for tensors that do not fit, and where a layer cannot be added;
+    `out` is then as it was.
     """
     if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise UserError(f"{out} lies in {checkpoint}, which is copied; name another --out")
     places = places_in(checkpoint)
-    tensors = fitted(tensors, places, checkpoint)
+    tensors = as_stored(tensors, places, checkpoint)
     there = places.keys() & tensors.keys()
     if not there:
         check_addable(checkpoint, places)
@@ -243,7 +243,7 @@ def stitch(
     }
 
 
-def fitted(
+def as_stored(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], checkpoint: Path
 ) -> dict[str, Tensor]:
     """Return `tensors` as `checkpoint` stores them: on the CPU, in the types that they have there.

@@ -21,7 +21,7 @@ from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..stored_tensors import StoredTensors
 from ..vocabulary import ids_of_offsets
-from .config_keys import check_keys, merged
+from .config_keys import check_keys, merge_tables
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
     NEEDED_KEYS,
@@ -29,9 +29,9 @@ from .foreign import (
     Checkpoint,
     ImportedDrafter,
     TargetParts,
+    check_size,
     drop_embedding,
     named_taps,
-    same_size,
 )
 from .public_blocks import LIBRARY, block_drafter, is_block, speculators_block
 
@@ -148,7 +148,7 @@ def eagle3(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 of SafeAILab or SpecForge, and exports in the native layout."""
     check_keys(found, "eagle3", True, INNER)
     # Where both places name taps, their units may differ.
-    config = merged(found, (INNER,), apart=(EAGLE_TAPS,))
+    config = merge_tables(found, (INNER,), apart=(EAGLE_TAPS,))
     if config.get("use_aux_hidden_state") is False:
         raise UserError(
             f"{found.path} says use_aux_hidden_state false: the head is fed by the last state, "
@@ -161,7 +161,7 @@ def eagle3(found: Checkpoint) -> ImportedDrafter:
 
     before_residual = flag("norm_before_residual")
     flags = {
-        "norm_before_residual": _open(found.answers.norm_before_residual, before_residual),
+        "norm_before_residual": _answer_or(found.answers.norm_before_residual, before_residual),
         "norm_before_fc": flag("norm_before_fc"),
         "fc_norm": flag("fc_norm", flag("use_aux_norm")),
         "norm_output": _norm_output(found, flag("norm_output")),
@@ -209,7 +209,9 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
             "low; see that it accepts"
         )
-    before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
+    before_residual = _answer_or(
+        found.answers.norm_before_residual, config.get("norm_before_residual")
+    )
     if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
@@ -218,12 +220,14 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
         "norm_before_residual": before_residual,
-        "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
+        "norm_output": bool(
+            _answer_or(found.answers.norm_output, config.get("norm_output", False))
+        ),
     }
-    return _eagle3(found, merged(found, (LIBRARY,)), list(taps), flags, "speculators")
+    return _eagle3(found, merge_tables(found, (LIBRARY,)), list(taps), flags, "speculators")
 
 
-def _open(answer: Any, otherwise: Any) -> Any:
+def _answer_or(answer: Any, otherwise: Any) -> Any:
     return otherwise if answer is None else answer
 
 
@@ -246,7 +250,7 @@ def _eagle3(
     drafted = config.get("draft_vocab_size") or vocab
     _vocabulary(found, drafted, vocab)
     wide = config.get("target_hidden_size") or native["hidden_size"]
-    same_size(found, "target_hidden_size", wide, found.target.hidden_size)
+    check_size(found, "target_hidden_size", wide, found.target.hidden_size)
     found.check_taps(taps, 0, wide)
     shared = found.answers.ours and config.get("shared_head", False)
     whole = drafted == vocab and not shared
@@ -296,9 +300,9 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """
     config, tensors = found.config, found.tensors
     found.demand_keys(NEEDED_KEYS)
-    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
+    check_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
-        same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
+        check_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.
     layers = 1
     for name in tensors:

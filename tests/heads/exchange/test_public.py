@@ -159,7 +159,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (without("fc.weight"), "fc.weight is missing"),
     (without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
     (without("lm_head.weight"), "lm_head.weight is missing"),
-    (without("d2t"), "d2t is missing, so nobody knows which 60"),
+    (without("d2t"), "d2t is missing, so it is unknown which 60"),
     (
         lambda c, t: t.update({"norms.weight": t.pop("norm.weight")}),
         "norm.weight is missing; norms.weight is not part",

@@ -49,7 +49,7 @@ def test_assumed_block_defaults_are_noted(tmp_path: Path) -> None:
     found = read(store(tmp_path / "d", config, tensors))
     assert (
         found.drafter.shape == replace(drafter.shape, block_size=16)
-        and "16 is taken" in found.notes[0]
+        and "using 16" in found.notes[0]
     )
     found = read(store(tmp_path / "s", library("dflash", sliding_window_non_causal=False), tensors))
     same(found, drafter)

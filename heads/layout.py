@@ -116,7 +116,7 @@ class DrafterModule(ABC):
     borrows_head: bool = False
     """True if the target's head makes the logits of drafts."""
     head_in_exports: bool = False
-    """True if engines read the head that the drafter borrows from the drafter's own files."""
+    """True if engines need a copy of the head that it borrows in its files."""
     importable: bool = False
     """True if `exchange.public` reads its files, so that an export is read back from them alone."""
     not_exported: str | None = None

@@ -177,15 +177,11 @@ class Checkpoint:
                 del tensors[name]
         kv_heads = config.get("num_key_value_heads")
         return {
+            **{key: config[key] for key in NEEDED_KEYS},
             "num_hidden_layers": layers,
-            "hidden_size": config["hidden_size"],
-            "intermediate_size": config["intermediate_size"],
-            "num_attention_heads": heads,
             "num_key_value_heads": heads if kv_heads is None else kv_heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "hidden_act": config.get("hidden_act") or "silu",
-            "rms_norm_eps": config["rms_norm_eps"],
-            "vocab_size": config["vocab_size"],
             "max_position_embeddings": config.get("max_position_embeddings") or positions,
             "rope_parameters": rope_of(self, usual_base),
             "attention_bias": any("q_proj.bias" in name for name in tensors),

@@ -133,13 +133,10 @@ def plain_name(name: str, stored: Container[str]) -> str:
 def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     check_keys(found, "eagle1", False)
-    tensors = found.tensors
-    bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
-    if bias and not tensors["fc.bias"].any():
-        del tensors["fc.bias"]
-        bias = False
-    native = _llama_layers(found, version=1) | {"bias": bias}
+    if "fc.bias" in found.tensors and not found.tensors["fc.bias"].any():
+        del found.tensors["fc.bias"]
+    native = _llama_layers(found, version=1) | {"bias": "fc.bias" in found.tensors}
     drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
 

@@ -64,7 +64,7 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """Distribution p of the target, with what KL(p || q) needs of it, whatever q is."""
+    """Distribution p of the target, with what KL(p || q) needs of it for any q."""
 
     p: Tensor
     """Probabilities `[R, V]` that sum to one."""

@@ -147,7 +147,7 @@ def _cut(
 
 @torch.no_grad()
 def calibrate_final_norm(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
-    """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
+    """Scale the final norm of a cut of `target`, so that its confidence matches the target's.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
     as the target's, mostly wrong: with three of SmolLM2's thirty the loss began at 16. The factor

@@ -148,7 +148,7 @@ class DraftModel(DrafterModule, nn.Module):
         elif difference:
             raise UserError(
                 f"draft model {directory} has another tokenizer than the target: {difference}; "
-                "its token ids mean other text, use a model of the same family"
+                "its token ids mean other text; use a model of the same family"
             )
         return cls(model, tokenizer, embedding_and_head.vocab_size, added)
 

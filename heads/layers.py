@@ -380,7 +380,7 @@ def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
 
 
 HEAD_SIZE = 64
-"""Size of a drafter's attention heads where its target has none."""
+"""Size of a drafter's attention heads for a target without attention."""
 
 
 def chosen_sizes(config: Any, target: Any) -> JsonObject:

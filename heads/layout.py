@@ -145,7 +145,7 @@ class DrafterModule(ABC):
 
     @abstractmethod
     def facts(self) -> JsonObject:
-        """Return everything besides the tensors that decides what the module computes, as JSON."""
+        """Return, as JSON, all that decides what the module computes, except for the tensors."""
 
     # Saving and loading by a description of the files. A drafter that no engine reads has only
     # `facts`: the arguments of its class after the target's `embedding_and_head`, which are its

@@ -104,8 +104,7 @@ class MtpDrafter(RecyclingDrafter):
     def recycled(self, output: Tensor) -> Tensor:
         return self.norm(output)
 
-    def feature(self, output: Tensor) -> Tensor:
-        return self.norm(output)
+    feature = recycled
 
     def logits(self, output: Tensor) -> Tensor:
         return self.embedding_and_head.head(self.norm(output))

@@ -1,7 +1,7 @@
 """Keys of public configurations: those that are used, those that change nothing, and the others.
 
 A key that changes what a drafter computes, in a way that is not computed here, is refused by its
-name: ignoring it would cost acceptance silently. A key that nobody here knows is named in a note.
+name: ignoring it would cost acceptance silently. An unknown key is named in a note.
 Where a checkpoint's tensors decide, such as biases, experts and the number of taps, its keys are
 not compared with them: every tensor has to be one of the drafter's.
 """
@@ -101,7 +101,6 @@ class Facts(NamedTuple):
 
 Neutral = tuple[Any, ...] | Callable[[Any, Facts], bool]
 """Values that change nothing, or a function that is true for them."""
-ONE = (None, False, 1)  # of a factor
 
 
 def _on(value: Any, _facts: Facts) -> bool:
@@ -162,8 +161,8 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
      "its embeddings are scaled"),
     (r"query_pre_attn_scalar", _equals("head_dim"), FACTOR),
     (r"dim_model_base", _equals("hidden_size"), FACTOR),
-    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?", ONE,
-     FACTOR),
+    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?",
+     (None, False, 1), FACTOR),
     (r"(rope_|rotary_)?is_neox(_style)?", _on, ROTARY),
     (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", OFF, ROTARY),
     (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _rotated_share,
@@ -256,7 +255,7 @@ def keys_of(found: Checkpoint, tables: tuple[str, ...]) -> Iterator[Key]:
         inner = config.get(table) or {}
         if not isinstance(inner, dict):
             raise UserError(
-                f"{found.path} garbles a field: {table} is {as_text(inner)}, not a table"
+                f"{found.path} has an invalid field: {table} is {as_text(inner)}, not a table"
             )
         for name, value in inner.items():
             yield Key(f"{table}.{as_text(name)}", name, value)
@@ -290,7 +289,7 @@ def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
     said = ", ".join(f"{key.place} {as_text(key.value)}" for key in keys)
     key = "the key" if len(keys) == 1 else "these keys"
     raise UserError(
-        f"{found.path} says {said}, which is not supported: {reason}; take {key} out if the "
+        f"{found.path} says {said}, which is not supported: {reason}; remove {key} if the "
         "drafter was trained without"
     )
 
@@ -320,6 +319,6 @@ def merge_tables(
         if first.value != key.value and not passed_over:
             raise UserError(
                 f"{found.path} says {first.place} {first.value} and {key.place} {key.value}; "
-                "engines read either, so take the wrong one out"
+                "engines read either, so remove the wrong one"
             )
     return {name: key.value for name, key in whole.items()}

@@ -234,8 +234,8 @@ def card(
     )
     title = TITLES[drafter.kind]
     limits = [
-        f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
-        "accepts less, and no engine says so.",
+        f"Trained for the weights of `{artifact.fingerprint.name}` named above; with a fine-tuned "
+        "version fewer drafts are accepted, which no engine reports.",
         "Acceptance depends on the text: measure on your own prompts (`draftsmith evaluate`).",
         *written.notes,
     ]

@@ -104,7 +104,7 @@ class Checkpoint:
         try:
             convert(native, drafter_type.document)
         except DocumentError as error:
-            raise UserError(f"{self.path} garbles a field: {error}") from error
+            raise UserError(f"{self.path} has an invalid field: {error}") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         lender = self.target.embedding_and_head
         drafter = drafter_type.of_shapes(native, lender, shapes, self.folder)
@@ -218,12 +218,12 @@ def named_taps(found: Checkpoint, config: JsonObject, inner: JsonObject) -> list
     if top not in (None, taps):
         raise UserError(
             f"{found.path} names taps {named} and other hidden states, {top}, under {EAGLE_TAPS}; "
-            "say which with --set taps=.."
+            "choose with --set taps=.."
         )
     if nested not in (None, taps, [tap - 1 for tap in taps]):
         raise UserError(
             f"{found.path} names taps {named} and, inside eagle_config, {nested}, which is neither "
-            "these nor one less; say which with --set taps=.."
+            "these nor one less; choose with --set taps=.."
         )
     return list(taps)
 
@@ -245,7 +245,7 @@ def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
         if rope.setdefault(name, value) != value:
             raise UserError(
                 f"{found.path} says {name} {rope[name]} ({keys[name]}) and {value} ({key}); "
-                "engines read either, so take the wrong one out"
+                "engines read either, so remove the wrong one"
             )
         keys.setdefault(name, key)
     rope.setdefault("rope_type", "default")
@@ -279,7 +279,7 @@ def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise UserError(f"{found.path} garbles a field: {key} is {table!r}, not a table")
+            raise UserError(f"{found.path} has an invalid field: {key} is {table!r}, not a table")
         # Where the kinds of layers differ, there is a table for each kind.
         table = table.get("full_attention") or table
         for name, value in table.items():
@@ -305,7 +305,7 @@ def drop_embedding(found: Checkpoint) -> None:
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
-    remedy = ", or say --set embedding=target to use the target's all the same"
+    remedy = ", or give --set embedding=target to use the target's all the same"
     check_matrix(found, name, embedding, found.target.embedding, remedy)
 
 
@@ -336,7 +336,9 @@ def check_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
     """Raise `UserError` unless the config's value `here` of the key `name` is the target's."""
     # The type is compared because True == 1 and 2048.0 == 2048.
     if type(here) is not int:
-        raise UserError(f"{found.path} garbles a field: {name} is {here!r}, not a whole number")
+        raise UserError(
+            f"{found.path} has an invalid field: {name} is {here!r}, not a whole number"
+        )
     if here != there:
         raise UserError(
             f"{found.folder} is for another target: {name} is {here}, the target's {there}"

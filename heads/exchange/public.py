@@ -81,7 +81,9 @@ def read_public(folder: Path, target: TargetParts, answers: Answers) -> Imported
     except (AttributeError, *CONFIG_ERRORS) as error:
         if out_of_memory(error):
             raise
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
+        what = (
+            f"lacks {error}" if isinstance(error, KeyError) else f"has an invalid field ({error})"
+        )
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 
 
@@ -179,7 +181,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if declared:
         raise UserError(
             f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
-            "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
+            "before lm_head that all heads have; give --set norm_output=true if drafts recycle the "
             "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
     # Where that older key was false, SpecForge trained the head without the final norm, whose
@@ -188,7 +190,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if "norm_output" in found.config and bool((norm_weight == 1).all()):
         found.notes.append(
             "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
-            "see that it accepts"
+            "check its acceptance"
         )
     return declared
 
@@ -204,7 +206,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
         found.notes.append(
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
-            "low; see that it accepts"
+            "low; check its acceptance"
         )
     before_residual = _answer_or(
         found.answers.norm_before_residual, config.get("norm_before_residual")
@@ -212,7 +214,7 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
-            "false and vLLM's true; say --set norm_before_residual=true or =false"
+            "false and vLLM's true; give --set norm_before_residual=true or =false"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
@@ -286,7 +288,7 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
         return usual
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
-        f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
+        f"SpecForge and SGLang, {nested} for vLLM; choose with --set taps=.."
     )
 
 

@@ -50,7 +50,7 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
             "DSpark are read"
         )
     keys = merge_tables(found, TABLES)
-    # DSpark is recognised by its transition bias, whatever its architecture is called.
+    # DSpark is recognised by its transition bias, not by the name of its architecture.
     has_transition = any(name.startswith("markov_head.") for name in found.tensors)
     is_dspark = has_transition or bool(keys.get("markov_rank"))
     named_spark = "DSpark" in _architecture(found.config)
@@ -69,7 +69,7 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
     taps = named_taps(found, keys, {})
     if taps is None:
         raise UserError(
-            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --set "
+            f"{found.path} lacks target_layer_ids; name the hidden states that it fuses with --set "
             "taps=.."
         )
     return _read(
@@ -146,7 +146,7 @@ def _read(
         found.notes.append("the config has no block_size: using 16, as engines do")
     if type(block) is not int or block < 2:
         raise UserError(
-            f"{found.path} garbles a field: block_size is {block!r}, not a whole number of at "
+            f"{found.path} has an invalid field: block_size is {block!r}, not a whole number of at "
             "least 2"
         )
     found.demand_parts(keys["num_hidden_layers"], "layers")

@@ -204,7 +204,7 @@ Token = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts of a server by the engine's own answers."""
+    """Facts about a server from its own answers."""
 
     version: str
     """Empty where the server does not give it."""

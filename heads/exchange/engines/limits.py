@@ -138,14 +138,14 @@ EAGLE_NOTES = (
 # Rotary positions.
 
 
-def turns_a_part(facts: DrafterFacts) -> bool:
-    """Return whether rotary positions turn a part of each head, or of its frequencies."""
+def rotates_part_of_heads(facts: DrafterFacts) -> bool:
+    """Return whether rotary positions rotate a part of each head, or of its frequencies."""
     return facts.shape.rope.get("partial_rotary_factor", 1.0) != 1.0
 
 
 PARTIAL_ROTARY = Remark(
-    turns_a_part,
-    "rotary positions turn a part of each head only, which the engine does not do, or was never "
+    rotates_part_of_heads,
+    "rotary positions rotate a part of each head only, which the engine does not do, or was never "
     "seen to read",
 )
 DYNAMIC_ROPE = Remark(

@@ -189,7 +189,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     ),
     (
         lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
-        r"hidden states \[2, 4, 7\] for .*say which with --set taps",
+        r"hidden states \[2, 4, 7\] for .*choose with --set taps",
     ),
     (lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}), "fed by the last state"),
     (
@@ -202,8 +202,8 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
         r"taps \[2, 4, 8\] include 8, the state after the last layer.* cannot be imported",
     ),
     (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--set embedding=target"),
-    (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
-    (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
+    (lambda c, t: c.update(eagle_config=[1]), "has an invalid field"),
+    (lambda c, t: c.update(num_attention_heads="four"), "has an invalid field"),
     (
         lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"),
         "not an EAGLE, DFlash, DSpark or",

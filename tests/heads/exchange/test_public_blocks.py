@@ -181,7 +181,7 @@ REFUSED: list[
         lambda c, t: t.update(d2t=torch.arange(60)),
         "drafts a part of the target's vocabulary",
     ),
-    (z_lab, "dflash", at_top(dflash_config=[1]), "garbles a field"),
+    (z_lab, "dflash", at_top(dflash_config=[1]), "has an invalid field"),
     (deepspec, "dspark", without("markov_rank"), "lacks markov_rank"),
     (deepspec, "dspark", at_top(markov_rank=7), "markov_head.markov_w1.weight has shape"),
     (deepspec, "dspark", without("markov_head.markov_w2.weight"), "markov_w2.weight is missing"),
@@ -243,7 +243,7 @@ def test_invalid_or_unsupported_block_checkpoints_are_refused_by_name(
         ("dflash", {"sample_from_anchor": True}, "its anchor drafts too"),
         ("dflash", {"speculators_model_type": "peagle"}, "only eagle3, dflash, dspark are read"),
         ("dflash", {"draft_vocab_size": 60}, "drafts a part"),
-        ("dflash", {"aux_hidden_state_layer_ids": None}, "garbles a field"),
+        ("dflash", {"aux_hidden_state_layer_ids": None}, "has an invalid field"),
         ("dspark", {"markov_head_type": "rnn"}, "type 'rnn'"),
         (
             "dflash",

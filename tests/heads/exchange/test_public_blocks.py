@@ -99,7 +99,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         without("target_layer_ids"),
-        "lacks target_layer_ids; say which .* with --set taps",
+        "lacks target_layer_ids; name the .* with --set taps",
     ),
     (z_lab, "dflash", without("mask_token_id"), "lacks mask_token_id"),
     (

@@ -64,7 +64,7 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """Distribution p of the target, with what KL(p || q) needs of it, whatever q is."""
+    """Distribution p of the target, with what KL(p || q) needs of it for any q."""
 
     p: Tensor
     """Probabilities `[R, V]` that sum to one."""
@@ -72,7 +72,6 @@ class Teacher(NamedTuple):
     """sum_v p log p `[R]`."""
 
     def rows(self, index: Tensor) -> Teacher:
-        """Return the distributions of some rows."""
         return Teacher(self.p[index], self.negative_entropy[index])
 
 
@@ -183,7 +182,7 @@ def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Te
         return CE_SHARE * cross_entropy(log_q, labels) + (1 - CE_SHARE) * distance
     if name not in _SOFT:
         known = ", ".join(get_args(Divergence))
-        raise UserError(f"there is no divergence {name!r}; choose one of {known}")
+        raise UserError(f"unknown divergence {name!r}; choose one of {known}")
     return _SOFT[name](log_q, log_p)
 
 
@@ -313,7 +312,7 @@ def sum_in_chunks(
     partitioned = any(hasattr(p, "ds_id") for p in parameters)
     if torch.is_grad_enabled() and not partitioned:
         return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
-    # Rounded up, and one empty chunk where there is no row.
+    # Rounded up, and one empty chunk for no rows.
     chunks = max(-(-hidden.shape[0] // rows_per_chunk), 1)
     # Running a module gathers its weights from all ranks, and a rank that runs fewer chunks than
     # the others would leave them waiting: all run as many, empty ones at the end.
@@ -415,5 +414,5 @@ class _InChunks(torch.autograd.Function):
             # `grad` is the factor that the loss got afterwards, such as the number of ranks and
             # micro-batches. In place, so that a second pass over the same graph fails.
             scaled_grads[i] = summed.mul_(grad)
-        # A gradient for each argument of `forward`: the first three are no tensors.
+        # A gradient for each argument of `forward`: the first three are not tensors.
         return None, None, None, hidden_grad * grad, *scaled_grads

@@ -1,6 +1,4 @@
-"""Draft models before training: cut from a target, or read from a folder.
-
-A cut keeps some of the target's layers.
+"""Draft models before training: cut from a target, of which some layers are kept, or read.
 
 Shapes: S positions of a text, H hidden size.
 """
@@ -8,6 +6,7 @@ Shapes: S positions of a text, H hidden size.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,14 +124,14 @@ def _cut(
             "draft_model.path"
         )
     kept = chosen_layers(config, target.num_layers)
-    small = smaller(target, kept)
+    small = cut_config(target, kept)
     try:
         draft_model: Any = make_causal_lm(small, dtype=torch.float32)
         _copy_weights(target, draft_model, kept)
         # At once: kernels that transformers finds for recurrent layers may run on a GPU only.
         draft_model.to(target.device)
         runner = CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False)
-        begin_calibrated(runner, target, texts())
+        calibrate_final_norm(runner, target, texts())
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
@@ -147,8 +146,8 @@ def _cut(
 
 
 @torch.no_grad()
-def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
-    """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
+def calibrate_final_norm(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> None:
+    """Scale the final norm of a cut of `target`, so that its confidence matches the target's.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
     as the target's, mostly wrong: with three of SmolLM2's thirty the loss began at 16. The factor
@@ -195,7 +194,7 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     return False
 
 
-def smaller(target: Target, kept: list[int]) -> Any:
+def cut_config(target: Target, kept: list[int]) -> Any:
     """Return the config of a cut with the target's layers `kept`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
@@ -211,21 +210,14 @@ def smaller(target: Target, kept: list[int]) -> Any:
 
 @torch.no_grad()
 def _copy_weights(target: Target, draft_model: Any, kept: list[int]) -> None:
-    """Copy the weights of the target's layers `kept` into `draft_model`."""
     prefix, _ = layers_of(target)
+    layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\.")
     target_state = target.decoder.state_dict()
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in draft_model.get_decoder().state_dict().items():
-        tensor.copy_(target_state[_in_target(name, prefix, kept)])
+        in_target = layer.sub(lambda found: f"{prefix}.{kept[int(found[1])]}.", name, count=1)
+        tensor.copy_(target_state[in_target])
     draft_model.tie_weights()
     head_state = target.model.get_output_embeddings().state_dict()
     for name, tensor in draft_model.get_output_embeddings().state_dict().items():
         tensor.copy_(head_state[name])
-
-
-def _in_target(name: str, prefix: str, kept: list[int]) -> str:
-    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
-    if not name.startswith(prefix + "."):
-        return name
-    number, _, rest = name[len(prefix) + 1 :].partition(".")
-    return f"{prefix}.{kept[int(number)]}.{rest}"

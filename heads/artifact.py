@@ -21,13 +21,17 @@ from typing import Any
 
 import torch
 
-from .added_tokens import OPTION, added_ids, effect_of, resized, said_of
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject, differs, facts_of, whole_directory, write_json
-from .fingerprint import Fingerprint
-from .layout import dtype_name
+from .fingerprint import (
+    ADDED_TOKENS_OPTION,
+    Fingerprint,
+    added_ids,
+    effect_of_unknown_tokens,
+    unknown_tokens,
+)
+from .layout import EmbeddingAndHead, dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.
@@ -87,7 +91,7 @@ class Artifact:
         `embedding_and_head` are the target's; all methods but Medusa with heads of its own need
         them. Raises `UserError` for a missing or broken file, for a missing or surplus tensor or
         one of another shape or dtype, and for a target of other sizes, but for tokens added at the
-        end if `embedding_and_head` allows them (`added_tokens.resized`). A target of equal sizes
+        end if `embedding_and_head` allows them (`VocabularyMaps.resized`). A target of equal sizes
         but with other weights, tokenizer, template or numbers in its configuration is reported
         through `warn`.
         """
@@ -110,20 +114,27 @@ class Artifact:
         except CONFIG_ERRORS as error:
             if isinstance(error, UserError):  # a ValueError whose message is clear already
                 raise
-            reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
-                f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
+                f"{config_path} does not describe a drafter ({type(error).__name__}: "
+                f"{first_line(error)}); save or copy the drafter again"
             ) from error
         if "vocab_size" in drafter_type.bound_to and trained_for.vocab_size != target.vocab_size:
-            drafter = resized(drafter, target.vocab_size, added)
+            drafter = drafter.resized(target.vocab_size, added)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
 
 def read_own_file(directory: Path) -> OwnFile:
-    """Return a drafter's `draftsmith.json`. Raises `UserError` if it is missing or broken."""
+    """Return a drafter's `draftsmith.json`.
+
+    Raises `UserError` if it is missing or broken. For the folder of a training run the message
+    names the drafter in it.
+    """
     if not (directory / OWN_FILE).is_file():
-        raise not_a_drafter(directory)
+        folders = (directory / name for name in ("best", "last"))
+        drafters = [folder for folder in folders if (folder / OWN_FILE).is_file()]
+        remedy = f"did you mean {drafters[0]}?" if drafters else "name the folder of a training run"
+        raise UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; {remedy}")
     return read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")[0]
 
 
@@ -134,21 +145,13 @@ def check_files(directory: Path, own: OwnFile) -> None:
     for name, facts in own.files.items():
         if (reason := differs(directory, name, OWN_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
-    # An engine would read tensors from a weights file, or sizes, that nobody wrote here.
+    # An engine would read tensors or sizes from a file that draftsmith did not write.
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("config.json")]):
         if path.name not in own.files:
             raise UserError(
                 f"{directory}: {path.name} is not among the files that were written; copy or save "
                 "the drafter again"
             )
-
-
-def not_a_drafter(directory: Path) -> UserError:
-    """Return the error for a folder without `draftsmith.json`; it names a run's drafter."""
-    candidates = (directory / name for name in ("best", "last"))
-    drafters = [folder for folder in candidates if (folder / OWN_FILE).is_file()]
-    remedy = f"did you mean {drafters[0]}?" if drafters else "name the folder that training wrote"
-    return UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; {remedy}")
 
 
 def check_target(
@@ -166,6 +169,7 @@ def check_target(
     the drafter's class is bound to differs otherwise.
     """
     added: list[int] = []
+    other_target = f"{directory} was trained for another target ({trained_for.name})"
     fields, sizes = drafter_type.bound_to, (trained_for.vocab_size, target.vocab_size)
     if lender is not None and "vocab_size" in fields and sizes[0] != sizes[1]:
         fields = tuple(name for name in fields if name != "vocab_size")
@@ -173,21 +177,20 @@ def check_target(
         if ids is None or trained_for.errors_against(target, fields):
             fields = drafter_type.bound_to
         elif not drafter_type.resizable:
-            raise UserError(f"{directory}: {said_of(ids, *sizes)}; {drafter_type.other_remedy}")
+            clause = unknown_tokens(ids, *sizes)
+            raise UserError(f"{directory}: {clause}; {drafter_type.other_remedy}")
         elif not lender.allow_added_tokens:
             raise UserError(
-                f"{directory} was trained for another target ({trained_for.name}): "
-                f"{said_of(ids, *sizes)}; give {OPTION} to draft without them"
+                f"{other_target}: {unknown_tokens(ids, *sizes)}; give {ADDED_TOKENS_OPTION} to "
+                "draft without them"
             )
         else:
             added = ids
-            warn(effect_of(ids, *sizes))
+            warn(effect_of_unknown_tokens(ids, *sizes))
             trained_for = replace(trained_for, tokenizer_hash=target.tokenizer_hash)
     if errors := trained_for.errors_against(target, fields):
         raise UserError(
-            f"{directory} was trained for another target ({trained_for.name}): "
-            f"{'; '.join(errors)}; "
-            "use that target or train a drafter for this one"
+            f"{other_target}: {'; '.join(errors)}; use that target or train a drafter for this one"
         )
     for message in trained_for.warnings_against(target):
         warn(message)
@@ -208,7 +211,7 @@ def own_method(name: str) -> Any:
 def drafter_class(method: str) -> Any:
     """Return the class `Drafter` of the module `method`, or that of a method of another package.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` for an unknown method.
     """
     if (own := own_method(method)) is not None:
         return own.drafter_class
@@ -221,7 +224,7 @@ def drafter_class(method: str) -> Any:
     known = method.isidentifier() and importlib.util.find_spec(f".{method}", __package__)
     module = importlib.import_module(f".{method}", __package__) if known else None
     drafter = getattr(module, "Drafter", None)
-    if drafter is None:  # not every module of this package is a drafter's
+    if drafter is None:  # other modules of this package define none
         raise UserError(
             f"unknown drafting method {method!r}; this version may be too old for that drafter"
         )

@@ -13,16 +13,16 @@ attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Self
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 
-from .documents import BlockFile
+from .documents import Layers, Tap, Token, demand
 from .drafter_configs import DFlashConfig
 from .elementwise import RMSNorm, Rotary
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layers import (
@@ -30,14 +30,47 @@ from .layers import (
     DecoderLayer,
     DrafterShape,
     LayeredDrafter,
+    LlamaFile,
     check_taps,
-    inner_size,
-    layout_of,
+    chosen_sizes,
     shared_sizes,
 )
+from .layout import EmbeddingAndHead
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
+
+
+class BlockInner(Struct):
+    """Keys of `config.json` that engines look for under `dflash_config`."""
+
+    mask_token_id: Token
+    target_layer_ids: Annotated[list[Tap], Meta(min_length=1)]
+    """Layers counted from 0 without the embeddings: tap - 1."""
+
+
+class BlockFile(LlamaFile, kw_only=True):
+    """`config.json` of a DFlash drafter."""
+
+    block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
+    num_target_layers: Layers
+    dflash_config: BlockInner
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner, layers = self.dflash_config, self.num_target_layers
+        demand(
+            self.block_size <= self.max_position_embeddings,
+            f"block_size {self.block_size} is more than the positions",
+        )
+        demand(
+            inner.mask_token_id < self.vocab_size,
+            f"mask_token_id {inner.mask_token_id} is not below vocab_size {self.vocab_size}",
+        )
+        demand(
+            max(inner.target_layer_ids) < layers,
+            f"target_layer_ids are not all below the target's {layers} layers",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +109,13 @@ class DFlashDrafter(LayeredDrafter):
     """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head."""
 
     method = kind = "dflash"
+    importable = True
     borrows_head = True
     document = BlockFile
     architecture = "DFlashDraftModel"
     shape: BlockShape
     first_slot = 1
-    """Number of the first slot that drafts; its draft is about the token after the anchor."""
+    """Number of the first slot that drafts; it drafts the token after the anchor."""
     tap_scales: Tensor
     """Factors `[F]` of the taps while the drafter is trained; on disk `fc` has them."""
 
@@ -100,9 +134,19 @@ class DFlashDrafter(LayeredDrafter):
         )
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
-        # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
+        # A buffer, not a parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
         self.add_maps(shape.draft_vocab_size or shape.vocab_size, shape.vocab_size)
+
+    def untrained(self, drafted: int, vocab_size: int) -> Self:
+        if (mask := self.shape.mask_token) >= vocab_size:
+            raise UserError(
+                f"the drafter's mask_token_id {mask} is not among the target's {vocab_size} "
+                "tokens; it cannot draft for this target"
+            )
+        reduced = drafted if drafted < vocab_size else None
+        shape = replace(self.shape, vocab_size=vocab_size, draft_vocab_size=reduced)
+        return type(self)(shape, self.embedding_and_head)
 
     def columns(self, scales: Tensor) -> Tensor:
         """Return a factor for each column of `fc`, `[F * H]`, for `scales` `[F]` of the taps."""
@@ -145,8 +189,8 @@ class DFlashDrafter(LayeredDrafter):
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return the state of which `logits` makes a draft's distribution.
 
-        For DFlash it is the layers' `output` `[..., H]` in the draft's slot, whatever the token
-        `before` the draft `[...]`.
+        For DFlash it is the layers' `output` `[..., H]` in the draft's slot; it does not depend on
+        the token `before` the draft `[...]`.
         """
         return output
 
@@ -168,7 +212,7 @@ class DFlashDrafter(LayeredDrafter):
     def serving_state(self) -> dict[str, Tensor]:
         weight = self.fc.weight
         # On disk `fc` has the scales in it; others than 1 exist only in training. Otherwise the
-        # weight itself is returned, which loading fills; and on the meta device there are no
+        # weight itself is returned, which loading fills. Tensors on the meta device hold no
         # numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self.columns(self.tap_scales)
@@ -232,7 +276,8 @@ def shape_for(
     check_taps(taps, 1, layers)
     if not 0 <= mask_token < target.vocab_size:
         raise UserError(
-            f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
+            f"heads.mask_token {mask_token} is not a token: the target has {target.vocab_size}, "
+            "from 0"
         )
     size = config.draft_vocab_size
     return BlockShape(
@@ -240,14 +285,11 @@ def shape_for(
         block_size=config.block_size,
         mask_token=mask_token,
         hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or inner_size(target),
-        num_layers=config.num_layers,
-        activation="silu",  # engines load no other, whatever the target has
         target_layers=layers,
-        # A draft vocabulary of all tokens is none: the maps are left out then.
+        # Drafting all tokens takes no maps.
         draft_vocab_size=size if size and size < target.vocab_size else None,
         markov_rank=markov_rank,
-        **layout_of(target),
+        **chosen_sizes(config, target),
     )
 
 

@@ -1,4 +1,6 @@
-"""Types of the JSON files of drafters: their keys, with types and ranges, and which have to agree.
+"""Types of JSON files: their keys, with types and ranges, and which have to agree.
+
+The types of `config.json` of the methods are in their files.
 
 `read_document` reads a file as one of these types and names the key that is wrong. Keys that a type
 does not list are ignored, because engines and their later versions add some. A file whose `schema`
@@ -8,7 +10,6 @@ is above the newest that this version knows is refused: its content may mean som
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -87,6 +88,14 @@ def demand(holds: bool, what: str) -> None:
     """Raise `ValueError(what)` unless `holds`, for `__post_init__`: msgspec adds the key."""
     if not holds:
         raise ValueError(what)
+
+
+def demand_vocabulary(drafted: int | None, vocab_size: int) -> None:
+    """Raise `ValueError` for a draft vocabulary that is larger than the target's."""
+    demand(
+        drafted is None or drafted <= vocab_size,
+        f"draft_vocab_size {drafted} is more than vocab_size {vocab_size}",
+    )
 
 
 class Tree(Struct, forbid_unknown_fields=True):
@@ -172,125 +181,3 @@ class OwnFile(Document):
     def __post_init__(self) -> None:
         # The table is checked, but stays as it was read: later versions may note more in it.
         msgspec.convert(self.calibration, Calibration)
-
-
-class LlamaFile(Struct, kw_only=True):
-    """Keys of `config.json` that every drafter with attention has."""
-
-    architectures: Annotated[list[str], Meta(min_length=1)]
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Layers
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
-    vocab_size: Tokens
-    max_position_embeddings: Positions
-    rms_norm_eps: Eps
-    hidden_act: str
-    rope_parameters: JsonObject
-    attention_bias: bool
-    draft_vocab_size: Tokens | None = None
-
-    def __post_init__(self) -> None:
-        drafted = self.draft_vocab_size or self.vocab_size
-        demand(
-            drafted <= self.vocab_size,
-            f"draft_vocab_size {drafted} is more than vocab_size {self.vocab_size}",
-        )
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        demand(
-            heads % kv_heads == 0,
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
-        )
-        demand(
-            self.head_dim % 2 == 0,
-            f"head_dim {self.head_dim} is odd, and rotary positions turn pairs",
-        )
-        demand(
-            isinstance(self.rope_parameters.get("rope_type"), str),
-            "rope_parameters name no rope_type",
-        )
-        for key, value in self.rope_parameters.items():
-            # True is an int to Python, but a flag among these parameters.
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            demand(
-                not number or (math.isfinite(value) and value > 0),
-                f"rope_parameters: {key} is {value}, which is not above 0",
-            )
-
-
-class EagleFile(LlamaFile, kw_only=True):
-    """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
-
-    bias: bool
-    target_hidden_size: Size | None = None
-    eagle_aux_hidden_state_layer_ids: list[Tap] = []
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_fc: bool = False
-    norm_before_residual: bool = False
-    shared_head: bool = False
-
-
-class BlockInner(Struct):
-    """Keys of `config.json` that engines look for under `dflash_config`."""
-
-    mask_token_id: Token
-    target_layer_ids: Annotated[list[Tap], Meta(min_length=1)]
-    """Layers counted from 0 without the embeddings: tap - 1."""
-
-
-class BlockFile(LlamaFile, kw_only=True):
-    """`config.json` of a DFlash drafter."""
-
-    block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
-    num_target_layers: Layers
-    dflash_config: BlockInner
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inner, layers = self.dflash_config, self.num_target_layers
-        demand(
-            self.block_size <= self.max_position_embeddings,
-            f"block_size {self.block_size} is more than the positions",
-        )
-        demand(
-            inner.mask_token_id < self.vocab_size,
-            f"mask_token_id {inner.mask_token_id} is no token of {self.vocab_size}",
-        )
-        demand(
-            max(inner.target_layer_ids) < layers,
-            f"target_layer_ids are not all below the target's {layers} layers",
-        )
-
-
-class DSparkFile(BlockFile, kw_only=True):
-    """`config.json` of a DSpark drafter."""
-
-    markov_rank: Size
-
-
-class MtpFile(Struct):
-    """`config.json` of an MTP layer."""
-
-    layer: JsonObject
-    """transformers' configuration of a model of this layer alone."""
-
-
-class MedusaFile(Struct):
-    """`config.json` of Medusa heads."""
-
-    medusa_num_heads: Annotated[int, Meta(ge=1, le=1 << 8)]
-    medusa_num_layers: Layers
-    original_lm_head: bool
-    hidden_size: Size
-    vocab_size: Tokens
-    draft_vocab_size: Tokens | None = None
-
-    def __post_init__(self) -> None:
-        drafted = self.draft_vocab_size or self.vocab_size
-        demand(
-            drafted <= self.vocab_size,
-            f"draft_vocab_size {drafted} is more than vocab_size {self.vocab_size}",
-        )

@@ -17,11 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from . import dflash
-from .dflash import BlockShape, DFlashDrafter
-from .documents import DSparkFile
+from .dflash import BlockFile, BlockShape, DFlashDrafter
+from .documents import Size
 from .drafter_configs import DSparkConfig
-from .embedding_and_head import EmbeddingAndHead
 from .files import JsonObject
+from .layout import EmbeddingAndHead
+
+
+class DSparkFile(BlockFile, kw_only=True):
+    """`config.json` of a DSpark drafter."""
+
+    markov_rank: Size
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -32,6 +38,7 @@ class DSparkDrafter(DFlashDrafter):
     architecture = "Qwen3DSparkModel"
     first_slot = 0
     drafts_in_turn = True
+    drafted_rows, read_rows = ("transition_out",), ("transition_in",)
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head)

@@ -11,29 +11,41 @@ V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from .documents import EagleFile
+from .documents import Size, Tap
 from .drafter_configs import EagleConfig
 from .elementwise import RMSNorm, Rotary
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layers import (
     Attend,
     DecoderLayer,
     DrafterShape,
+    LlamaFile,
     RecyclingDrafter,
     check_taps,
-    inner_size,
-    layout_of,
+    chosen_sizes,
     shared_sizes,
 )
+from .layout import EmbeddingAndHead
+
+
+class EagleFile(LlamaFile, kw_only=True):
+    """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
+
+    bias: bool
+    target_hidden_size: Size | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[Tap, ...] = ()
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    shared_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,7 @@ class EagleDrafter(RecyclingDrafter):
     """Base of both versions: a joint of token and state, and the decoder layers after it."""
 
     method = "eagle"
+    importable = True
     document = EagleFile
     shape: EagleShape
     first_normed: int
@@ -97,27 +110,6 @@ class EagleDrafter(RecyclingDrafter):
         # Filled by training or by loading.
         self.add_maps(shape.draft_vocab_size, shape.vocab_size)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
-
-    @property
-    @abstractmethod
-    def joint(self) -> nn.Linear:
-        """Layer in which token and state meet: the token's columns of its matrix come first."""
-
-    def token_part(self, ids: Tensor) -> Tensor:
-        return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Return the inputs `[B, N, H]` of `joint` for tokens `ids` `[B, N]`."""
-        return self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
-
-    def join(self, token_part: Tensor, state: Tensor) -> Tensor:
-        """Return the output of `joint` for the tokens of `token_part` and states `[B, N, H]`.
-
-        It is one product with the concatenation of both, of which `token_part` is the first half.
-        The bias is added once, here.
-        """
-        weight = self.joint.weight[:, self.shape.hidden_size :]
-        return token_part + functional.linear(state, weight, self.joint.bias)
 
     @abstractmethod
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,13 +186,6 @@ class Eagle1Drafter(EagleDrafter):
     def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head, 2 * shape.hidden_size, shape.hidden_size)
 
-    @property
-    def joint(self) -> nn.Linear:
-        return self.fc
-
-    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        return last.to(self.fc.weight.dtype)
-
     def enter(self, token_part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = self.join(token_part, state)
         return state, self.decoder_layers[0].qkv(state)
@@ -224,6 +209,7 @@ class Eagle3Drafter(EagleDrafter):
     kind = "eagle3"
     reads_last = False
     first_normed = 0
+    drafted_rows, read_rows = ("lm_head",), ("embedding",)
 
     def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         hidden, wide = shape.hidden_size, shape.target_hidden_size
@@ -236,13 +222,20 @@ class Eagle3Drafter(EagleDrafter):
         )
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
         self.norm = RMSNorm(hidden, shape.norm_eps)
-        self.borrows_head = shape.shared_head
+        self.borrows_head = self.head_in_exports = shape.shared_head
         self.lm_head = (
             None if shape.shared_head else nn.Linear(hidden, shape.draft_vocab_size, bias=False)
         )
         # The target's rows have the target's width, so a drafter of another width cannot borrow
         # them.
         self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
+
+    def with_own_head(self, head: Tensor) -> Self:
+        """Return a drafter with a copy of the rows that it reads of the target's head `[V, H]`."""
+        owner = type(self)(replace(self.shape, shared_head=False), self.embedding_and_head)
+        ids, weight = self.draft_vocab_ids, self.fc.weight
+        rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
+        return owner.fill({**self.state_dict(), "lm_head.weight": rows}, weight)
 
     @property
     def joint(self) -> nn.Linear:
@@ -337,7 +330,7 @@ ARCHITECTURES = {
     (3, True): "Eagle3Qwen3ForCausalLM",
     (1, False): "EagleLlamaForCausalLM",
 }
-# Loading tells version and norms from the architecture's name alone.
+# Loading recognises version and norms by the architecture's name.
 VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 
 
@@ -363,16 +356,12 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         taps=taps,
         hidden_size=config.hidden_size or hidden,
         target_hidden_size=hidden,
-        intermediate_size=config.intermediate_size or inner_size(target),
-        num_layers=config.num_layers,
-        # A draft vocabulary of all tokens is none: the maps are left out then.
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        activation="silu",  # engines load no other, whatever the target has
         norm_taps=newer if config.norm_taps is None else config.norm_taps,
         norm_output=newer if config.norm_output is None else config.norm_output,
         qk_norm=config.qk_norm,
         shared_head=config.shared_head,
-        **layout_of(target),
+        **chosen_sizes(config, target),
     )
 
 

@@ -27,12 +27,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         alike = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64)
-        if learns(x, self.weight) and x.device.type == "cpu" and alike and self.eps is not None:
+        if needs_grad(x, self.weight) and x.device.type == "cpu" and alike and self.eps is not None:
             return _Norm.apply(x, self.weight, self.eps)
         return super().forward(x)
 
 
-def learns(*tensors: Tensor) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
     """Return whether an operator on these tensors is recorded for a backward pass."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -65,16 +65,16 @@ class _Norm(Function):
         return x_grad, product.reshape(-1, len(weight)).sum(0), None
 
 
-def gated(gate_up: Tensor, act: nn.Module) -> Tensor:
+def gated_activation(gate_up: Tensor, act: nn.Module) -> Tensor:
     """Return act(gate) * up `[..., I]` of both next to each other, `[..., 2 I]`."""
-    if learns(gate_up) and isinstance(act, SILU):
+    if needs_grad(gate_up) and isinstance(act, SILU):
         return _Gate.apply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return act(gate) * up
 
 
 class _Gate(Function):
-    """`gated` by silu; its gradients are written into one table and need not be joined."""
+    """`gated_activation` by silu; its gradients are written into one table."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ class _Gate(Function):
         return joint_grad
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x` `[..., n]` with the pairs of numbers i and i + n/2 turned by an angle each.
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `x` `[..., n]` with the pairs of numbers i and i + n/2 rotated by an angle each.
 
     `cos` and `sin` broadcast to `x`; both halves of each are alike.
     """
-    if learns(x):
+    if needs_grad(x):
         return _Rotation.apply(x, cos, sin)
     # As transformers rounds it: a target's layers are run by this too.
     first, second = x.chunk(2, dim=-1)
@@ -109,22 +109,22 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(Function):
-    """`turned`, whose gradient is turned back."""
+    """`rotate_pairs`, whose gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1)
+        return _rotated(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, sin, -1), None, None
+        return _rotated(gradient, cos, sin, -1), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return `turned`, with the angles taken times `sign`, 1 or -1."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Return `rotate_pairs`, with the angles taken times `sign`, 1 or -1."""
     half = x.shape[-1] // 2
     # Of the numbers a, b, c, d the pairs are (a, c) and (b, d): a cos - c sin and c cos + a sin.
     result = x * cos
@@ -136,13 +136,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class Rotary:
     """Cosines and sines of positions, for every rotary scaling that transformers knows.
 
-    Angles are computed in float32 whatever the drafter's own dtype is.
-
-    `parameters` are transformers' `rope_parameters`; with a `partial_rotary_factor` only the first
-    part of each attention head, `size` numbers, is rotated, or the first part of its frequencies
-    if they are of type proportional. The frequencies do not depend on the
-    length of the text, as those of dynamic and long rope do in transformers: cached keys and the
-    documents of a packed row would disagree.
+    Angles are computed in float32, for a drafter of any dtype. `parameters` are transformers'
+    `rope_parameters`; with a `partial_rotary_factor` only the first part of each attention head,
+    `size` numbers, is rotated, or the first part of its frequencies if they are of type
+    proportional. The frequencies do not depend on the length of the text, as those of dynamic and
+    long rope do in transformers: cached keys and the documents of a packed row would disagree.
 
     This is not a module, because casting a drafter to bfloat16 must not cast its frequencies.
     """
@@ -153,7 +151,7 @@ class Rotary:
         scaling = dict(parameters)
         scaling.pop("partial_rotary_factor", None)
         share = parameters.get("partial_rotary_factor", 1.0)
-        # Proportional positions turn all of a head, in which the last frequencies are 0.
+        # Proportional positions rotate all of a head, in which the last frequencies are 0.
         if proportional := parameters["rope_type"] == "proportional":
             scaling["partial_rotary_factor"] = share
         self.size = head_dim if proportional else int(head_dim * share)
@@ -167,7 +165,7 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 cosines and sines `[B, N, 1, n]` of positions `[B, N]`; n is `size`."""
-        # Moved with the first positions, since `module.to` does not reach an object that is no
+        # Moved with the first positions, since `module.to` does not reach an object that is not a
         # module. Later calls find it in place.
         self._frequencies = self._frequencies.to(positions.device)
         # Both halves of a head have the same angles: frequencies f0, f1 become f0, f1, f0, f1. The
@@ -186,5 +184,5 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(x.dtype) for table in rotary)
     size = cos.shape[-1]
     rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    rotated = turned(rotated, cos, sin)
+    rotated = rotate_pairs(rotated, cos, sin)
     return rotated if rest is None else torch.cat([rotated, rest], dim=-1)

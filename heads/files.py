@@ -1,33 +1,40 @@
 """Files and directories that are complete or absent, and clear errors for those that are neither.
 
 They are written under another name, flushed to disk and then renamed. Checksums find what was
-damaged afterwards, and a file's name that was read from another file may not leave its folder.
+damaged afterwards, and a file's name that was read from another file may not leave its folder. One
+process at a time may write: its lock is the system's own (`flock`), which ends with the process.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import psutil
 import yaml
 from safetensors import SafetensorError
 
 from .errors import UserError, first_line
-from .locks import PARTIAL, is_abandoned, partial_path
+
+log = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 """Object of a JSON or YAML file, or of a message to or from a server: its values are anything that
 such files hold."""
-LEAST_FREE = 1 << 20  # bytes that have to be free before anything is written
 CHECKSUMS = "checksums.json"
-STANDARD_OUTPUT = "-"  # in place of the path of a file
 # torch.save reports a full disk as a RuntimeError with one of these texts, without an errno.
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
 # Errors of the operating system that the user can fix by choosing another place.
@@ -41,6 +48,13 @@ DISK_ERRORS = (
     errno.ENOTDIR,
     errno.EEXIST,
 )
+LOCK_FILE = ".lock"  # in a folder; that of a file is .NAME.lock next to it
+OLD_S = 24 * 3600.0
+"""Age in seconds at which an unfinished file of another machine counts as abandoned."""
+SKEW_S = 60.0  # seconds by which the clock of a file server may differ
+# A file system that cannot lock says so with one of these.
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+PARTIAL = re.compile(r"\.(?P<host>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?:partial|replaced)$")
 
 
 @contextmanager
@@ -66,7 +80,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; choose another output folder"
         ) from error
-    try:
+    with _removed_on_error(aside, path, "output folder"):
         yield aside
         # safetensors writes files that only their owner may read, and a server may run as another
         # user. The umask can only be read by setting it.
@@ -83,12 +97,19 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(path.parent)
         if old is not None:
             _remove(old)
+
+
+@contextmanager
+def _removed_on_error(aside: Path, path: Path, other: str) -> Iterator[None]:
+    """Delete `aside` on any error; raise `UserError` if the disk refused to write `path`."""
+    try:
+        yield
     # Ctrl-C too: nothing half-written may remain.
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         if (reason := write_failure(error)) is not None:
             raise UserError(
-                f"cannot write {path}: {reason}; free some space or choose another output folder"
+                f"cannot write {path}: {reason}; free some space or choose another {other}"
             ) from error
         raise
 
@@ -131,71 +152,6 @@ def write_failure(error: BaseException) -> str | None:
     return None
 
 
-def check_output(
-    path: str | os.PathLike[str] | None, option: str, kind: Literal["file", "folder"] = "file"
-) -> None:
-    """Demand that the file or folder `path`, which `option` names, can be written or made.
-
-    Commands call this before anything that takes long. None stands for no file. Raises `UserError`.
-    """
-    if path is None:
-        return
-    if not str(path).strip():
-        raise UserError(f"{option} is empty; name a {kind}")
-    place, remedy = Path(path).absolute(), f"name another {kind} with {option}"
-    try:
-        is_folder = place.is_dir()
-        if place.exists() and is_folder != (kind == "folder"):
-            found = "folder" if is_folder else "file"
-            raise UserError(f"cannot write {path}: it is a {found}; name a {kind} with {option}")
-        above = next(parent for parent in place.parents if parent.exists())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; {remedy}") from error
-    for folder in (place, above) if is_folder else (above,):
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise UserError(
-                f"cannot write {path}: {folder} is not a folder that may be written to; {remedy}"
-            )
-    check_space(place, LEAST_FREE, f"name another place with {option}")
-
-
-def check_json(path: str | None) -> None:
-    """Demand that `--json path` can be written; `-` is standard output. Raises `UserError`."""
-    if path != STANDARD_OUTPUT:
-        check_output(path, "--json")
-
-
-def output_json(path: str | None, value: object) -> bool:
-    """Write `value` as `--json path` asks for: to a file, to standard output for `-`, or not.
-
-    Returns True if it went to standard output, in place of what a command prints there else.
-    """
-    if path == STANDARD_OUTPUT:
-        print(json.dumps(value, indent=2, ensure_ascii=False))
-        return True
-    if path is not None:
-        with whole_file(path) as aside:
-            write_json(aside, value)
-    return False
-
-
-def check_output_folder(path: str | os.PathLike[str], option: str, replaced: bool = False) -> None:
-    """Demand that the folder `path`, which `option` names, can be written or, if need be, made.
-
-    `replaced`: it is replaced as a whole, which a link is not. Raises `UserError`.
-    """
-    if replaced:
-        refuse_link(Path(path))
-    check_output(path, option, "folder")
-
-
-def check_new_folder(path: str | os.PathLike[str], option: str) -> None:
-    """Demand that the folder `path`, which `option` names, can be made. Raises `UserError`."""
-    check_output_folder(path, option, replaced=True)
-    if Path(path).exists():
-        raise UserError(f"{path} is there already; name another {option}")
-
-
 def refuse_link(path: Path) -> None:
     """Raise `UserError` for a link, in place of which no folder is put."""
     if path.is_symlink():
@@ -227,20 +183,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     aside = partial_path(path)
-    try:
+    with _removed_on_error(aside, path, "file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield aside
         _sync(aside)
         aside.rename(path)
         # Otherwise a crash of the machine could keep a file that was written later, and not this.
         _sync(path.parent)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if (reason := write_failure(error)) is not None:
-            raise UserError(
-                f"cannot write {path}: {reason}; free some space or choose another file"
-            ) from error
-        raise
 
 
 def remove_partials(folder: Path, owned: bool = False) -> None:
@@ -266,6 +215,108 @@ def put_back(folder: Path) -> None:
                 old.rename(path)
 
 
+def host_name() -> str:
+    """Return this machine's name as it is in names of files: letters, digits and hyphens."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname())[:32] or "host"
+
+
+def partial_path(path: Path, ending: str = "partial") -> Path:
+    """Return a new path next to `path` for what will become it: `.NAME.HOST.PID.HEX.partial`.
+
+    With the ending `replaced`, for what it replaces.
+    """
+    owner = f"{host_name()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    return path.parent / f".{path.name}.{owner}.{ending}"
+
+
+def is_abandoned(partial: Path, owned: bool = False) -> bool:
+    """Return true for an unfinished file or directory whose writer is dead.
+
+    The processes of another machine are not known here: its writer counts as dead when nothing in
+    `partial` has changed for `OLD_S`, or at once with `owned`, for a folder that this process alone
+    writes. Files without a name of `partial_path` are not ours.
+    """
+    if (found := PARTIAL.search(partial.name)) is None:
+        return False
+    times = [0.0]
+    for path in (partial, *partial.rglob("*")):
+        with suppress(OSError):  # it may be renamed meanwhile
+            times.append(path.lstat().st_ctime)
+    if found["host"] != host_name():
+        return owned or time.time() - max(times) > OLD_S
+    try:
+        # A process that began after the last write is another one of the same number.
+        return psutil.Process(int(found["pid"])).create_time() > max(times) + SKEW_S
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:  # of another user
+        return False
+
+
+def lock_of(path: Path, is_folder: bool) -> Path:
+    """Return the lock file of the folder `path`, which is in it, or of the file `path`."""
+    return path / LOCK_FILE if is_folder else path.parent / f".{path.name}{LOCK_FILE}"
+
+
+@contextmanager
+def only_writer(path: Path, is_folder: bool, remedy: str) -> Iterator[None]:
+    """Keep other processes from writing the folder or file `path`, which need not exist.
+
+    The folder of the lock is made if it is not there, and removed if nothing was written to it.
+    Raises `UserError` if another process holds the lock; the message names `path`, the process, and
+    ends with `remedy`. A warning says so where the file system has no locks.
+    """
+    lock = lock_of(path, is_folder)
+    made = not lock.parent.exists()
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(lock, path, remedy)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {lock.parent}: {error.strerror}; choose another output"
+        ) from error
+    try:
+        yield
+    finally:
+        # Removed while it is held: a process that waits for it finds it gone (`_locked`).
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+        if made:
+            with suppress(OSError):  # it holds something now
+                lock.parent.rmdir()
+
+
+def _locked(lock: Path, path: Path, remedy: str) -> int:
+    """Return the descriptor of the locked file. Raises as `only_writer`, and `OSError`."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"{path} is being written by {holder or 'another process'}; {remedy}"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise
+            log.warning(
+                "%s is on a file system without locks (%s): nothing keeps another process from "
+                "writing there too",
+                path,
+                error.strerror,
+            )
+        with suppress(FileNotFoundError):
+            # The one that held it may have removed the file between the two calls above.
+            if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return descriptor
+        os.close(descriptor)
+
+
 def _sync(path: Path) -> None:
     """Flush a file or a directory to the disk."""
     # Reading is enough for `fsync`, and a directory cannot be opened for anything else.
@@ -277,7 +328,6 @@ def _sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -289,7 +339,6 @@ def facts_of(folder: Path) -> dict[str, JsonObject]:
 
 
 def file_facts(path: Path) -> JsonObject:
-    """Return size in bytes and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
@@ -375,7 +424,7 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
     """Return the JSON value in the file `path`; a byte order mark is skipped.
 
     Raises `UserError` for a missing or broken file, and, where numbers have to be `finite`, for NaN
-    and infinities, which Python reads although they are no JSON. The message ends with `remedy`.
+    and infinities, which JSON does not have but Python reads. The message ends with `remedy`.
     """
     try:
         return json.loads(
@@ -426,4 +475,4 @@ def read_yaml(path: Path) -> JsonObject:
 
 def no_constant(name: str) -> float:
     """Raise `ValueError` for NaN and infinities: the `parse_constant` of a strict `json.loads`."""
-    raise ValueError(f"it holds {name}, which is no number in JSON")
+    raise ValueError(f"it holds {name}, which is not a number in JSON")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ NUMBERS = re.compile(
 )
 TRAINING_ONLY = re.compile(r"init|dropout|loss|jitter|noise|mtp|summary|vision|audio")
 # Rotary parameters that some versions of transformers write at their default values.
-BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+OPTIONAL_ROPE_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 SHOWN = 3  # values that a message names
 PARTIAL = "part:"
 """Beginning of the hash of weights some of which could not be read, see `hash_of`."""
@@ -172,7 +172,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a phrase that names values that differ, with both; empty if none does.
+    """Return a phrase that names the values that differ, old and new; empty if all are equal.
 
     Names that only one table has are compared where they are rotary parameters that a user adds or
     takes away; another version of transformers may know more of the others.
@@ -184,7 +184,9 @@ def changed_numbers(before: dict[str, Any], now: dict[str, Any]) -> str:
         name
         for name in tables[0] ^ tables[1]
         # A table without any was noted without them.
-        if all(tables) and name.rpartition(".")[2] not in BESIDE_ROPE and both[name] != "default"
+        if all(tables)
+        and name.rpartition(".")[2] not in OPTIONAL_ROPE_KEYS
+        and both[name] != "default"
     }
     for name in sorted(before.keys() & now.keys() | added):
         was, found = before.get(name), now.get(name)
@@ -209,11 +211,17 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _digest(json.dumps(pairs))
 
 
-def tokens_with_hash(tokenizer: Any, digest: str) -> int | None:
-    """Return how many of a tokenizer's tokens, by ascending id, have the `tokenizer_hash` `digest`.
+ADDED_TOKENS_OPTION = "--allow-added-tokens"
 
-    Returns None if no number of them has it.
+
+def added_ids(tokenizer: Any, digest: str) -> list[int] | None:
+    """Return the ids of the tokens that a target has in addition to those of a `tokenizer_hash`.
+
+    They come after all others; an empty list means the same tokens. Returns None if the others are
+    not the same, or if either has no tokenizer.
     """
+    if tokenizer is None or not digest:
+        return None
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     # The hash of each beginning is found on the way to that of the whole list.
     begun = hashlib.sha256(b"[")
@@ -222,8 +230,27 @@ def tokens_with_hash(tokenizer: Any, digest: str) -> int | None:
         ended = begun.copy()
         ended.update(b"]")
         if ended.hexdigest()[:16] == digest:
-            return count
+            return [number for _, number in pairs[count:]]
     return None
+
+
+def unknown_tokens(ids: Sequence[int], before: int, now: int) -> str:
+    """Return a clause about the tokens of a target that a drafter does not know.
+
+    `ids` are those of the added tokens; `before` and `now` are the sizes of the vocabularies that
+    the drafter was trained for and that the target has.
+    """
+    if not ids:
+        return f"the target has {now:,} rows for tokens, the drafter {before:,}"
+    listed = ", ".join(map(str, ids)) if len(ids) <= 3 else f"{ids[0]} to {ids[-1]}"
+    return f"the target has {len(ids):,} tokens that the drafter does not know (ids {listed})"
+
+
+def effect_of_unknown_tokens(ids: Sequence[int], before: int, now: int) -> str:
+    """Return a sentence about their effect on decoding; see `unknown_tokens`."""
+    never = "they are never drafted, and after one of them fewer drafts may be accepted"
+    clause = unknown_tokens(ids, before, now)
+    return f"{clause}: {never}; the text is the target's own" if ids else clause
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -299,5 +326,4 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _digest(text: str) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

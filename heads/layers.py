@@ -9,21 +9,23 @@ heads, E size of an attention head, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Self
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from .elementwise import RMSNorm, gated, rotate
-from .embedding_and_head import EmbeddingAndHead
+from .documents import Eps, Layers, Positions, Size, Tokens, demand, demand_vocabulary
+from .elementwise import RMSNorm, gated_activation, rotate
 from .errors import UserError
 from .files import JsonObject
-from .layout import DrafterModule
+from .layout import DrafterModule, EmbeddingAndHead
 from .vocabulary import VocabularyMaps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -76,6 +78,48 @@ CONFIG_KEYS = {
 """Keys of `config.json`, by the fields of `DrafterShape`."""
 
 
+class LlamaFile(Struct, kw_only=True):
+    """Keys of `config.json` that every drafter with attention has."""
+
+    architectures: Annotated[list[str], Meta(min_length=1)]
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    vocab_size: Tokens
+    max_position_embeddings: Positions
+    rms_norm_eps: Eps
+    hidden_act: str
+    rope_parameters: JsonObject
+    attention_bias: bool
+    draft_vocab_size: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        demand_vocabulary(self.draft_vocab_size, self.vocab_size)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        demand(
+            heads % kv_heads == 0,
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}",
+        )
+        demand(
+            self.head_dim % 2 == 0,
+            f"head_dim {self.head_dim} is odd, and rotary positions rotate pairs",
+        )
+        demand(
+            isinstance(self.rope_parameters.get("rope_type"), str),
+            "rope_parameters name no rope_type",
+        )
+        for key, value in self.rope_parameters.items():
+            # True is an int to Python, but a flag among these parameters.
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            demand(
+                not number or (math.isfinite(value) and value > 0),
+                f"rope_parameters: {key} is {value}, which is not above 0",
+            )
+
+
 class DecoderLayer(nn.Module):
     """Llama layer that is given projected queries, keys and values.
 
@@ -123,7 +167,7 @@ class DecoderLayer(nn.Module):
             queries_keys = queries_keys.to(values.dtype)
         queries, keys = rotate(queries_keys, rotary).split([self.heads, self.kv_heads], dim=2)
         attended = residual + self.output(attend(index, queries, keys, values))
-        inner = gated(self.gate_up(self.post_attention_norm(attended)), self.act)
+        inner = gated_activation(self.gate_up(self.post_attention_norm(attended)), self.act)
         return attended + self.down(inner)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -205,8 +249,12 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
 
     @classmethod
     def of_shape(cls, shape: Any, lender: EmbeddingAndHead) -> Any:
-        """Return an untrained drafter of these sizes."""
         return cls(shape, lender)
+
+    def untrained(self, drafted: int, vocab_size: int) -> Self:
+        shape: Any = self.shape
+        shape = replace(shape, vocab_size=vocab_size, draft_vocab_size=drafted)
+        return type(self)(shape, self.embedding_and_head)
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}
@@ -232,7 +280,7 @@ class LayeredDrafter(VocabularyMaps, DrafterModule):
 
 
 class RecyclingDrafter(LayeredDrafter):
-    """Base of drafters that go on from their own output: EAGLE drafters and MTP layers.
+    """Base of drafters that continue from their own output: EAGLE drafters and MTP layers.
 
     A row at position t pairs a state of t with the token at t + 1, and predicts the token at t + 2.
     The first state is the target's. For the next draft the drafter's own output is recycled as the
@@ -243,25 +291,43 @@ class RecyclingDrafter(LayeredDrafter):
 
     drafts_by_level = True
     fc: nn.Linear
-    """Layer that every row's input passes."""
+    """Layer that receives every row's input."""
     reads_last: bool
     """True if rows begin with the target's last hidden state, false if with its taps."""
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Function from positions `[B, N]` to their cosines and sines, as `advance` takes them."""
 
-    @abstractmethod
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """Return the state `[B, N, H]` with which rows begin, from the target's features.
 
         These are its `taps` and its `last` hidden states, `[B, N, Ht]` each.
         """
+        return last.to(self.fc.weight.dtype)
 
-    @abstractmethod
+    @property
+    def joint(self) -> nn.Linear:
+        """Layer in which token and state meet: the token's columns of its matrix come first."""
+        return self.fc
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the inputs `[B, N, H]` of `joint` for tokens `ids` `[B, N]`."""
+        return self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
+
     def token_part(self, ids: Tensor) -> Tensor:
-        """Return the tokens' part of the product in which tokens `ids` `[B, N]` and states meet.
+        """Return the tokens' part of the output of `joint`, for tokens `ids` `[B, N]`.
 
         Training computes this part once for all unrolled steps.
         """
+        return functional.linear(self.embedded(ids), self.joint.weight[:, : self.shape.hidden_size])
+
+    def join(self, token_part: Tensor, state: Tensor) -> Tensor:
+        """Return the output of `joint` for the tokens of `token_part` and states `[B, N, H]`.
+
+        It is one product with the concatenation of both, of which `token_part` is the first half.
+        The bias is added once, here.
+        """
+        weight = self.joint.weight[:, self.shape.hidden_size :]
+        return token_part + functional.linear(state, weight, self.joint.bias)
 
     @abstractmethod
     def advance(
@@ -314,7 +380,17 @@ def check_taps(taps: tuple[int, ...], least: int, layers: int) -> None:
 
 
 HEAD_SIZE = 64
-"""Size of a drafter's attention heads where its target has none."""
+"""Size of a drafter's attention heads for a target without attention."""
+
+
+def chosen_sizes(config: Any, target: Any) -> JsonObject:
+    """Return fields of `DrafterShape`, without taps and width, for options and a target."""
+    return {
+        "num_layers": config.num_layers,
+        "intermediate_size": config.intermediate_size or inner_size(target),
+        "activation": "silu",  # engines load no other, so it need not be the target's
+        **layout_of(target),
+    }
 
 
 def layout_of(target: Any) -> JsonObject:

@@ -7,7 +7,8 @@ each with its name, shape and dtype.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .documents import convert
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject, read_json, write_json
 from .stored_tensors import header
@@ -40,6 +40,62 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+Head = Callable[[Tensor], Tensor]
+"""Function from states `[..., Ht]` after the final norm to logits."""
+
+
+@dataclass(frozen=True)
+class EmbeddingAndHead:
+    """The frozen target's embedding and head, with its vocabulary.
+
+    They are not parameters of the drafter that borrows them and are not stored with it.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    """Function from token ids `[...]` to the target's embeddings `[..., Ht]`."""
+    head: Head
+    """The target's head, whose logits are `[..., V]`."""
+    vocab_size: int = 0
+    """Number of tokens in the target's vocabulary, V."""
+    tokenizer: Any = None
+    """The target's tokenizer; None for a target without one."""
+    scale: float = 1.0
+    """Factor by which `embed` multiplies the rows of the embedding matrix."""
+    part: Callable[[Tensor], Head] | None = None
+    """Function from token ids `[Vd]` to a head that computes their logits alone; None: the whole
+    head is computed, and the rest left out."""
+
+    allow_added_tokens: bool = False
+    """True if drafters may lack tokens at the end of the vocabulary (`VocabularyMaps.resized`)."""
+
+    def head_of(self, ids: Tensor) -> Head:
+        """Return a function from states `[..., Ht]` to the logits `[..., Vd]` of `ids` `[Vd]`."""
+        if self.part is not None:
+            return self.part(ids)
+        return lambda last: self.head(last)[..., ids]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the unscaled rows `[..., Ht]` of the embedding matrix for token ids `[...]`.
+
+        Serving engines pass these rows to block drafters, so that training has to use them too.
+        """
+        embedded = self.embed(ids)
+        return embedded if self.scale == 1 else embedded / self.scale
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same object: a copy of a drafter borrows from the same target."""
+        return self
+
+
+def usual_scale(model_type: str, hidden_size: int) -> float:
+    """Return the factor of a target's embedding by its family, where it cannot be measured.
+
+    That is for targets that are not loaded. Of transformers' causal language models, those of
+    Gemma's families have an embedding that multiplies; others multiply afterwards or not at all.
+    """
+    return float(hidden_size) ** 0.5 if model_type.startswith("gemma") else 1.0
+
+
 class DrafterModule(ABC):
     """Base of drafters' modules: facts about the drafter, and its files."""
 
@@ -48,7 +104,7 @@ class DrafterModule(ABC):
     `module:Class`."""
     taps: tuple[int, ...] = ()
     kind: str
-    """Kind of drafter, as engines tell drafters apart: the method, or a version of it."""
+    """Kind of drafter by the names of engines: the method, or a version of it."""
     whole_model = False
     """True if its folder is a Hugging Face model, which may be a target itself."""
     drafts_by_level = False
@@ -59,12 +115,18 @@ class DrafterModule(ABC):
     """Rows of a pass that makes all drafts at once."""
     borrows_head: bool = False
     """True if the target's head makes the logits of drafts."""
+    head_in_exports: bool = False
+    """True if engines need a copy of the head that it borrows in its files."""
+    importable: bool = False
+    """True if `exchange.public` reads its files, so that an export is read back from them alone."""
+    not_exported: str | None = None
+    """Why no engine takes it as a folder, with a remedy; None if engines do."""
     most_drafts: int | None = None
     """Levels of drafts that the drafter has; None: any number."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
     """Fields of the fingerprint in which a target has to equal the one of the training."""
     resizable: bool = False
-    """True if it can draft for a target with more tokens at the end (`added_tokens.resized`)."""
+    """True if it can draft for a target with more tokens at the end (`VocabularyMaps.resized`)."""
     other_remedy = "train the drafter again for this target"
     """Remedy for such a target, if the drafter cannot be widened."""
 
@@ -83,7 +145,7 @@ class DrafterModule(ABC):
 
     @abstractmethod
     def facts(self) -> JsonObject:
-        """Return everything besides the tensors that decides what the module computes, as JSON."""
+        """Return, as JSON, all that decides what the module computes, except for the tensors."""
 
     # Saving and loading by a description of the files. A drafter that no engine reads has only
     # `facts`: the arguments of its class after the target's `embedding_and_head`, which are its
@@ -113,6 +175,13 @@ class DrafterModule(ABC):
         make: Any = cls
         return make(embedding_and_head, **config)
 
+    def for_export(self, vocab_size: int) -> Self:
+        """Return this drafter as engines need it for a target with `vocab_size` rows of embedding.
+
+        Raises `UserError` if this is impossible.
+        """
+        return self
+
     def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
@@ -140,19 +209,14 @@ class DrafterModule(ABC):
     ) -> Self:
         """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
 
-        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
-        drafter.
+        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that does not
+        describe a drafter.
         """
+        path = directory / cls.weights_file
         config = read_json(directory / "config.json")
         convert(config, cls.document)
-        path = directory / cls.weights_file
-        # A damaged size must not be allocated: the sizes are compared with the file's header while
-        # the module takes no memory, and the module is then built once more.
-        with torch.device("meta"):
-            expected = cls.from_serving_config(config, embedding_and_head).serving_state()
         shapes = {name: tuple(facts.shape) for name, facts in header(path).items()}
-        check_same(expected, shapes, path)
-        drafter = cls.from_serving_config(config, embedding_and_head)
+        drafter = cls.of_shapes(config, embedding_and_head, shapes, path)
         try:
             stored = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -163,9 +227,27 @@ class DrafterModule(ABC):
         drafter.check()
         return drafter
 
+    @classmethod
+    def of_shapes(
+        cls,
+        config: JsonObject,
+        embedding_and_head: EmbeddingAndHead | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        path: Path,
+    ) -> Self:
+        """Return an untrained drafter whose tensors on disk have the `shapes` in the file `path`.
+
+        Raises as `from_serving_config`, and `UserError` where the config describes other tensors.
+        """
+        # A damaged size must not be allocated: the shapes are compared while the module takes no
+        # memory, and the module is then built once more.
+        with torch.device("meta"):
+            expected = cls.from_serving_config(config, embedding_and_head).serving_state()
+        check_same(expected, shapes, path)
+        return cls.from_serving_config(config, embedding_and_head)
+
 
 def linear_bytes(module: Any) -> int:
-    """Return the bytes of the matrices of a module's linear layers."""
     return sum(part.weight.nbytes for part in module.modules() if isinstance(part, nn.Linear))
 
 

@@ -11,18 +11,18 @@ Shapes: D heads, H hidden size (the target's), V vocabulary, Vd draft vocabulary
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .documents import MedusaFile
+from .documents import Layers, Size, Tokens, demand_vocabulary
 from .drafter_configs import MedusaConfig
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
-from .layout import DrafterModule, linear_bytes
+from .layout import DrafterModule, EmbeddingAndHead, linear_bytes
 from .vocabulary import VocabularyMaps
 
 
@@ -39,6 +39,20 @@ class ResidualBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
+class MedusaFile(Struct):
+    """`config.json` of Medusa heads."""
+
+    medusa_num_heads: Annotated[int, Meta(ge=1, le=1 << 8)]
+    medusa_num_layers: Layers
+    original_lm_head: bool
+    hidden_size: Size
+    vocab_size: Tokens
+    draft_vocab_size: Tokens | None = None
+
+    def __post_init__(self) -> None:
+        demand_vocabulary(self.draft_vocab_size, self.vocab_size)
+
+
 class MedusaHeads(VocabularyMaps, DrafterModule):
     """D heads over the target's last hidden state.
 
@@ -49,6 +63,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
     method = kind = "medusa"
     document = MedusaFile
     weights_file = "medusa_lm_head.safetensors"
+    drafted_rows = ("outputs",)
 
     def __init__(
         self,
@@ -60,9 +75,9 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
         super().__init__()
         self.drafted = min(config.draft_vocab_size or vocab_size, vocab_size)
         """Number of tokens that it can draft, Vd."""
-        if self.drafted == vocab_size:  # a draft vocabulary of all tokens is none
+        if self.drafted == vocab_size:  # all tokens: no draft vocabulary
             config = replace(config, draft_vocab_size=None)
-        self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        self.config, self.hidden_size = config, hidden_size
         self.most_drafts, self.borrows_head = config.num_heads, config.shared_head
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
@@ -81,10 +96,14 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
                 "target"
             )
 
+    def untrained(self, drafted: int, vocab_size: int) -> MedusaHeads:
+        config = replace(self.config, draft_vocab_size=drafted)
+        return MedusaHeads(config, self.hidden_size, vocab_size, self.embedding_and_head)
+
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., Vd]` of head number `head` for last hidden states `[..., H]`.
 
-        They are about the token at position t + 2 + `head`, where t is the state's position.
+        They predict the token at position t + 2 + `head`, where t is the state's position.
         """
         blocks: Any = self.blocks[head]
         linear = blocks[0].linear
@@ -101,7 +120,7 @@ class MedusaHeads(VocabularyMaps, DrafterModule):
         return own, levels * self.borrows_head
 
     def facts(self) -> JsonObject:
-        # Without a draft vocabulary there is no key of one.
+        # The key of the draft vocabulary is left out if all tokens are drafted.
         options = {name: value for name, value in asdict(self.config).items() if value is not None}
         return {**options, "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from .documents import MtpFile
 from .drafter_configs import MtpConfig
-from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import JsonObject
 from .layers import (
@@ -34,7 +34,8 @@ from .layers import (
     inner_size,
     layout_of,
 )
-from .pretrained import check_numbers, config_of_values, make_causal_lm
+from .layout import EmbeddingAndHead
+from .pretrained import UNSUPPORTED, check_numbers, config_of_values, make_causal_lm
 
 ATTENTION = "draftsmith_recycling"
 """Name among transformers' functions of attention."""
@@ -45,8 +46,13 @@ NOT_SIZES = {
     "_name_or_path", "_attn_implementation", "quantization_config",
 }  # fmt: skip
 """Keys of a target's configuration that say nothing about its layers."""
-UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors by which a class of transformers ends what it is not made for."""
+
+
+class MtpFile(Struct):
+    """`config.json` of an MTP layer."""
+
+    layer: JsonObject
+    """transformers' configuration of a model of this layer alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,10 @@ class MtpDrafter(RecyclingDrafter):
     borrows_head = reads_last = True
     document = MtpFile
     resizable = False
+    not_exported = (
+        "engines read an MTP layer inside of its target's checkpoint; write it there with "
+        "draftsmith mtp stitch"
+    )
     other_remedy = "put the layer into the new target with draftsmith mtp extract --base"
     shape: MtpShape
 
@@ -77,30 +87,24 @@ class MtpDrafter(RecyclingDrafter):
         self.layers = nn.ModuleList([layer])
         self.add_maps(shape.vocab_size, shape.vocab_size)
 
-    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        return last.to(self.fc.weight.dtype)
-
-    def token_part(self, ids: Tensor) -> Tensor:
-        embedded = self.embedding_and_head.embed(ids).to(self.fc.weight.dtype)
-        return functional.linear(self.enorm(embedded), self.fc.weight[:, : self.shape.hidden_size])
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.enorm(super().embedded(ids))
 
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        weight = self.fc.weight[:, self.shape.hidden_size :]
-        joined = token_part + functional.linear(self.hnorm(state), weight)
+        joined = self.join(token_part, self.hnorm(state))
         # The angles were exact; the layer wants their cosines in the type of its queries.
-        turned = tuple(table.to(joined.dtype) for table in rotary)
+        angles = tuple(table.to(joined.dtype) for table in rotary)
         output = self.layers[0](
-            joined, position_embeddings=turned, attention_mask=None, attend=attend
+            joined, position_embeddings=angles, attention_mask=None, attend=attend
         )
         return output[0] if isinstance(output, tuple) else output
 
     def recycled(self, output: Tensor) -> Tensor:
         return self.norm(output)
 
-    def feature(self, output: Tensor) -> Tensor:
-        return self.norm(output)
+    feature = recycled
 
     def logits(self, output: Tensor) -> Tensor:
         return self.embedding_and_head.head(self.norm(output))
@@ -199,25 +203,27 @@ def layer_and_rotary(
 
     The layer calls the function that is passed to it as `attend` for its attention.
     """
-    try:
+    with unsupported_layers(values["model_type"]):
         config = config_of_values(values)
         # The embedding and the head of this model are not used.
         config.vocab_size, config.pad_token_id = 2, None
         model = make_causal_lm(config, dtype=torch.float32, attn_implementation=ATTENTION)
         decoder = model.get_decoder()
         return decoder.layers[0], TargetsRotary(decoder.rotary_emb)
+
+
+@contextmanager
+def unsupported_layers(model_type: str) -> Iterator[None]:
+    """Turn errors of transformers' classes for a family into `UserError`s."""
+    try:
+        yield
     except UserError:
         raise
-    except UNFIT as error:
-        raise no_layer(values["model_type"], first_line(error)) from error
-
-
-def no_layer(model_type: str, reason: str) -> UserError:
-    """Return the error for a family of which no MTP layer is made."""
-    return UserError(
-        f"no MTP layer is made of {model_type}'s decoder layers ({reason}); train an EAGLE drafter "
-        "for it"
-    )
+    except UNSUPPORTED as error:
+        raise UserError(
+            f"an MTP layer cannot be made of {model_type}'s decoder layers ({first_line(error)}); "
+            "train an EAGLE drafter for it"
+        ) from error
 
 
 @torch.no_grad()
@@ -230,12 +236,8 @@ def check_layer(drafter: MtpDrafter, model_type: str) -> None:
     weight = drafter.fc.weight
     states = weight.new_ones(1, 2, drafter.shape.hidden_size)
     positions = torch.arange(2, device=weight.device)[None]
-    try:
+    with unsupported_layers(model_type):
         drafter.advance(states, states, drafter.rotary(positions), attend)
-    except UserError:
-        raise
-    except UNFIT as error:
-        raise no_layer(model_type, first_line(error)) from error
 
 
 class TargetsRotary:
@@ -256,7 +258,7 @@ class TargetsRotary:
         return self._rotary(torch.empty(0, device=positions.device), positions)
 
 
-def attend_as_told(
+def attend_by_argument(
     _module: Any,
     query: Tensor,
     key: Tensor,
@@ -285,6 +287,6 @@ def attend_as_told(
     return read.unflatten(-1, (query.shape[1], -1))[..., :wanted], None
 
 
-AttentionInterface.register(ATTENTION, attend_as_told)
+AttentionInterface.register(ATTENTION, attend_by_argument)
 
 Drafter = MtpDrafter

@@ -34,6 +34,9 @@ no memory, before it compares anything with the weights: a damaged number would 
 hours. Drafters are made from the sizes before the weights are read.
 """
 
+UNSUPPORTED = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors that a class of transformers raises for a use that it does not support."""
+
 
 def check_numbers(values: Any, where: object) -> None:
     """Raise `UserError`, which names the file `where`, for implausible numbers under `LARGEST`."""
@@ -67,7 +70,6 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def save_model(model: Any, folder: str | Path) -> None:
-    """Write a model as Hugging Face files."""
     # transformers imports deepspeed to save a model, which would print a warning without a GPU.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -88,7 +90,7 @@ def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except BaseException as error:
-        # It has no public name, and is no `Exception`.
+        # It has no public name, and is not an `Exception`.
         if type(error).__name__ != "PanicException":
             raise
         raise UserError(
@@ -134,8 +136,8 @@ def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any)
 def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> Iterator[None]:
     """Turn the errors of transformers about files that it cannot read into `UserError`s.
 
-    This is a context manager. The message begins with `what` was to be loaded and ends with
-    `remedy`; what transformers itself would print about the files is not printed.
+    The message begins with `what` was to be loaded and ends with `remedy`; what transformers itself
+    would print about the files is not printed.
     """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -152,14 +154,14 @@ def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> It
         transformers_logging.set_verbosity(before)
 
 
-# Parts of messages, and what is said in their place.
+# Parts of messages, and the texts that replace these messages.
 REASONS = {
     "ignore_mismatched_sizes": "its files hold tensors of other shapes than its config.json "
     "describes; they are not of one model",
-    "Unrecognized configuration class": "it is no causal language model that transformers knows",
+    "Unrecognized configuration class": "it is not a causal language model that transformers knows",
     "custom code": "it comes with code of its own, which is not run; for a target that you trust, "
     "give --target.trust-remote-code",
-    "backend tokenizer": "there is no tokenizer that can be read",
+    "backend tokenizer": "it has no tokenizer that can be read",
     "does not support float32": "the kernels of flash-linear-attention, which transformers found, "
     "do not take float32: give --target.dtype bfloat16, or remove that package",
     "is_cuda() to be true": "the kernels of causal-conv1d, which transformers found, run on GPUs "
@@ -184,6 +186,6 @@ def reason_of(error: Exception) -> str:
 
 
 def known_reason(error: Exception) -> str:
-    """Return the first line of an error's message, or what is said in its place (`REASONS`)."""
+    """Return the first line of an error's message, or the text of `REASONS` that replaces it."""
     reason = first_line(error)
     return next((text for part, text in REASONS.items() if part in reason), reason)

@@ -1,6 +1,6 @@
 """Tensors of checkpoints, read without running anything that is in the files.
 
-Files of `torch.save` are read only where there are no safetensors, and only with `weights_only`.
+Files of `torch.save` are read only in folders without safetensors, and only with `weights_only`.
 """
 
 from __future__ import annotations
@@ -64,28 +64,24 @@ class StoredTensors(Mapping[str, Tensor]):
 def files_of(folder: Path) -> list[Path]:
     """Return the safetensors files in `folder`, of which an index may name some.
 
-    Raises `UserError` if there are none, or if the index is broken.
+    Raises `UserError` if there are none, if the index is broken, or if
+    it names a file that is missing or outside of the folder.
     """
-    if (folder / WEIGHTS_INDEX).is_file():
-        return files_in(folder / WEIGHTS_INDEX)
+    if (index := folder / WEIGHTS_INDEX).is_file():
+        table, _ = read_document(index, WeightsIndex, "copy or download it again")
+        # An index names a file once for each tensor in it.
+        named = sorted({inside(folder, name, index.name) for name in table.weight_map.values()})
+        if missing := [path.name for path in named if not path.is_file()]:
+            raise UserError(
+                f"{index} names {missing[0]}, which is not there; copy or download it again"
+            )
+        return named
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise UserError(
-            f"{folder} holds no weights: there is no *.safetensors file; copy or download it "
+            f"{folder} holds no weights: it has no *.safetensors file; copy or download it "
             "again, or save it with save_pretrained, which writes safetensors"
         )
     return files
-
-
-def files_in(index: Path) -> list[Path]:
-    """Return the files that an index names. Raises `UserError` if one is missing or outside."""
-    table, _ = read_document(index, WeightsIndex, "copy or download it again")
-    # An index names a file once for each tensor in it.
-    named = sorted({inside(index.parent, name, index.name) for name in table.weight_map.values()})
-    if missing := [path.name for path in named if not path.is_file()]:
-        raise UserError(
-            f"{index} names {missing[0]}, which is not there; copy or download it again"
-        )
-    return named
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -94,7 +90,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
-    for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
+    for name in file.keys():  # noqa: SIM118  # `file` is not a mapping and has no iterator
         yield name, partial(file.get_tensor, name)
 
 

@@ -7,29 +7,37 @@ tokens in it. Target ids are ascending.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from .embedding_and_head import Head
 from .errors import UserError
+from .layout import Head, place
 
 
 class VocabularyMaps(nn.Module):
     """Base of drafters that may have a draft vocabulary: its maps, as buffers."""
 
     resizable = True
+    vocab_size: int
+    """Number of the target's tokens, V."""
+    drafted_rows: tuple[str, ...] = ()
+    """Modules whose weight has a row for each token that can be drafted."""
+    read_rows: tuple[str, ...] = ()
+    """Modules whose weight has a row for each token of the target."""
     d2t: Tensor | None
     t2d: Tensor | None
     embedding_and_head: Any
     """The target's `EmbeddingAndHead`; None for a drafter that borrows neither."""
-    # The target's rows of the draft vocabulary, and what they were taken of.
+    # The target's parts, and their head of the draft vocabulary's tokens.
     _part: tuple[Any, Head] | None = None
 
     def add_maps(self, drafted: int, vocab_size: int) -> None:
         """Register maps of `drafted` tokens, to be filled; a drafter of all has none."""
+        self.vocab_size = vocab_size
         reduced = drafted < vocab_size
         d2t = torch.zeros(drafted, dtype=torch.int64)
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
@@ -80,6 +88,50 @@ class VocabularyMaps(nn.Module):
                 raise UserError(
                     "the drafter's two vocabulary maps (d2t and t2d) name different tokens"
                 )
+
+    @abstractmethod
+    def untrained(self, drafted: int, vocab_size: int) -> Self:
+        """Return an untrained drafter like this one that drafts `drafted` of `vocab_size` tokens.
+
+        Raises `UserError` if this is impossible.
+        """
+
+    @torch.no_grad()
+    def resized(self, vocab_size: int, added: Sequence[int] = ()) -> Self:
+        """Return this drafter for a target of `vocab_size` tokens; it drafts those that it knows.
+
+        It is for models that were tuned from its target, with tokens added at the end. `added` are
+        the ids that it does not know, though it may have rows there: vocabularies are padded. Rows
+        that it has for other tokens are cut off, and those that it lacks are zeros. An added token
+        in the text is thus read as the target reads it where the target's embedding is borrowed,
+        and otherwise as one without any information. Raises `UserError` for a drafter that needs a
+        token that the target lacks.
+        """
+        ids = self.draft_vocab_ids
+        ids = torch.arange(self.vocab_size) if ids is None else ids.cpu()
+        rows = (ids < min([vocab_size, *added])).nonzero()[:, 0]
+        new = self.untrained(len(rows), vocab_size)
+        if new.d2t is not None:
+            new.set_maps(ids[rows])
+        state = new.maps()
+        for name, tensor in self.state_dict().items():
+            module = name.partition(".")[0]
+            if module in self.drafted_rows:
+                tensor = tensor[rows]
+            elif module in self.read_rows:
+                missing = tensor.new_zeros(max(vocab_size - len(tensor), 0), tensor.shape[1])
+                tensor = torch.cat([tensor[:vocab_size], missing])
+            if name not in ("d2t", "t2d"):
+                state[name] = tensor
+        return new.fill(state, next(self.parameters()))
+
+    def fill(self, state: dict[str, Tensor], like: Tensor) -> Self:
+        """Load `state`, on the device and in the type of `like`; return the drafter, frozen."""
+        # Cast first, because loading a state dict would cast the tensors to the module's float32.
+        place(self, like.device, like.dtype)
+        self.load_state_dict(state)
+        self.check()
+        return self.eval().requires_grad_(False)
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:

@@ -32,7 +32,7 @@ from transformers import (
 
 import draftsmith
 from draftsmith.commands.cli import main
-from draftsmith.heads.exchange.engines import ENGINES, drafter_facts, refusal, sentences
+from draftsmith.heads.exchange.engines import ENGINES, drafter_facts, engine_remarks, refusal
 from draftsmith.heads.exchange.exporter import load_alone
 from tests.conftest import QUICKSTART, by_default
 
@@ -118,7 +118,7 @@ def test_each_family_works_from_doctor_to_import(
         )  # fmt: skip
     logged = [record.getMessage() for record in caplog.records]
     said = drafter_facts(load_alone(best))
-    assert [line for line in logged if line in sentences(said)] == sentences(said)
+    assert [line for line in logged if line in engine_remarks(said)] == engine_remarks(said)
     for remark in remarks:
         assert any(remark in line for line in logged), remark
 

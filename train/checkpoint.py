@@ -29,13 +29,13 @@ from ..heads.errors import UserError
 from ..heads.files import (
     JsonObject,
     damage,
+    partial_path,
     remove_partials,
     whole_directory,
     write_checksums,
     write_json,
 )
 from ..heads.fingerprint import changed_numbers
-from ..heads.locks import partial_path
 from .config import RunConfig
 from .data.rollouts import RolloutRows
 from .reporting import flat

@@ -19,7 +19,7 @@ import torch
 
 from ..command_line.endings import is_main_rank
 from ..heads.errors import UserError
-from ..heads.exchange.engines import drafter_facts, refusal, sentences
+from ..heads.exchange.engines import drafter_facts, engine_remarks, refusal
 from ..heads.exchange.engines.engine import DrafterFacts
 from ..heads.exchange.exporter import load_alone
 from ..heads.files import check_space
@@ -255,7 +255,7 @@ def log_serving_engines(run: RunConfig, method: AnyMethod) -> None:
     """
     if not run.for_ and not is_main_rank():  # only the main rank logs, and nothing is to be checked
         return
-    for line in sentences(check_engines(run, method)):
+    for line in engine_remarks(check_engines(run, method)):
         log.info("%s", line)
 
 
@@ -271,9 +271,8 @@ def check_engines(run: RunConfig, method: AnyMethod) -> DrafterFacts:
         target = target_of_run(run)
         drafter = outlined(method, run, target).drafter
         facts = DrafterFacts(
-            str(drafter.kind), drafter, target.config.model_type, target.vocab_size,
-            numbers_of(target.config),
-        )  # fmt: skip
+            drafter, target.config.model_type, target.vocab_size, numbers_of(target.config)
+        )
     for name in run.for_:
         if (reason := refusal(name, facts)) is not None:
             raise UserError(f"{reason} (--for {name})")

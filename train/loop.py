@@ -22,8 +22,9 @@ from accelerate.utils import set_seed
 from ..command_line.endings import StopRequested
 from ..heads.artifact import Artifact, read_own_file
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, check_output_folder, whole_file
+from ..heads.files import JsonObject, whole_file
 from ..inference.base.console import Progress, several
+from ..inference.base.output_paths import check_output_folder
 from ..inference.conversations.sources import source_files
 from ..inference.evaluation.training_log import METRICS_FILE, repair_metrics
 from ..inference.proposers.own_drafters import reported

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.embedding_and_head import EmbeddingAndHead, usual_scale
+from ..heads.layout import EmbeddingAndHead, usual_scale
 from ..heads.pretrained import clear_errors, read_config
 from ..inference.base.settings import TargetConfig
 from ..inference.targets.model_head import ConfigFacts

@@ -22,7 +22,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from ..heads.errors import UserError, first_line
-from ..heads.locks import only_writer
+from ..heads.files import only_writer
 from ..inference.targets.spread import on_first
 from .config import Optim, RunConfig
 from .objectives import TrainingModule

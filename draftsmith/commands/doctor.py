@@ -18,9 +18,10 @@ from rich.text import Text
 from ..command_line.endings import versions
 from ..command_line.parse import config_with
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, check_json, output_json
+from ..heads.files import JsonObject
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.base.console import Console, several
+from ..inference.base.output_paths import check_json, output_json
 from ..inference.base.settings import RowSource, TargetConfig
 from ..inference.conversations.formats import conversation_of
 from ..inference.conversations.messages import RowError

@@ -10,9 +10,9 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.exchange.engines import DRAFTS
 from ..heads.exchange.engines.engine import ExportRequest
-from ..heads.exchange.exporter import WrittenExport, export, load_alone, needs_target_head
+from ..heads.exchange.exporter import ExportResult, export, load_alone, needs_target_head
 from ..heads.exchange.hub import upload
-from ..heads.files import check_output_folder
+from ..inference.base.output_paths import check_output_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from .options import ExportOptions as Options
 
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
         print(f"\npushed: {upload(options.out, options.push)}")
 
 
-def write_export(options: Options) -> WrittenExport:
+def write_export(options: Options) -> ExportResult:
     """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
     check_output_folder(options.out, "--out", replaced=True)
     artifact = load_alone(options.drafter)

@@ -23,7 +23,6 @@ from ..command_line.parse import config_with
 from ..heads.errors import UserError
 from ..heads.files import (
     JsonObject,
-    check_output_folder,
     file_facts,
     remove_partials,
     whole_directory,
@@ -33,6 +32,7 @@ from ..heads.files import (
 from ..heads.fingerprint import changed_numbers, without_name
 from ..heads.layout import dtype_name
 from ..inference.base.console import Progress
+from ..inference.base.output_paths import check_output_folder
 from ..inference.metrics import repeats_itself
 from ..inference.targets.spread import on_first
 from ..inference.targets.stored import (  # fmt: skip

@@ -10,11 +10,12 @@ from ..heads.artifact import OWN_FILE, Artifact, check_files, check_target, draf
 from ..heads.documents import OwnFile, read_document
 from ..heads.errors import UserError
 from ..heads.exchange.foreign import Answers, ImportedDrafter, TargetParts
-from ..heads.exchange.hub import fetched
+from ..heads.exchange.hub import fetch_folder
 from ..heads.exchange.public import read_public
-from ..heads.files import check_new_folder, checksum
+from ..heads.files import checksum
 from ..heads.layers import LayeredDrafter
 from ..heads.stored_tensors import PICKLES, StoredTensors
+from ..inference.base.output_paths import check_new_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..train.provenance import provenance
 from .options import ImportOptions as Options
@@ -30,7 +31,7 @@ def run(options: Options) -> None:
     """
     answers = answers_of(options)
     check_new_folder(options.out, "--out")
-    folder = fetched(options.from_, READ, "checkpoint")
+    folder = fetch_folder(options.from_, READ, "checkpoint")
     own_file = None
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
     if (folder / OWN_FILE).is_file():

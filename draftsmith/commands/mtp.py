@@ -19,23 +19,24 @@ import torch
 from ..heads.artifact import Artifact
 from ..heads.drafter_configs import MtpConfig
 from ..heads.errors import UserError
-from ..heads.exchange.hub import fetched
+from ..heads.exchange.hub import fetch_folder
 from ..heads.exchange.mtp import (  # fmt: skip
-    TAKE,
+    EXTRACT_REMEDY,
     TYPES,
     LayerLayout,
     is_served,
     layout_for,
     layout_in,
-    parted,
     places_in,
     read_layer,
     stitch,
+    to_checkpoint_names,
 )
-from ..heads.files import JsonObject, check_new_folder
+from ..heads.files import JsonObject
 from ..heads.mtp import MtpDrafter, check_layer, shape_for
 from ..heads.pretrained import clear_errors, read_config
 from ..heads.stored_tensors import StoredTensors, TensorFacts
+from ..inference.base.output_paths import check_new_folder
 from ..inference.targets.stored import StoredTarget, embedding_and_head_in
 from ..inference.targets.target import TargetSource
 from ..train.provenance import provenance
@@ -78,12 +79,12 @@ class StoredLayer:
     layout: LayerLayout
 
 
-def find_layer(name: str, remedy: str = TAKE) -> StoredLayer:
+def find_layer(name: str, remedy: str = EXTRACT_REMEDY) -> StoredLayer:
     """Return the MTP layer of the checkpoint `name`, a folder or a repository on the hub.
 
     Raises `UserError` if there is none, with the `remedy`, or one of a form that is not known.
     """
-    folder = fetched(name, READ, "checkpoint")
+    folder = fetch_folder(name, READ, "checkpoint")
     with clear_errors(folder, "checkpoint"):
         config = read_config(folder).get_text_config()
     tensors = StoredTensors(folder)
@@ -188,7 +189,7 @@ def stitch_layer(options: StitchOptions) -> None:
     if not there:  # buffers stay in float32, as families with them store them
         dtype, buffers = stored_dtype(places), [buffer.data_ptr() for buffer in drafter.buffers()]
         own = {n: t if t.data_ptr() in buffers else t.to(dtype) for n, t in own.items()}
-    tensors = parted(own, family, list(places))
+    tensors = to_checkpoint_names(own, family, list(places))
     counts = stitch(tensors, family.count_key, checkpoint, Path(options.out))
     print(
         f"wrote {options.out}: {counts['replaced']} tensors of the layer replaced, "

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ..command_line.parse import config_with
 from ..heads.errors import UserError
-from ..heads.files import check_json, output_json
 from ..inference.base.console import Console, several
+from ..inference.base.output_paths import check_json, output_json
 from ..train.config import RunConfig, divided, most_ranks
 from ..train.data.config import FeatureOptions
 from ..train.estimate import TARGET_BYTES, RunSizes, StepMemory, memory_of_step, run_sizes, size

@@ -20,7 +20,7 @@ from ..command_line.endings import SIGNALS
 from ..command_line.parse import options_from
 from ..heads.errors import UserError
 from ..heads.exchange.hub import Drafter, upload
-from ..heads.files import check_output_folder
+from ..inference.base.output_paths import check_output_folder
 from ..inference.base.settings import TargetConfig
 from ..inference.conversations.rows import given_rows, write_rows
 from ..inference.evaluation.options import EvaluateOptions

@@ -16,7 +16,8 @@ import yaml
 
 from ..command_line.help_text import pairs_together, wrapped
 from ..heads.errors import UserError
-from ..heads.files import check_output, whole_file
+from ..heads.files import whole_file
+from ..inference.base.output_paths import check_output
 from .options import RecipeOptions as Options
 
 FILE = Path(__file__).with_name("recipes.yaml")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from ..heads.files import check_output, check_output_folder
-from ..heads.locks import only_writer
+from ..heads.files import only_writer
 from ..inference.base.console import Progress
 from ..inference.base.keys import headers_with_key
+from ..inference.base.output_paths import check_output, check_output_folder
 from ..inference.conversations.messages import RowError
 from ..inference.conversations.rows import SHARES, LeftOut, Notes
 from ..inference.conversations.sources import rows_of, source_files

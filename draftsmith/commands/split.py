@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from ..heads.files import check_output_folder
+from ..inference.base.output_paths import check_output_folder
 from ..inference.conversations.choice import Units
 from ..inference.conversations.formats import Conversation, conversation_of
 from ..inference.conversations.messages import RowError, check_text

@@ -1,7 +1,7 @@
 """Keys of public configurations: those that are used, those that change nothing, and the others.
 
 A key that changes what a drafter computes, in a way that is not computed here, is refused by its
-name: ignoring it would cost acceptance silently. A key that nobody here knows is named in a note.
+name: ignoring it would cost acceptance silently. An unknown key is named in a note.
 Where a checkpoint's tensors decide, such as biases, experts and the number of taps, its keys are
 not compared with them: every tensor has to be one of the drafter's.
 """
@@ -101,7 +101,6 @@ class Facts(NamedTuple):
 
 Neutral = tuple[Any, ...] | Callable[[Any, Facts], bool]
 """Values that change nothing, or a function that is true for them."""
-ONE = (None, False, 1)  # of a factor
 
 
 def _on(value: Any, _facts: Facts) -> bool:
@@ -121,7 +120,7 @@ def _equals(*others: str) -> Callable[[Any, Facts], bool]:
     return neutral
 
 
-def _said(*words: str) -> Callable[[Any, Facts], bool]:
+def _word(*words: str) -> Callable[[Any, Facts], bool]:
     """Return a function that is true for a value that turns the key off, and for any of `words`."""
     return lambda value, facts: value in OFF or re.sub(r"[-_ ]", "", str(value).lower()) in words
 
@@ -135,7 +134,7 @@ def _not_causal(value: Any, facts: Facts) -> bool:
     return value is None or not _causal(value, facts)
 
 
-def _turned(value: Any, facts: Facts) -> bool:
+def _rotated_share(value: Any, facts: Facts) -> bool:
     """Return true if a number is the whole of each head, or what `partial_rotary_factor` says."""
     share = facts.config.get("partial_rotary_factor") or 1
     heads = facts.config.get("num_attention_heads") or 1
@@ -143,34 +142,32 @@ def _turned(value: Any, facts: Facts) -> bool:
     return value in (None, share, int(share * size))
 
 
-ROWS = {"block": "its blocks are causal: a slot does not see those after it"}
-"""Kinds whose rows see more than those before them, and what it means if they do not."""
-ROTARY = "its rotary positions turn neighbours (as is_neox_style false does)"
+ROTARY = "its rotary positions rotate neighbours (as is_neox_style false does)"
 FACTOR = "draftsmith's drafters have no such factor but 1"
-CAPPED = "its logits are capped"
-SEEN = "causal"
-"""Stands for what a kind's attention is not, see `ROWS`."""
+CAUSAL = ""
+"""Stands for a reason that depends on the kind, see `check_keys`."""
 RULES: tuple[tuple[str, Neutral, str], ...] = (
-    (r"\w*(non_causal|bidirectional)\w*", _not_causal, SEEN),
-    (r"\w*causal\w*", _causal, SEEN),
+    (r"\w*(non_causal|bidirectional)\w*", _not_causal, CAUSAL),
+    (r"\w*causal\w*", _causal, CAUSAL),
     (r"(\w+_)?(attention|attn|mask)_(mode|type|kind)|\w*draft_attention",
-     _said("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
+     _word("full", "bidirectional", "noncausal", "dense", "gqa", "mha", "default", "sdpa", "eager",
            "flashattention2", "flexattention", "fullattention"),
      "its attention is of another kind, such as causal or sliding"),
     (r"\w*sinks?(_\w+)?", OFF, "its attention has sinks"),
     (r"\w*(attn|attention)\w*(soft_?cap|logits?_cap)\w*", OFF, "its attention is capped"),
-    (r"\w*(soft_?cap|logits?_cap)\w*", lambda v, f: v in OFF or not f.head, CAPPED),
+    (r"\w*(soft_?cap|logits?_cap)\w*", lambda v, f: v in OFF or not f.head,
+     "its logits are capped"),
     (r"scale_emb(ed(ding)?s?)?|normalize_emb\w*", lambda v, f: v in (*OFF[:2], 1) and v is not True,
      "its embeddings are scaled"),
     (r"query_pre_attn_scalar", _equals("head_dim"), FACTOR),
     (r"dim_model_base", _equals("hidden_size"), FACTOR),
-    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?", ONE,
-     FACTOR),
+    (r"(?!rope_|rotary_|rms_norm)(\w+_)?(scale|scaling|scalar|scaler|multiplier)s?(_\w+)?",
+     (None, False, 1), FACTOR),
     (r"(rope_|rotary_)?is_neox(_style)?", _on, ROTARY),
     (r"(rope|rotary)_(emb_)?interleaved?|(use_)?interleaved_rope|mrope_interleave", OFF, ROTARY),
-    (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _turned,
-     "it turns another part of each head than partial_rotary_factor says"),
-    (r"position(al)?_emb\w*_type|pos_emb_type", _said("rope", "rotary", "default"),
+    (r"rotary_(pct|percent|percentage|dim|ndims)|rope_(dim|pct)", _rotated_share,
+     "it rotates another part of each head than partial_rotary_factor says"),
+    (r"position(al)?_emb\w*_type|pos_emb_type", _word("rope", "rotary", "default"),
      "its positions are not rotary"),
     (r"use_(rope|rotary\w*)|rope", _on, "its positions are not rotary"),
     (r"no_?p?e?_?rope_layers?\w*|nope_\w+|no_rope_\w+",
@@ -179,26 +176,26 @@ RULES: tuple[tuple[str, Neutral, str], ...] = (
     (r"(use_)?alibi|clip_qkv|(use_)?parallel_(attn|residual|block)|\w*(attn|attention)\w*_gate"
      r"|(use_)?gated_(attention|attn)\w*|residual_post_layernorm|post_norm|use_post_norm", OFF,
      "its layers compute something else"),
-    (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has heads besides"),
+    (r"parallel_draft_step", lambda v, f: v in (*OFF, 1) and v is not True, "it has further heads"),
     (r"use_mtp_layernorm", OFF, "its layers compute something else"),
     (r"use_(input_layernorm_in_first_layer|last_layernorm)|next_layer_regular", _on,
      "it has no norm where a drafter of this kind has one"),
-    (r"(eagle_)?decoder_type", _said("llama", "qwen3"), "its layers are of another kind"),
+    (r"(eagle_)?decoder_type", _word("llama", "qwen3"), "its layers are of another kind"),
     (r"\w*parallel_draft(ing)?(_(?!heads)\w+)?|pard\w*|ptd_\w+|p_?eagle\w*", OFF,
      "it drafts all tokens at once"),
     (r"\w*mask_emb\w*|mask_hidden", OFF, "it has an embedding of its own for slots to be drafted"),
     (r"projector_type|(selector|conv|gru)_\w+|pure_draft_prefix_len",
-     _said("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
+     _word("none", "dflash", "dspark"), "it is another method than DFlash and DSpark"),
     (r"(use_)?qk_(layer_?)?norm", lambda v, f: v is None or bool(v) == f.normed,
      "its tensors say otherwise (q_norm, k_norm)"),
-    (r"norm(alization)?_(type|class)|layer_?norm_type", _said("rms", "rmsnorm"),
-     "its norms are no RMS norms"),
+    (r"norm(alization)?_(type|class)|layer_?norm_type", _word("rms", "rmsnorm"),
+     "its norms are not RMS norms"),
     (r"(layer_)?norm_eps(ilon)?", _equals("rms_norm_eps"), "rms_norm_eps says otherwise"),
     (r"hidden_activation|activation(_function|_type)?|act(_fn)?|mlp_act\w*",
-     lambda v, f: _said("silu", "swish", "swiglu")(v, f) or v == f.config.get("hidden_act"),
+     lambda v, f: _word("silu", "swish", "swiglu")(v, f) or v == f.config.get("hidden_act"),
      "hidden_act, or silu where it is not given, is computed"),
     (r"(mlp|ffn)_(type|kind|class)|mlp_layer_types",
-     lambda v, f: _full(v, f) or _said("mlp", "swiglu", "gated", "default", "llama", "silu")(v, f),
+     lambda v, f: _full(v, f) or _word("mlp", "swiglu", "gated", "default", "llama", "silu")(v, f),
      "its layers compute something else"),
     (r"(num|n)_(\w+_)?experts?(_\w+)?", lambda v, f: v in OFF or not f.experts,
      "its layers have experts"),
@@ -213,7 +210,6 @@ WINDOW = re.compile(
     r"|local_attention)(_\w+)?|attention_chunk_size|chunked_attention\w*"
 )
 """Keys about layers that see a part of the text only."""
-SLIDING = "it has layers with sliding attention, which see a window of the text"
 
 
 def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
@@ -238,8 +234,10 @@ def check_keys(found: Checkpoint, kind: str, head: bool, *tables: str) -> None:
         if neutral is None:
             unread += [] if key.value is None else [key.place]
         elif not (neutral(key.value, facts) if callable(neutral) else key.value in neutral):
-            reason = ROWS.get(kind, "its layers are not causal") if reason is SEEN else reason
-            refuse(found, [key], reason)
+            slots = "its blocks are causal: a slot does not see those after it"
+            refuse(
+                found, [key], reason or (slots if kind == "block" else "its layers are not causal")
+            )
     if unread and not found.answers.ours:
         found.notes.append(
             "keys of config.json that are not known here change nothing (not read: "
@@ -252,13 +250,15 @@ def keys_of(found: Checkpoint, tables: tuple[str, ...]) -> Iterator[Key]:
     config = found.original
     for name, value in config.items():
         if name not in tables:
-            yield Key(shown(name), name, value)
+            yield Key(as_text(name), name, value)
     for table in tables:
         inner = config.get(table) or {}
         if not isinstance(inner, dict):
-            raise UserError(f"{found.path} garbles a field: {table} is {shown(inner)}, not a table")
+            raise UserError(
+                f"{found.path} has an invalid field: {table} is {as_text(inner)}, not a table"
+            )
         for name, value in inner.items():
-            yield Key(f"{table}.{shown(name)}", name, value)
+            yield Key(f"{table}.{as_text(name)}", name, value)
 
 
 def check_windows(found: Checkpoint, keys: list[Key]) -> None:
@@ -276,7 +276,8 @@ def check_windows(found: Checkpoint, keys: list[Key]) -> None:
     sizes = [key for key in others if key.value not in (*OFF, -1)]
     off = bool(types) or any(key.value is False for key in switches)
     if kinds or on or (sizes and not off):
-        refuse(found, [*kinds, *on, *sizes], SLIDING)
+        reason = "it has layers with sliding attention, which see a window of the text"
+        refuse(found, [*kinds, *on, *sizes], reason)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -285,21 +286,23 @@ def _listed(value: Any) -> list[Any]:
 
 def refuse(found: Checkpoint, keys: list[Key], reason: str) -> None:
     """Raise `UserError` for keys that change what the drafter computes."""
-    said = ", ".join(f"{key.place} {shown(key.value)}" for key in keys)
+    said = ", ".join(f"{key.place} {as_text(key.value)}" for key in keys)
     key = "the key" if len(keys) == 1 else "these keys"
     raise UserError(
-        f"{found.path} says {said}, which is not supported: {reason}; take {key} out if the "
+        f"{found.path} says {said}, which is not supported: {reason}; remove {key} if the "
         "drafter was trained without"
     )
 
 
-def shown(value: Any) -> str:
-    """Return a value as JSON writes it, a plain text without quotes, on one line of 60 signs."""
+def as_text(value: Any) -> str:
+    """Return a value as JSON, but a plain text without quotes, in at most 60 characters."""
     text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = ()) -> JsonObject:
+def merge_tables(
+    found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = ()
+) -> JsonObject:
     """Return the keys of a configuration and of its tables `tables` as one table.
 
     Keys without a value are left out. Raises `UserError` for a key with different values in two
@@ -316,6 +319,6 @@ def merged(found: Checkpoint, tables: tuple[str, ...], apart: tuple[str, ...] = 
         if first.value != key.value and not passed_over:
             raise UserError(
                 f"{found.path} says {first.place} {first.value} and {key.place} {key.value}; "
-                "engines read either, so take the wrong one out"
+                "engines read either, so remove the wrong one"
             )
     return {name: key.value for name, key in whole.items()}

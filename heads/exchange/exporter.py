@@ -8,7 +8,6 @@ before it is renamed to the place where a user finds it.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, drafter_class, read_own_file
-from ..draft_model import DraftModel
-from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import file_facts, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
-from ..layers import LayeredDrafter
-from ..layout import dtype_name, place, stored_as
+from ..layout import EmbeddingAndHead, dtype_name, place, stored_as
 from ..pretrained import clear_errors, read_tokenizer
 from .engines import ENGINES, TITLES, drafter_facts, recipe_for
 from .engines.engine import ExportRequest, FileLayout, Files, NativeFiles
@@ -36,7 +32,7 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class WrittenExport:
+class ExportResult:
     """Export that was written and checked."""
 
     serve: str
@@ -52,7 +48,7 @@ def export(
     request: ExportRequest,
     licence: str | None = None,
     head: Tensor | None = None,
-) -> WrittenExport:
+) -> ExportResult:
     """Write the export that is requested, whole or not at all.
 
     `licence` is for the model card. `head` `[V, H]` is the target's output matrix, of which engines
@@ -60,17 +56,21 @@ def export(
     express, for a folder that holds something else, and for an export that fails its check.
     """
     recipe, facts = recipe_for(request.engine, artifact), drafter_facts(artifact)
-    replaced = check_free(request.out)
-    if facts.kind == "draft_model":
-        artifact = with_vocabulary_of_target(artifact)
+    replaced = check_out_folder(request.out)
+    drafter = artifact.drafter.for_export(artifact.fingerprint.vocab_size)
+    if needs_target_head(request.engine, artifact):
+        if head is None:
+            raise UserError(
+                f"{request.engine} wants the target's output matrix next to a drafter that shares "
+                "it; name the target with --target"
+            )
+        drafter = drafter.with_own_head(head)
+    artifact = replace(artifact, drafter=drafter)
     check_numbers(artifact, request.dtype)
     layout = recipe.layout
-    if needs_target_head(request.engine, artifact):
-        artifact = with_own_head(artifact, head, request.engine)
-    drafter = artifact.drafter
-    written = WrittenExport(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
+    written = ExportResult(recipe.serve(request, drafter), recipe.notes_for(facts), replaced)
     with whole_directory(request.out) as folder:
-        if isinstance(drafter, DraftModel):
+        if drafter.whole_model:
             drafter.save(folder, request.target, request.dtype)
         else:
             config, tensors = files_for(layout, artifact, request)
@@ -91,8 +91,8 @@ def export(
 
 def needs_target_head(engine: str, artifact: Artifact) -> bool:
     """Return true if the files for `engine` hold rows of the target's output matrix."""
-    layout, facts = recipe_for(engine, artifact).layout, drafter_facts(artifact)
-    return facts.kind == "eagle3" and facts.shape.shared_head and not layout.has_target_head
+    layout = recipe_for(engine, artifact).layout
+    return artifact.drafter.head_in_exports and not layout.has_target_head
 
 
 def files_for(layout: FileLayout, artifact: Artifact, request: ExportRequest) -> Files:
@@ -109,15 +109,22 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
     Sizes and flags have to be equal, and every tensor bit for bit: two drafters of one class with
     equal facts and tensors compute the same. `layout` and `dtype` are those of the files.
     """
-    live, target = artifact.drafter, stand_in_for(artifact.fingerprint)
-    if isinstance(live, LayeredDrafter):
-        loaded: Any = load_back(folder, live, target, layout)
+    live, target = artifact.drafter, placeholder_parts(artifact.fingerprint)
+    if live.importable:
+        found = read_public(folder, target, Answers(ours=True))
+        loaded: Any = found.drafter
+        # The reader's name of the layout begins with this; native ones are called after the kind.
+        family = layout.read_as or live.kind
+        if not found.layout.startswith(family) or loaded.kind != live.kind:
+            _fail(f"it is taken for {found.layout}, not for {family}")
+        if found.notes:
+            _fail(found.notes[0])
     else:
-        tokenizer = live.tokenizer if isinstance(live, DraftModel) else None
+        tokenizer = getattr(live, "tokenizer", None)
         lender = replace(target.embedding_and_head, tokenizer=tokenizer)
         loaded = type(live).load(folder, dtype, lender)
     if loaded.facts() != (facts := live.facts()):
-        # There is one: both have the same keys, being of one class.
+        # Both have the same keys, being of one class.
         name = next(name for name in facts if loaded.facts()[name] != facts[name])
         _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded.facts()[name]}")
     live_state, loaded_state = live.state_dict(), loaded.state_dict()
@@ -128,23 +135,7 @@ def check_export(folder: Path, artifact: Artifact, layout: FileLayout, dtype: to
             _fail(f"{name} reads back as other numbers")
 
 
-def load_back(folder: Path, live: LayeredDrafter, target: TargetParts, layout: FileLayout) -> Any:
-    """Return the drafter that is built from the files in `folder` alone.
-
-    Raises `UserError` if they are recognised as another layout or kind than that of the drafter
-    `live`, or leave anything open.
-    """
-    loaded = read_public(folder, target, Answers(ours=True))
-    # The reader's name of the layout begins with this; native layouts are called after the kind.
-    family = layout.read_as or live.kind
-    if not loaded.layout.startswith(family) or loaded.drafter.kind != live.kind:
-        _fail(f"it is taken for {loaded.layout}, not for {family}")
-    if loaded.notes:
-        _fail(loaded.notes[0])
-    return loaded.drafter
-
-
-def stand_in_for(target: Fingerprint) -> TargetParts:
+def placeholder_parts(target: Fingerprint) -> TargetParts:
     """Return the sizes of a target that is not loaded, with stand-ins for its embedding and head.
 
     Nothing is computed with these.
@@ -162,7 +153,7 @@ def _fail(reason: str) -> None:
     )
 
 
-def check_free(out: str | Path) -> bool:
+def check_out_folder(out: str | Path) -> bool:
     """Return true for an earlier export, false for an absent or empty folder; else `UserError`."""
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
@@ -191,40 +182,10 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             raise UserError(f"{name} does not fit into {dtype_name(dtype)}; use --dtype bfloat16")
 
 
-@torch.no_grad()
-def with_vocabulary_of_target(artifact: Artifact) -> Artifact:
-    """Return a draft model whose embedding and head have as many rows as the target has tokens.
-
-    Engines compare these two numbers, not the tokenizers: of one family, some models have a padded
-    embedding and some have not. Rows that no token has are cut off; missing ones become the mean of
-    the others, whose logit is never above the best one's. Raises `UserError` where the tokenizer
-    has ids that are cut off.
-    """
-    drafter: DraftModel = artifact.drafter
-    size, model = artifact.fingerprint.vocab_size, drafter.model
-    known = model.config.get_text_config().vocab_size
-    if known == size:
-        return artifact
-    last = max(drafter.tokenizer.get_vocab().values())
-    if last >= size:
-        raise UserError(
-            f"the tokenizer of the draft model has ids up to {last}, and the target has rows for "
-            f"{size} tokens; distil a draft model of the target's own tokenizer"
-        )
-    model = deepcopy(model)
-    model.resize_token_embeddings(size, mean_resizing=False)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for tensor in (embedding.weight, head.weight, getattr(head, "bias", None)):
-        if tensor is not None and size > known:
-            tensor[known:] = tensor[:known].float().mean(0).to(tensor.dtype)
-    same = DraftModel(model, drafter.tokenizer, drafter.vocab_size)
-    return replace(artifact, drafter=same.eval().requires_grad_(False))
-
-
 def load_alone(directory: str | Path) -> Artifact:
     """Load an artifact without its target, for export only: its embedding and head are stand-ins.
 
-    Raises `UserError` for a folder that is no artifact, or a damaged one.
+    Raises `UserError` for a folder that is not an artifact, or a damaged one.
     """
     directory = Path(directory)
     if not (directory / OWN_FILE).is_file() and (directory / "config.json").is_file():
@@ -234,11 +195,11 @@ def load_alone(directory: str | Path) -> Artifact:
         )
     document = read_own_file(directory)
     trained_for = document.target
-    stand_in = stand_in_for(trained_for).embedding_and_head
+    stand_in = placeholder_parts(trained_for).embedding_and_head
     embedding_and_head = replace(stand_in, scale=document.embedding_scale or 1.0)
-    if drafter_class(document.method) is DraftModel:
-        # `DraftModel.load` compares the tokenizer next to it with the target's. The target's is not
-        # there, so the same one is given twice after its hash was found to be the target's.
+    if drafter_class(document.method).whole_model:
+        # Its `load` compares the tokenizer next to it with the target's. The target's is not there,
+        # so the same one is given twice after its hash was found to be the target's.
         with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
             tokenizer = read_tokenizer(directory)
         if tokenizer_hash(tokenizer) != trained_for.tokenizer_hash:
@@ -252,30 +213,8 @@ def load_alone(directory: str | Path) -> Artifact:
     return artifact
 
 
-@torch.no_grad()
-def with_own_head(artifact: Artifact, head: Tensor | None, engine: str) -> Artifact:
-    """Return an EAGLE-3 drafter of a shared head with a copy of the rows that it reads.
-
-    Engines want them with it. `head` `[V, H]` is the target's output matrix. Raises `UserError` if
-    it is not given.
-    """
-    shared = artifact.drafter
-    if head is None:
-        raise UserError(
-            f"{engine} wants the target's output matrix next to a drafter that shares it; name the "
-            "target with --target"
-        )
-    owner = type(shared)(replace(shared.shape, shared_head=False), shared.embedding_and_head)
-    ids, weight = shared.draft_vocab_ids, shared.fc.weight
-    rows = (head if ids is None else head[ids]).to("cpu", weight.dtype)
-    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
-    place(owner, weight.device, weight.dtype)
-    owner.load_state_dict({**shared.state_dict(), "lm_head.weight": rows})
-    return replace(artifact, drafter=owner.eval().requires_grad_(False))
-
-
 def card(
-    artifact: Artifact, request: ExportRequest, written: WrittenExport, licence: str | None
+    artifact: Artifact, request: ExportRequest, written: ExportResult, licence: str | None
 ) -> str:
     """Return the text of the model card, with the header that the Hugging Face hub reads.
 
@@ -295,8 +234,8 @@ def card(
     )
     title = TITLES[drafter.kind]
     limits = [
-        f"Trained for the weights of `{artifact.fingerprint.name}` named above; a fine-tune of it "
-        "accepts less, and no engine says so.",
+        f"Trained for the weights of `{artifact.fingerprint.name}` named above; with a fine-tuned "
+        "version fewer drafts are accepted, which no engine reports.",
         "Acceptance depends on the text: measure on your own prompts (`draftsmith evaluate`).",
         *written.notes,
     ]

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from ..documents import DocumentError, convert
-from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import check_same, fill_from, place, stored_as
+from ..layout import EmbeddingAndHead, fill_from, place, stored_as
 from .engines.engine import EAGLE_TAPS
 
 LAYER_IDS = "target_layer_ids"
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
-SAME = 2**-7
+MATRIX_TOLERANCE = 2**-7
 # Keys without which no decoder layer can be built.
 NEEDED_KEYS = (
     "num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size",
@@ -47,7 +46,7 @@ class TargetParts:
 
 @dataclass
 class Answers:
-    """Answers of the user to what a checkpoint leaves open; None where there is no answer."""
+    """Answers of the user to what a checkpoint leaves open; None for an open question."""
 
     taps: list[int] | None = None
     """Indices of hidden states, in place of those that the config names."""
@@ -105,14 +104,10 @@ class Checkpoint:
         try:
             convert(native, drafter_type.document)
         except DocumentError as error:
-            raise UserError(f"{self.path} garbles a field: {error}") from error
-        lender = self.target.embedding_and_head
-        # Without memory first: a size that no tensor has must not be allocated.
-        with torch.device("meta"):
-            outline = drafter_type.from_serving_config(native, lender).serving_state()
+            raise UserError(f"{self.path} has an invalid field: {error}") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        check_same(outline, shapes, self.folder)
-        drafter = drafter_type.from_serving_config(native, lender)
+        lender = self.target.embedding_and_head
+        drafter = drafter_type.of_shapes(native, lender, shapes, self.folder)
         # Files of mixed types exist, and a drafter has one type: the one that rounds nothing.
         dtype = self.dtype
         # Before `serving_state` is asked for: it gives views of the weights as they are then.
@@ -182,15 +177,11 @@ class Checkpoint:
                 del tensors[name]
         kv_heads = config.get("num_key_value_heads")
         return {
+            **{key: config[key] for key in NEEDED_KEYS},
             "num_hidden_layers": layers,
-            "hidden_size": config["hidden_size"],
-            "intermediate_size": config["intermediate_size"],
-            "num_attention_heads": heads,
             "num_key_value_heads": heads if kv_heads is None else kv_heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "hidden_act": config.get("hidden_act") or "silu",
-            "rms_norm_eps": config["rms_norm_eps"],
-            "vocab_size": config["vocab_size"],
             "max_position_embeddings": config.get("max_position_embeddings") or positions,
             "rope_parameters": rope_of(self, usual_base),
             "attention_bias": any("q_proj.bias" in name for name in tensors),
@@ -227,18 +218,18 @@ def named_taps(found: Checkpoint, config: JsonObject, inner: JsonObject) -> list
     if top not in (None, taps):
         raise UserError(
             f"{found.path} names taps {named} and other hidden states, {top}, under {EAGLE_TAPS}; "
-            "say which with --set taps=.."
+            "choose with --set taps=.."
         )
     if nested not in (None, taps, [tap - 1 for tap in taps]):
         raise UserError(
             f"{found.path} names taps {named} and, inside eagle_config, {nested}, which is neither "
-            "these nor one less; say which with --set taps=.."
+            "these nor one less; choose with --set taps=.."
         )
     return list(taps)
 
 
 BASES = ("rope_theta", "rope_base", "rotary_emb_base")
-BESIDE = ("partial_rotary_factor", "original_max_position_embeddings")
+OTHER_ROPE_KEYS = ("partial_rotary_factor", "original_max_position_embeddings")
 """Rotary parameters that some configs have at the top."""
 
 
@@ -254,7 +245,7 @@ def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
         if rope.setdefault(name, value) != value:
             raise UserError(
                 f"{found.path} says {name} {rope[name]} ({keys[name]}) and {value} ({key}); "
-                "engines read either, so take the wrong one out"
+                "engines read either, so remove the wrong one"
             )
         keys.setdefault(name, key)
     rope.setdefault("rope_type", "default")
@@ -272,7 +263,7 @@ def rope_of(found: Checkpoint, usual_base: bool) -> JsonObject:
                 f"{found.path} lacks rope_theta, for which engines take different ones; add that "
                 "of the training"
             )
-        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
+        found.notes.append("the config has no rope_theta: using 10000, as engines do")
     return {**rope, "rope_theta": float(rope.get("rope_theta", 10000.0))}
 
 
@@ -282,13 +273,13 @@ def rope_parameters(found: Checkpoint) -> Iterator[tuple[str, str, Any]]:
     Raises `UserError` for one that is not a table.
     """
     config = found.config
-    for name in (*BASES, *BESIDE):
+    for name in (*BASES, *OTHER_ROPE_KEYS):
         if config.get(name) is not None:
             yield name, "rope_theta" if name in BASES else name, config[name]
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise UserError(f"{found.path} garbles a field: {key} is {table!r}, not a table")
+            raise UserError(f"{found.path} has an invalid field: {key} is {table!r}, not a table")
         # Where the kinds of layers differ, there is a table for each kind.
         table = table.get("full_attention") or table
         for name, value in table.items():
@@ -314,16 +305,16 @@ def drop_embedding(found: Checkpoint) -> None:
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
-    remedy = ", or say --set embedding=target to use the target's all the same"
-    same_matrix(found, name, embedding, found.target.embedding, remedy)
+    remedy = ", or give --set embedding=target to use the target's all the same"
+    check_matrix(found, name, embedding, found.target.embedding, remedy)
 
 
-def same_matrix(
+def check_matrix(
     found: Checkpoint, name: str, own: Tensor, theirs: Tensor | None, otherwise: str = ""
 ) -> None:
     """Raise `UserError` unless the tensor `own` called `name` is the target's matrix `theirs`.
 
-    Differences up to `SAME` are allowed. `otherwise` is added to the message's advice.
+    Differences up to `MATRIX_TOLERANCE` are allowed. `otherwise` is added to the message's advice.
     """
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
@@ -334,18 +325,20 @@ def same_matrix(
     theirs = theirs.detach().to("cpu", torch.float32)
     # Compared in float32: the difference of two bfloat16 matrices would be rounded itself.
     difference = float((own.float() - theirs).abs().max() / theirs.abs().max())
-    if difference > SAME:
+    if difference > MATRIX_TOLERANCE:
         raise UserError(
             f"{found.folder}: {name} is up to {difference:.1%} from the target's; check the "
             f"target{otherwise}"
         )
 
 
-def same_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
+def check_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
     """Raise `UserError` unless the config's value `here` of the key `name` is the target's."""
     # The type is compared because True == 1 and 2048.0 == 2048.
     if type(here) is not int:
-        raise UserError(f"{found.path} garbles a field: {name} is {here!r}, not a whole number")
+        raise UserError(
+            f"{found.path} has an invalid field: {name} is {here!r}, not a whole number"
+        )
     if here != there:
         raise UserError(
             f"{found.folder} is for another target: {name} is {here}, the target's {there}"

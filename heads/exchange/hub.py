@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Drafter:
 
     folder: Path
     method: str
-    """medusa, eagle, mtp, dflash, dspark or draft_model."""
+    """Module of its method in `heads`."""
     target_name: str
     """Name of the target in the training."""
 
@@ -39,15 +40,15 @@ class Drafter:
     def from_pretrained(cls, name: str | Path) -> Drafter:
         """Return the drafter of a folder, or of a repository on the hub, which is downloaded.
 
-        Raises `UserError` for what is no drafter, and for damaged files.
+        Raises `UserError` for a folder that is not a drafter, and for damaged files.
         """
-        folder = fetched(str(name), READ)
+        folder = fetch_folder(str(name), READ)
         own = read_own_file(folder)
         check_files(folder, own)
         return cls(folder, own.method, own.target.name)
 
 
-def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
+def fetch_folder(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
     """Return the folder `name`, or a downloaded repository. Raises `UserError` for neither."""
     if Path(name).is_dir():
         return Path(name)
@@ -55,28 +56,27 @@ def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
         raise UserError(
             f"{name} is not a folder; name a {what}'s folder, or a repository on the hub"
         )
-    try:
+    with hub_errors(f"{name} is not a folder here, and the hub cannot give it"):
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
-    except Exception as error:  # of any HTTP library that huggingface_hub uses
-        raise UserError(
-            f"{name} is no folder here, and the hub cannot give it ({first_line(error)}); "
-            f"{hub_remedy(error)}"
-        ) from error
 
 
 def upload(folder: str | Path, name: str) -> str:
     """Upload a folder as a repository, private if new; return its address. Raises `UserError`."""
-    try:
+    with hub_errors(f"{folder} was written, but the hub does not take it as {name}"):
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         return str(
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
         )
+
+
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Turn errors of the package huggingface_hub into `UserError`s that begin with `what`."""
+    try:
+        yield
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        raise UserError(
-            f"{folder} was written, but the hub does not take it as {name} ({first_line(error)}); "
-            f"{hub_remedy(error)}"
-        ) from error
+        raise UserError(f"{what} ({first_line(error)}); {hub_remedy(error)}") from error
 
 
 def hub_remedy(error: Exception) -> str:

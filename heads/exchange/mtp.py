@@ -86,7 +86,7 @@ def is_served(model_type: str) -> bool:
     return model_type.startswith(SERVED)
 
 
-TAKE = (
+EXTRACT_REMEDY = (
     "take it from the model that this one was tuned from (draftsmith mtp extract --base), or train "
     "one"
 )
@@ -94,12 +94,12 @@ TAKE = (
 
 
 def layout_in(
-    names: Collection[str], model_type: str, layers: int, where: str, remedy: str = TAKE
+    names: Collection[str], model_type: str, layers: int, where: str, remedy: str = EXTRACT_REMEDY
 ) -> LayerLayout:
     """Return the layout of the MTP layer among a checkpoint's tensors `names`.
 
-    Raises `UserError`, which begins with `where`, if there is none, for which it gives the
-    `remedy`, if there are several, or if their form is not known.
+    Raises `UserError`, which begins with `where`, if it is missing (the message then ends with
+    `remedy`), if there are several, or if their form is not known.
     """
     layout = layout_for(model_type, layers)
     found = [name for name in names if name.startswith(layout.prefix)]
@@ -179,31 +179,27 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def parted(
+def to_checkpoint_names(
     own: Mapping[str, Tensor], layout: LayerLayout, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return a drafter's tensors by their names in a checkpoint: what `read_layer` undoes.
+    """Return a drafter's tensors by their names in a checkpoint: the inverse of `read_layer`.
 
-    `names` are those of all tensors of the checkpoint. Experts are parted if the layer's are there,
-    or where there is no layer those of the other layers: the two may differ.
+    `names` are those of all tensors of the checkpoint. Experts are split if the layer's are there,
+    or without such a layer those of the other layers: the two may differ.
     """
     stored: dict[str, Tensor] = {}
     names = [name for name in names if name.startswith(layout.prefix)] or names
     single = any(EXPERT.fullmatch(name) for name in names)
     for name, tensor in own.items():
         place = layout.name(name)
-        if single and place.endswith("experts.gate_up_proj"):
-            prefix = place.removesuffix(".gate_up_proj")
-            for number, pair in enumerate(tensor):
-                gate, up = pair.chunk(2)
-                stored[f"{prefix}.{number}.gate_proj.weight"] = gate
-                stored[f"{prefix}.{number}.up_proj.weight"] = up
-        elif single and place.endswith("experts.down_proj"):
-            prefix = place.removesuffix(".down_proj")
-            for number, down in enumerate(tensor):
-                stored[f"{prefix}.{number}.down_proj.weight"] = down
-        else:
+        prefix, _, kind = place.rpartition(".")
+        if not single or not prefix.endswith("experts"):
             stored[place] = tensor
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for number, joined in enumerate(tensor):
+            for one, matrix in zip(kinds, joined.chunk(len(kinds)), strict=True):
+                stored[f"{prefix}.{number}.{one}.weight"] = matrix
     return stored
 
 
@@ -214,13 +210,13 @@ def stitch(
 
     Returns how many tensors were `replaced` and `added`, and how many others there are, `kept`.
     Tensors that are there take the type that they have; for others `count_key` of the config.json
-    becomes 1. Raises `UserError` for tensors that do not fit (`fitted`), and where a layer cannot
-    be added; `out` is then as it was.
+    becomes 1. Raises `UserError` for tensors that do not fit, and where a layer cannot be added;
+    `out` is then as it was.
     """
     if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise UserError(f"{out} lies in {checkpoint}, which is copied; name another --out")
     places = places_in(checkpoint)
-    tensors = fitted(tensors, places, checkpoint)
+    tensors = as_stored(tensors, places, checkpoint)
     there = places.keys() & tensors.keys()
     if not there:
         check_addable(checkpoint, places)
@@ -234,9 +230,9 @@ def stitch(
             else:
                 shutil.copyfile(path, aside / path.name)
         if there:
-            replace(tensors, places, aside)
+            overwrite(tensors, places, aside)
         else:
-            add(tensors, places, aside)
+            add_file(tensors, places, aside)
             values = read_json(aside / "config.json")
             values.get("text_config", values)[count_key] = 1
             write_json(aside / "config.json", values)
@@ -247,14 +243,14 @@ def stitch(
     }
 
 
-def fitted(
+def as_stored(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], checkpoint: Path
 ) -> dict[str, Tensor]:
     """Return `tensors` as `checkpoint` stores them: on the CPU, in the types that they have there.
 
     `places` are those of the checkpoint's tensors; a layer that it does not have keeps its types.
     Raises `UserError` where some of `tensors` are there and others not, and for one of another
-    shape or of a type that is no plain floating one.
+    shape or of a type that is not a plain floating one.
     """
     there = places.keys() & tensors.keys()
     if there and (missing := sorted(tensors.keys() - there)):
@@ -287,7 +283,10 @@ def places_in(checkpoint: Path) -> dict[str, tuple[Path, TensorFacts]]:
 
 def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts]]) -> None:
     """Raise `UserError` unless a layer can be added to a checkpoint that has none."""
-    if is_quantised(places):
+    if any(
+        QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
+        for name, (_, facts) in places.items()
+    ):
         raise UserError(
             f"{checkpoint} is quantised, and an engine would look for a quantised layer; stitch "
             "the layer into the checkpoint that was quantised, and quantise that"
@@ -302,15 +301,7 @@ def check_addable(checkpoint: Path, places: Mapping[str, tuple[Path, TensorFacts
         raise UserError(f"{checkpoint} has a {LAYER_FILE} that no index names; remove it")
 
 
-def is_quantised(places: Mapping[str, tuple[Path, TensorFacts]]) -> bool:
-    """Return true if a checkpoint with these tensors is quantised."""
-    return any(
-        QUANTISED.search(name) or (len(facts.shape) > 1 and facts.dtype not in TYPES)
-        for name, (_, facts) in places.items()
-    )
-
-
-def replace(
+def overwrite(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
 ) -> None:
     """Overwrite the bytes of `tensors` in the files of `aside`, which are those of `places`."""
@@ -323,7 +314,7 @@ def replace(
             opened.write(tensor.flatten().view(torch.uint8).numpy().tobytes())
 
 
-def add(
+def add_file(
     tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, TensorFacts]], aside: Path
 ) -> None:
     """Write `tensors` as one more file of the checkpoint in `aside`, and name it in its index."""

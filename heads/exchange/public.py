@@ -1,8 +1,8 @@
 """Import of public checkpoints as artifacts: EAGLE-1 to 3, and recognition of all layouts.
 
-Block drafters are read by `public_blocks`. Every tensor has to be there by name and shape, and none
-besides. A layout may leave open in which unit its taps are counted, or which state is recycled: it
-is read where only one reading is possible, and the user is asked otherwise. The table of layouts is
+Block drafters are read by `public_blocks`. The tensors have to be exactly the drafter's by name and
+shape. A layout may leave open in which unit its taps are counted, or which state is recycled: it is
+read where only one reading is possible, and the user is asked otherwise. The table of layouts is
 docs/checkpoint-formats.md#public-checkpoints.
 """
 
@@ -21,7 +21,7 @@ from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..stored_tensors import StoredTensors
 from ..vocabulary import ids_of_offsets
-from .config_keys import check_keys, merged
+from .config_keys import check_keys, merge_tables
 from .engines.engine import EAGLE_TAPS
 from .foreign import (
     NEEDED_KEYS,
@@ -29,9 +29,9 @@ from .foreign import (
     Checkpoint,
     ImportedDrafter,
     TargetParts,
+    check_size,
     drop_embedding,
     named_taps,
-    same_size,
 )
 from .public_blocks import LIBRARY, block_drafter, is_block, speculators_block
 
@@ -81,7 +81,9 @@ def read_public(folder: Path, target: TargetParts, answers: Answers) -> Imported
     except (AttributeError, *CONFIG_ERRORS) as error:
         if out_of_memory(error):
             raise
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
+        what = (
+            f"lacks {error}" if isinstance(error, KeyError) else f"has an invalid field ({error})"
+        )
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 
 
@@ -117,13 +119,13 @@ def recognise(
             "it is"
         )
     raise UserError(
-        f"{folder} is no EAGLE, DFlash, DSpark or speculators checkpoint: it has "
+        f"{folder} is not an EAGLE, DFlash, DSpark or speculators checkpoint: it has "
         f"{', '.join(sorted(names)[:3])}"
     )
 
 
 def plain_name(name: str, stored: Container[str]) -> str:
-    """Return a tensor's present name, without the module in which a trainer kept the drafter."""
+    """Return a tensor's current name, without the module in which a trainer kept the drafter."""
     for wrapper in WRAPPERS:
         if f"{wrapper}fc.weight" in stored:
             name = name.removeprefix(wrapper)
@@ -133,13 +135,10 @@ def plain_name(name: str, stored: Container[str]) -> str:
 def eagle1(found: Checkpoint) -> ImportedDrafter:
     """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     check_keys(found, "eagle1", False)
-    tensors = found.tensors
-    bias = "fc.bias" in tensors
     # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
-    if bias and not tensors["fc.bias"].any():
-        del tensors["fc.bias"]
-        bias = False
-    native = _llama_layers(found, version=1) | {"bias": bias}
+    if "fc.bias" in found.tensors and not found.tensors["fc.bias"].any():
+        del found.tensors["fc.bias"]
+    native = _llama_layers(found, version=1) | {"bias": "fc.bias" in found.tensors}
     drop_embedding(found)
     return found.finished(EagleDrafter, native, "eagle1")
 
@@ -148,7 +147,7 @@ def eagle3(found: Checkpoint) -> ImportedDrafter:
     """Read EAGLE-3 of SafeAILab or SpecForge, and exports in the native layout."""
     check_keys(found, "eagle3", True, INNER)
     # Where both places name taps, their units may differ.
-    config = merged(found, (INNER,), apart=(EAGLE_TAPS,))
+    config = merge_tables(found, (INNER,), apart=(EAGLE_TAPS,))
     if config.get("use_aux_hidden_state") is False:
         raise UserError(
             f"{found.path} says use_aux_hidden_state false: the head is fed by the last state, "
@@ -161,7 +160,7 @@ def eagle3(found: Checkpoint) -> ImportedDrafter:
 
     before_residual = flag("norm_before_residual")
     flags = {
-        "norm_before_residual": _open(found.answers.norm_before_residual, before_residual),
+        "norm_before_residual": _answer_or(found.answers.norm_before_residual, before_residual),
         "norm_before_fc": flag("norm_before_fc"),
         "fc_norm": flag("fc_norm", flag("use_aux_norm")),
         "norm_output": _norm_output(found, flag("norm_output")),
@@ -182,7 +181,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if declared:
         raise UserError(
             f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
-            "before lm_head that all heads have; say --set norm_output=true if drafts recycle the "
+            "before lm_head that all heads have; give --set norm_output=true if drafts recycle the "
             "normed state (EAGLE-3.1), norm_output=false if not; else evaluate both ways"
         )
     # Where that older key was false, SpecForge trained the head without the final norm, whose
@@ -191,7 +190,7 @@ def _norm_output(found: Checkpoint, declared: bool) -> bool:
     if "norm_output" in found.config and bool((norm_weight == 1).all()):
         found.notes.append(
             "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
-            "see that it accepts"
+            "check its acceptance"
         )
     return declared
 
@@ -203,27 +202,31 @@ def speculators(found: Checkpoint) -> ImportedDrafter:
     taps = found.answers.taps or config.get(EAGLE_TAPS)
     if not taps:
         taps = default_taps(found.target.num_layers)
-        found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
+        found.notes.append(f"the config names no taps: using {list(taps)}, as engines do")
     elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
         found.notes.append(
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
-            "low; see that it accepts"
+            "low; check its acceptance"
         )
-    before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
+    before_residual = _answer_or(
+        found.answers.norm_before_residual, config.get("norm_before_residual")
+    )
     if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
-            "false and vLLM's true; say --set norm_before_residual=true or =false"
+            "false and vLLM's true; give --set norm_before_residual=true or =false"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
         "norm_before_residual": before_residual,
-        "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
+        "norm_output": bool(
+            _answer_or(found.answers.norm_output, config.get("norm_output", False))
+        ),
     }
-    return _eagle3(found, merged(found, (LIBRARY,)), list(taps), flags, "speculators")
+    return _eagle3(found, merge_tables(found, (LIBRARY,)), list(taps), flags, "speculators")
 
 
-def _open(answer: Any, otherwise: Any) -> Any:
+def _answer_or(answer: Any, otherwise: Any) -> Any:
     return otherwise if answer is None else answer
 
 
@@ -246,13 +249,13 @@ def _eagle3(
     drafted = config.get("draft_vocab_size") or vocab
     _vocabulary(found, drafted, vocab)
     wide = config.get("target_hidden_size") or native["hidden_size"]
-    same_size(found, "target_hidden_size", wide, found.target.hidden_size)
+    check_size(found, "target_hidden_size", wide, found.target.hidden_size)
     found.check_taps(taps, 0, wide)
     shared = found.answers.ours and config.get("shared_head", False)
     whole = drafted == vocab and not shared
     if "lm_head.weight" not in tensors and whole and found.target.head is not None:
         tensors["lm_head.weight"] = found.target.head.to("cpu", found.dtype)
-        found.notes.append("it has no lm_head: the target's is taken, as engines do")
+        found.notes.append("it has no lm_head: using the target's, as engines do")
     native |= flags | {
         "draft_vocab_size": drafted,
         "bias": "fc.bias" in tensors,
@@ -272,21 +275,20 @@ def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """
     if (taps := named_taps(found, found.config, inner)) is not None:
         return taps
-    nested = inner.get(EAGLE_TAPS)
+    nested, layers = inner.get(EAGLE_TAPS), found.target.num_layers
+    # The default taps of a target of fewer than 7 layers would not be distinct.
+    usual = list(default_taps(layers)) if nested is None or layers >= 7 else []
     if nested is None:
-        usual = list(default_taps(found.target.num_layers))
-        found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
+        found.notes.append(f"the config names no taps: using {usual}, as every engine does")
         return usual
-    # The default taps collide in a target of fewer than 7 layers.
-    usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     # Example of 28 layers, whose default taps are 2, 14 and 25: 1, 13, 24 are taken for layers and
     # 2, 14, 25 for indices of hidden states. Any other numbers could be either.
     shifted = [layer + 1 for layer in nested]
     if usual in (shifted, nested):
-        return list(usual or [])
+        return usual
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
-        f"SpecForge and SGLang, {nested} for vLLM; say which with --set taps=.."
+        f"SpecForge and SGLang, {nested} for vLLM; choose with --set taps=.."
     )
 
 
@@ -297,9 +299,9 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """
     config, tensors = found.config, found.tensors
     found.demand_keys(NEEDED_KEYS)
-    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
+    check_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
-        same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
+        check_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     # Numbered from 0. A file with `midlayer` has no numbers, and one layer.
     layers = 1
     for name in tensors:
@@ -309,7 +311,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(
             f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: "
-            "these are taken"
+            "using these"
         )
     if version == 3:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
@@ -339,12 +341,12 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         return
     if "d2t" not in tensors:
         raise UserError(
-            f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens "
-            "are drafted"
+            f"{found.folder}: d2t is missing, so it is unknown which {drafted} of {vocab} "
+            "tokens are drafted"
         )
     tensors["d2t"] = tensors["d2t"].long()
     if "t2d" not in tensors:
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool)
         tensors["t2d"][ids_of_offsets(tensors["d2t"], vocab)] = True
-        found.notes.append("t2d is missing: it is made from d2t")
+        found.notes.append("t2d is missing: it is computed from d2t")
     tensors["t2d"] = tensors["t2d"].bool()

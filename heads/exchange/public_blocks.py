@@ -13,15 +13,15 @@ from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
 from ..files import JsonObject
-from .config_keys import check_keys, merged
+from .config_keys import check_keys, merge_tables
 from .foreign import (
     NEEDED_KEYS,
     Checkpoint,
     ImportedDrafter,
+    check_matrix,
+    check_size,
     drop_embedding,
     named_taps,
-    same_matrix,
-    same_size,
 )
 
 LIBRARY = "transformer_layer_config"  # in which the speculators library keeps the layers' keys
@@ -49,12 +49,12 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
             f"{found.folder} is {_architecture(found.config)}, which is not supported; DFlash and "
             "DSpark are read"
         )
-    keys = merged(found, TABLES)
-    # DSpark is recognised by its transition bias, whatever its architecture is called.
+    keys = merge_tables(found, TABLES)
+    # DSpark is recognised by its transition bias, not by the name of its architecture.
     has_transition = any(name.startswith("markov_head.") for name in found.tensors)
-    spark = has_transition or bool(keys.get("markov_rank"))
+    is_dspark = has_transition or bool(keys.get("markov_rank"))
     named_spark = "DSpark" in _architecture(found.config)
-    if named_spark and not spark and keys.get("sample_from_anchor") is not False:
+    if named_spark and not is_dspark and keys.get("sample_from_anchor") is not False:
         raise UserError(
             f"{found.folder} is a DFlash whose anchor drafts too (markov_rank 0 of "
             f"{_architecture(found.config)}), which draftsmith's DFlash does not; not supported"
@@ -65,14 +65,16 @@ def block_drafter(found: Checkpoint) -> ImportedDrafter:
     if keys.get("dspark_bonus_anchor"):
         anchored = False
     if anchored is None:
-        anchored = spark
+        anchored = is_dspark
     taps = named_taps(found, keys, {})
     if taps is None:
         raise UserError(
-            f"{found.path} lacks target_layer_ids; say which hidden states it fuses with --set "
+            f"{found.path} lacks target_layer_ids; name the hidden states that it fuses with --set "
             "taps=.."
         )
-    return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash", *TABLES)
+    return _read(
+        found, keys, taps, is_dspark, bool(anchored), "dspark" if is_dspark else "dflash", *TABLES
+    )
 
 
 def speculators_block(found: Checkpoint) -> ImportedDrafter:
@@ -91,7 +93,7 @@ def speculators_block(found: Checkpoint) -> ImportedDrafter:
         )
     taps = found.answers.taps or [*config["aux_hidden_state_layer_ids"]]
     anchored = bool(config.get("sample_from_anchor"))
-    keys = merged(found, (LIBRARY,))
+    keys = merge_tables(found, (LIBRARY,))
     return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}", LIBRARY)
 
 
@@ -99,24 +101,24 @@ def _read(
     found: Checkpoint,
     keys: JsonObject,
     taps: list[int],
-    spark: bool,
+    is_dspark: bool,
     anchored: bool,
     layout: str,
     *tables: str,
 ) -> ImportedDrafter:
     """Build the drafter that the keys of any layout describe, and fill it.
 
-    `keys` are the config's, whatever part of it they were in. `spark` is true for DSpark,
+    `keys` are the config's, from any part of it. `is_dspark` is true for DSpark,
     `anchored` if the anchor's slot drafts, `layout` is the name for messages, and `tables` are the
     tables of the config whose keys are among them. Raises `UserError`.
     """
     found.config = keys
     # The target's own head makes the logits of DFlash, capped as the target caps them. Where the
     # transition bias is added, the cap may apply before or after that.
-    check_keys(found, "block", spark, *tables)
-    if (reason := _unsupported(found, spark, anchored)) is not None:
+    check_keys(found, "block", is_dspark, *tables)
+    if (reason := _unsupported(found, is_dspark, anchored)) is not None:
         raise UserError(f"{found.folder} is not supported: {reason}")
-    found.demand_keys((*BLOCK_KEYS, "markov_rank") if spark else BLOCK_KEYS)
+    found.demand_keys((*BLOCK_KEYS, "markov_rank") if is_dspark else BLOCK_KEYS)
     target, tensors = found.target, found.tensors
     sizes = {
         "vocab_size": target.vocab_size,
@@ -127,60 +129,54 @@ def _read(
     for name, size in sizes.items():
         # Only some layouts have the last two.
         if keys.get(name) is not None:
-            same_size(found, name, keys[name], size)
+            check_size(found, name, keys[name], size)
     _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
-        same_matrix(found, "lm_head.weight", matrix, target.head)
+        check_matrix(found, "lm_head.weight", matrix, target.head)
     found.check_taps(taps, 1, target.hidden_size)
-    kind = DSparkDrafter if spark else DFlashDrafter
-    native = _native(found, taps)
-    found.demand_parts(native["num_hidden_layers"], "layers")
-    # Its class has one name, whatever the project calls it.
-    return found.finished(kind, native | {"architectures": [kind.architecture]}, layout)
-
-
-def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
-    """Return the native config. Raises `UserError` for a key that is missing or garbled."""
-    keys = found.config
     mask = keys["mask_token_id"]
-    if type(mask) is not int or not 0 <= mask < found.target.vocab_size:
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
         raise UserError(
-            f"{found.path} says mask_token_id {mask}, which is none of the target's "
-            f"{found.target.vocab_size} tokens"
+            f"{found.path} says mask_token_id {mask}, which is not among the target's "
+            f"{target.vocab_size} tokens"
         )
     if (block := keys.get("block_size")) is None:
         block = 16
-        found.notes.append("no block_size is given: 16 is taken, as engines do")
+        found.notes.append("the config has no block_size: using 16, as engines do")
     if type(block) is not int or block < 2:
         raise UserError(
-            f"{found.path} garbles a field: block_size is {block!r}, not a whole number of at "
+            f"{found.path} has an invalid field: block_size is {block!r}, not a whole number of at "
             "least 2"
         )
-    return {
+    found.demand_parts(keys["num_hidden_layers"], "layers")
+    kind = DSparkDrafter if is_dspark else DFlashDrafter
+    native = {
+        "architectures": [kind.architecture],
         **found.layer_keys(keys["num_hidden_layers"], 32768, usual_base=False),
         "block_size": block,
-        "num_target_layers": found.target.num_layers,
+        "num_target_layers": target.num_layers,
         # None for DFlash, which does not read it.
         "markov_rank": keys.get("markov_rank"),
         # None for all tokens.
         "draft_vocab_size": keys.get("draft_vocab_size"),
         INNER: {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
     }
+    return found.finished(kind, native, layout)
 
 
-def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
-    """Return the first reason why a method of another kind drafts as it does; None if none.
+def _unsupported(found: Checkpoint, is_dspark: bool, anchored: bool) -> str | None:
+    """Return the first reason why draftsmith's drafters do not draft as this one does, or None.
 
     It concerns the anchor, and DSpark's transition bias and confidence head.
     """
     keys = found.config
-    if anchored and not spark:
+    if anchored and not is_dspark:
         key = "shift_label" if keys.get("shift_label") else "sample_from_anchor"
         return f"its anchor drafts too ({key}), which draftsmith's DFlash does not"
-    if spark and not anchored:
+    if is_dspark and not anchored:
         return "its anchor does not draft (sample_from_anchor is false), as that of DSpark does"
-    if not spark:
+    if not is_dspark:
         return None
     if (head := keys.get("markov_head_type", "vanilla")) != "vanilla":
         return f"its transition bias is of type {head!r}; engines and draftsmith have vanilla"

@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any, TypeVar
 
 from ...heads.errors import UserError
-from ...heads.files import check_json
 from ..base.keys import headers_with_key
+from ..base.output_paths import check_json
 from ..base.settings import Sampling, TargetConfig, check_url
 from ..conversations.prompts import Prompt, check_source, read_prompts
 from ..conversations.rows import GivenRows

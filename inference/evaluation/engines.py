@@ -77,7 +77,7 @@ class ImitatedEngine:
             drafter = proposer.drafter
             family = "llama" if target is None else target.model_type
             numbers = {} if target is None else numbers_of(target)
-            facts = DrafterFacts(kind, drafter, family, drafter.shape.vocab_size, numbers)
+            facts = DrafterFacts(drafter, family, drafter.shape.vocab_size, numbers)
             if (reason := ENGINES[self.name].obstacle(facts)) is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
         return self._like.shapes[kind](proposer, self.settings)

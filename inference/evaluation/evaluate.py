@@ -26,10 +26,11 @@ import transformers
 from msgspec import to_builtins
 
 from ...heads.errors import UserError
-from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
+from ...heads.files import JsonObject, checksum
 from ...heads.fingerprint import tokenizer_hash, without_name
 from ...heads.layout import dtype_name
 from ..base.console import Progress, warn
+from ..base.output_paths import STANDARD_OUTPUT, output_json
 from ..base.settings import Sampling
 from ..conversations.prompts import Prompt, check_batches, check_room
 from ..conversations.rows import GivenRows

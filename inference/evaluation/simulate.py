@@ -11,9 +11,10 @@ from math import sqrt
 from pathlib import Path
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, check_json, output_json
+from ...heads.files import JsonObject
 from ..base.console import Console
 from ..base.costs import GPUS, Roofline, best_length, break_even, chain_tokens, speedup, stretched
+from ..base.output_paths import check_json, output_json
 from .checks import numbers
 from .options import SimulateOptions as Options
 from .results import DrafterFigures, factor, read_measured

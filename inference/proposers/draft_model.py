@@ -215,5 +215,5 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     runner = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
     known = min(drafter.added) if drafter.added else None
-    stand_in = drafter.stand_in if drafter.added else 0
+    stand_in = drafter.placeholder if drafter.added else 0
     return DraftModelProposer(runner, drafter.vocab_size, settings, known, stand_in)

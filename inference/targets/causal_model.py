@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
-from ...heads.pretrained import known_reason
+from ...heads.pretrained import UNSUPPORTED, known_reason
 from ..rounds.cache import Counts, KeptCache, TreeCache
 from ..rounds.device import send
 from ..rounds.recurrent import RecurrentStates
@@ -46,8 +46,6 @@ TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 TRIAL_LEAVES = (4, 5)
 TRIAL_PATHS = ((0, 2, 3, 5), (0,))
 """Paths that two rows of a trial accept."""
-UNFIT = (AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors by which the code of a model ends a trial that it is not made for."""
 
 
 @dataclass
@@ -335,7 +333,7 @@ class CausalModel(ModelHead):
         """Return the relative difference of a trial's nodes from their paths, or `UserError`."""
         try:
             _, tree, after = self._trial(start)
-        except UNFIT as error:
+        except UNSUPPORTED as error:
             raise UserError(f"{self._cannot()}: {known_reason(error)}") from error
         # The paths of leaves, and what follows accepted paths, once more without cache and mask.
         prompt, nodes = self._trial_ids().split([PROMPT, TRIAL.nodes])
@@ -420,7 +418,7 @@ class CausalModel(ModelHead):
             try:
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
                 logits = self.head(self.forward(ids, Pass(positions=positions)).last).float()
-            except UNFIT as error:
+            except UNSUPPORTED as error:
                 raise UserError(
                     f"{called} cannot be run as a decoder and a head ({known_reason(error)}); name "
                     "another target"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.embedding_and_head import EmbeddingAndHead
 from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
+from ...heads.layout import EmbeddingAndHead
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
 from ..base.settings import TargetConfig, check_dtype

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.heads.eagle import EagleShape, drafter_of
-from draftsmith.heads.embedding_and_head import EmbeddingAndHead
+from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.features import Features
 from draftsmith.train.losses.unrolled import EagleLoss, UnrolledObjective

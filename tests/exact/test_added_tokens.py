@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.heads.added_tokens import resized
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.fingerprint import Fingerprint
@@ -139,7 +138,7 @@ def test_drafters_of_a_padded_base_keep_target_output(
     artifact = Artifact.load(DRAFTERS / kind, target_before, target.embedding_and_head, warn)
     own = json.loads((DRAFTERS / kind / "draftsmith.json").read_text())["target"]
     padded = Fingerprint(**own | {"vocab_size": BASE + 64})
-    drafter = resized(artifact.drafter, BASE + 64)
+    drafter = artifact.drafter.resized(BASE + 64)
     Artifact(drafter, padded, artifact.calibration).save(tmp_path / "padded")
     check_same_text(target, str(tmp_path / "padded"), SAMPLINGS[:2])
 
@@ -150,7 +149,7 @@ def test_rows_of_tokens_that_a_target_lacks_are_cut_off() -> None:
     for kind in ("eagle3", "eagle3_plain", "eagle1", "medusa"):
         lender = target.embedding_and_head
         before = Artifact.load(DRAFTERS / kind, target.fingerprint(), lender).drafter
-        after: Any = resized(before, 1500, [1400, 1401])
+        after: Any = before.resized(1500, [1400, 1401])
         logits = [
             each.logits(states, 0) if kind == "medusa" else each.logits(states)
             for each in (before, after)

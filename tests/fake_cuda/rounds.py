@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftsmith.heads.embedding_and_head import EmbeddingAndHead
+from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.inference import decode, recorded
 from draftsmith.inference.base.settings import Sampling
 from draftsmith.inference.proposers import cached

@@ -14,9 +14,9 @@ from torch.nn import functional
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, shape_for
 from draftsmith.heads.dspark import DSparkConfig
-from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
+from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.proposers.registry import load_proposer
 from draftsmith.inference.targets.target import Target

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftsmith.heads import elementwise
-from draftsmith.heads.elementwise import gated, turned
+from draftsmith.heads.elementwise import gated_activation, rotate_pairs
 
 EPS = 1e-5
 
@@ -38,9 +38,9 @@ def plainly_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ANGLES = torch.randn(2, 5, 1, 4, dtype=torch.float64).repeat(1, 1, 1, 2)
 CASES = {
     "norm": (norm, plain_norm, [(2, 5, 8), (8,)]),
-    "gate": (lambda x: gated(x, nn.SiLU()), plain_gated, [(2, 5, 8)]),
+    "gate": (lambda x: gated_activation(x, nn.SiLU()), plain_gated, [(2, 5, 8)]),
     "turn": (
-        lambda x: turned(x, ANGLES.cos(), ANGLES.sin()),
+        lambda x: rotate_pairs(x, ANGLES.cos(), ANGLES.sin()),
         lambda x: plainly_turned(x, ANGLES.cos(), ANGLES.sin()),
         [(2, 5, 3, 8)],
     ),
@@ -87,7 +87,7 @@ def test_rms_norm_matches_hand_computed_values() -> None:
 def test_rotation_and_gradient_match_hand_computed_values() -> None:
     # A quarter turn takes the pairs (1, 3) and (2, 4) to (-3, 1) and (-4, 2).
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    found = turned(x, torch.zeros(4), torch.ones(4))
+    found = rotate_pairs(x, torch.zeros(4), torch.ones(4))
     assert found.tolist() == [-3.0, -4.0, 1.0, 2.0]
     found.backward(torch.tensor([1.0, 0.0, 0.0, 0.0]))
     assert x.grad is not None and x.grad.tolist() == [0.0, 0.0, -1.0, 0.0]
@@ -118,7 +118,7 @@ def test_a_norms_gradient_is_not_rounded_under_autocast() -> None:
 
 def test_gate_applies_non_silu_activations() -> None:
     gate_up = torch.tensor([2.0, -1.0, 3.0, 5.0], requires_grad=True)
-    assert gated(gate_up, nn.ReLU()).tolist() == [6.0, 0.0]
+    assert gated_activation(gate_up, nn.ReLU()).tolist() == [6.0, 0.0]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

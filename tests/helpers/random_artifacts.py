@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import drafter_of
-from draftsmith.heads.exchange.engines import ENGINES, EngineName, drafter_facts, takers
+from draftsmith.heads.exchange.engines import ENGINES, EngineName, compatible_engines, drafter_facts
 from draftsmith.heads.exchange.engines.engine import ExportRequest
 from draftsmith.heads.exchange.foreign import TargetParts
 from draftsmith.inference.targets.target import Target
@@ -84,5 +84,5 @@ def order(
 def also_read_by(engine: str, artifact: Artifact) -> list[str]:
     """The names of the other engines that read the very same files."""
     facts = drafter_facts(artifact)
-    layouts = {name: ENGINES[name].recipes[facts.kind].layout for name in takers(facts)}
+    layouts = {name: ENGINES[name].recipes[facts.kind].layout for name in compatible_engines(facts)}
     return [name for name in layouts if name != engine and layouts[name] is layouts[engine]]

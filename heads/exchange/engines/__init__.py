@@ -1,11 +1,11 @@
 """Serving engines: one file for each, which is found by being here.
 
 A file holds what draftsmith knows of its engine as `ENGINE`: how a drafter is exported to it and
-what it cannot express, how `--like` imitates it, and how `--server` measures it. Here it is said
-which engines take a drafter, by its kind: the method, or a version of it. Facts are taken
-from the source code of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM's PyTorch backend, llama.cpp
-b10434 and TGI of 2026, which says more than their documentation. No file imports torch: the command
-line reads the names of the engines before it does anything.
+what it cannot express, how `--like` imitates it, and how `--server` measures it. Engines take
+drafters by their kind: the method, or a version of it. Facts are from the source code of vLLM 0.32
+and 0.33, SGLang 0.5, TensorRT-LLM's PyTorch backend, llama.cpp b10434 and TGI of 2026, which is
+more complete than their documentation. No file imports torch: the command line reads the names of
+the engines before it does anything.
 """
 
 from __future__ import annotations
@@ -39,16 +39,12 @@ TITLES = {
     "medusa": "Medusa heads", "mtp": "an MTP layer",
     "draft_model": "a draft model",
 }  # fmt: skip
-INSIDE = (
-    "engines read an MTP layer inside of its target's checkpoint; write it there with draftsmith "
-    "mtp stitch"
-)
 
 
 def drafter_facts(artifact: Artifact) -> DrafterFacts:
     """Return the artifact's drafter as engines see it."""
     drafter, target = artifact.drafter, artifact.fingerprint
-    return DrafterFacts(drafter.kind, drafter, target.model_type, target.vocab_size, target.numbers)
+    return DrafterFacts(drafter, target.model_type, target.vocab_size, target.numbers)
 
 
 def titles(kinds: Iterable[str]) -> str:
@@ -68,26 +64,26 @@ def recipe_for(engine: str, artifact: Artifact) -> Recipe:
 def refusal(engine: str, facts: DrafterFacts) -> str | None:
     """Return why a drafter is not exported to `engine`; None if it is."""
     recipes = ENGINES[engine].recipes
-    if facts.kind == "mtp":
-        return INSIDE
+    if facts.drafter.not_exported:
+        return facts.drafter.not_exported
     if facts.kind not in recipes:
-        found = ", ".join(takers(facts))
+        found = ", ".join(compatible_engines(facts))
         where = f"this one can be exported to {found}" if found else "no engine takes this one"
         return f"{engine} takes {titles(recipes)}, not {titles([facts.kind])}; {where}"
     reason = ENGINES[engine].obstacle(facts)
     return None if reason is None else f"{engine} cannot serve this drafter: {reason}"
 
 
-def sentences(facts: DrafterFacts) -> list[str]:
-    """Return what is said of the engines for a drafter: who takes it, who does not, remarks.
+def engine_remarks(facts: DrafterFacts) -> list[str]:
+    """Return lines about the engines for a drafter: which take it, which do not and why, remarks.
 
-    Engines of which the same is said share a line. The reasons and remarks are those of an export
+    Engines with the same remark share a line. The reasons and remarks are those of an export
     and of its card.
     """
-    if facts.kind == "mtp":
-        return [INSIDE]
+    if facts.drafter.not_exported:
+        return [facts.drafter.not_exported]
     said: dict[str, list[str]] = {}
-    able = takers(facts)
+    able = compatible_engines(facts)
     for name, engine in ENGINES.items():
         if facts.kind not in engine.recipes:
             continue
@@ -103,7 +99,7 @@ def sentences(facts: DrafterFacts) -> list[str]:
     ]
 
 
-def takers(facts: DrafterFacts) -> list[str]:
+def compatible_engines(facts: DrafterFacts) -> list[str]:
     """Return the names of the engines that can serve this drafter."""
     # Each is asked for an obstacle, because a kind that it takes may have a shape that it cannot
     # serve.

@@ -39,9 +39,8 @@ class ExportRequest:
 class DrafterFacts:
     """A drafter as engines see it."""
 
-    kind: str
-    """eagle1, eagle3, mtp, dflash, dspark, medusa or draft_model."""
     drafter: Any
+    """Module with the interface of `DrafterModule`."""
     family: str
     """The target's model type."""
     vocab_size: int
@@ -50,8 +49,12 @@ class DrafterFacts:
     """Values of the target's configuration, see `Fingerprint.numbers`; empty if not known."""
 
     @property
+    def kind(self) -> str:
+        """Kind of the drafter, by which engines list what they take."""
+        return self.drafter.kind
+
+    @property
     def shape(self) -> Any:
-        """The drafter's sizes and flags."""
         return self.drafter.shape
 
     @property
@@ -155,10 +158,6 @@ Shape = Callable[[Any, Settings], Settings]
 drafts as in the engine. Raises `UserError` for settings that do not fit it."""
 
 
-def _matched(_kind: str, _settings: Settings) -> Literal["match"]:
-    return "match"
-
-
 @dataclass(frozen=True)
 class Like:
     """Speculation of an engine, for `draftsmith evaluate --like`."""
@@ -171,14 +170,15 @@ class Like:
     """Values of the settings that are words; the others are whole numbers."""
     least: Mapping[str, int] = field(default_factory=dict)
     """Smallest values of whole numbers; 1 where none is given."""
-    rule: Callable[[str, Settings], Literal["match", "rejection", "recursive"]] = _matched
+    rule: Callable[[str, Settings], Literal["match", "rejection", "recursive"]] = (
+        lambda _kind, _settings: "match"
+    )
     """Acceptance rule at T > 0, by kind of drafter. A greedy draft has a one-hot distribution, and
     every lossless rule accepts its token with the target's probability of it, as acceptance by
     match does."""
 
 
 def chain(_: Any, settings: Settings) -> Settings:
-    """Return the settings of a chain."""
     return {"length": settings["drafts"], "width": 1}
 
 
@@ -193,7 +193,6 @@ def block(proposer: Any, settings: Settings) -> Settings:
 
 
 def lookup(_: Any, settings: Settings) -> Settings:
-    """Return the settings of a lookup of n-grams."""
     return {"length": settings["drafts"]}
 
 
@@ -205,7 +204,7 @@ Token = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Facts of a server by the engine's own answers."""
+    """Facts about a server from its own answers."""
 
     version: str
     """Empty where the server does not give it."""
@@ -252,8 +251,8 @@ class ServerProtocol:
     paths: tuple[str, ...]
     """Paths that are asked for in order to recognise it."""
     recognise: Callable[[Sequence[Any]], ServerFacts | None]
-    """Function of the JSON at `paths`, None where there is none; it returns None for another
-    engine."""
+    """Function of the JSON at `paths`, None for a path without an answer; it returns None for
+    another engine."""
     request: Callable[[str, list[int], Any, int], tuple[str, JsonObject]]
     """Function of the model's name, the prompt, a `Sampling` and the largest number of tokens that
     returns path and body. All settings are given, because a server has its own defaults."""
@@ -267,9 +266,9 @@ class ServerProtocol:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of all requests."""
     no_metrics: str = "give --server the engine itself, not a gateway before it"
-    """Remedy where there are no counters."""
+    """Remedy if counters are missing."""
     no_tokens: str | None = None
-    """Error where the counters do not count tokens; None where that is none."""
+    """Why the engine is refused if its counters do not count tokens; None if that is allowed."""
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,11 @@ def generate(model, *, drafter=None, **arguments):
 
 
 def _add_code(folder: Path) -> None:
-    """Write the file that transformers runs into the folder of an export."""
     (folder / FOLDER).mkdir()
     (folder / FOLDER / "generate.py").write_text(CODE)
 
 
 def _serve(request: ExportRequest, _: Any) -> str:
-    """Return a shell command with a script that decodes a prompt by transformers' `generate`."""
     return (
         "python - <<'END'\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -27,12 +27,12 @@ ACTIVATION = Remark(
 )
 ODD_WIDTH = Remark(
     lambda facts: facts.shape.hidden_size % facts.shape.num_heads,
-    "its width {shape.hidden_size} is no multiple of its {shape.num_heads} heads, which a Llama's "
-    "config has to be",
+    "its width {shape.hidden_size} is not a multiple of its {shape.num_heads} heads, which a "
+    "Llama's config has to be",
 )
 FC_BIAS = Remark(
     lambda facts: facts.shape.fc_bias,
-    "its fc has a bias, which engines drop without a word, or do not load",
+    "its fc has a bias, which engines drop silently, or do not load",
 )
 ATTENTION_BIAS = Remark(
     lambda facts: facts.shape.attention_bias,
@@ -71,7 +71,7 @@ MEDUSA_VOCABULARY = Remark(
 
 
 def changed_logits(facts: DrafterFacts) -> str:
-    """Return the numbers by which a target scales or caps its logits; empty if there are none."""
+    """Return the numbers by which a target scales or caps its logits; empty if it does neither."""
     names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     numbers = {name: facts.numbers.get(name) for name in names}
     said = [f"{name} {value:g}" for name, value in numbers.items() if value not in (None, 1)]
@@ -138,14 +138,14 @@ EAGLE_NOTES = (
 # Rotary positions.
 
 
-def turns_a_part(facts: DrafterFacts) -> bool:
-    """Return whether rotary positions turn a part of each head, or of its frequencies."""
+def rotates_part_of_heads(facts: DrafterFacts) -> bool:
+    """Return whether rotary positions rotate a part of each head, or of its frequencies."""
     return facts.shape.rope.get("partial_rotary_factor", 1.0) != 1.0
 
 
 PARTIAL_ROTARY = Remark(
-    turns_a_part,
-    "rotary positions turn a part of each head only, which the engine does not do, or was never "
+    rotates_part_of_heads,
+    "rotary positions rotate a part of each head only, which the engine does not do, or was never "
     "seen to read",
 )
 DYNAMIC_ROPE = Remark(
@@ -200,7 +200,6 @@ def yarn(*unread: str) -> Remark:
 YARN = {"truncate": (None, True), "beta_fast": (None, 32)}
 YARN |= dict.fromkeys(("beta_slow", "attn_factor"), (None, 1))
 """Values that change nothing, of keys for which there are others than none."""
-SCALES = ("mscale", "mscale_all_dim")
 ONE_SCALE = Remark(
     lambda facts: (
         facts.shape.rope["rope_type"] == "yarn"
@@ -212,7 +211,8 @@ ONE_SCALE = Remark(
 ZERO_SCALE = Remark(
     lambda facts: (
         facts.shape.rope["rope_type"] == "yarn"
-        and None not in (scales := [facts.shape.rope.get(key) for key in SCALES])
+        and None
+        not in (scales := [facts.shape.rope.get(key) for key in ("mscale", "mscale_all_dim")])
         and 0 in scales
     ),
     "its YaRN rotary positions have an mscale or mscale_all_dim of 0, which the engine reads, and "

@@ -39,7 +39,6 @@ CUT = "`--spec-draft-p-min` ends a block at the first draft of less confidence t
 
 
 def _serve(kind: str, request: ExportRequest, _: Any) -> str:
-    """Return the commands: two conversions, then the server."""
     needs_target = ""
     if kind != "draft-simple":
         needs_target = f" --target-model-dir {quote(request.target)}"

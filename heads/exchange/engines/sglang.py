@@ -87,7 +87,7 @@ READS = (
 )
 """Limits of all drafters: what it computes of their rotary positions otherwise."""
 PARTIAL = Remark(
-    limits.turns_a_part,
+    limits.rotates_part_of_heads,
     "`partial_rotary_factor` is read at the top of the config, from which transformers 5.23 takes "
     "it: keep the version that SGLang asks for.",
 )
@@ -137,8 +137,6 @@ def _whole_block(proposer: Any, settings: Settings) -> Settings:
 
 
 class SglangFinish(Struct):
-    """Reason for which a reply ended."""
-
     type: str = ""
 
 

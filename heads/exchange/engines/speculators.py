@@ -108,7 +108,6 @@ def _outer(kind: str, architecture: str, native: NativeFiles) -> JsonObject:
 
 
 def _keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
-    """Return those keys of a native config that are among `names`."""
     return {name: config[name] for name in names if name in config}
 
 

@@ -12,7 +12,6 @@ from .engine import ExportRequest, Recipe, ServingEngine
 
 
 def _serve(kind: str, request: ExportRequest, drafter: Any) -> str:
-    """Return the serve command with this decoding type."""
     lines = [
         "speculative_config:",
         f"  decoding_type: {kind}",

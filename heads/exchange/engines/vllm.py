@@ -46,7 +46,6 @@ OWN_HEADS = Remark(
 
 
 def _serve(method: str, request: ExportRequest, _: Any) -> str:
-    """Return the serve command with this speculative method."""
     # The method is named, since vLLM would otherwise guess it from the path (`guess`).
     config: dict[str, Any] = {
         "method": method,
@@ -58,7 +57,6 @@ def _serve(method: str, request: ExportRequest, _: Any) -> str:
 
 
 def _heads(proposer: Any, settings: Settings) -> Settings:
-    """Return the settings of Medusa heads, which vLLM has up to 0.32."""
     return {"length": min(settings["drafts"], proposer.longest), "width": 1}
 
 
@@ -74,14 +72,10 @@ def _rule(kind: str, settings: Settings) -> Literal["match", "rejection", "recur
 
 
 class VllmUsage(Struct):
-    """Numbers of tokens of a request."""
-
     completion_tokens: Count = 0
 
 
 class VllmChoice(Struct):
-    """Piece of a reply in a chunk."""
-
     text: str | None = None
     token_ids: list[Token] | None = None
     finish_reason: str | None = None

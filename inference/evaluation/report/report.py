@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 
 from ....heads.errors import UserError
-from ....heads.files import JsonObject, check_output, read_json, whole_file
+from ....heads.files import JsonObject, read_json, whole_file
+from ...base.output_paths import check_output
 from ..options import ReportOptions as Options
 from ..remarks import headline
 from ..results import Report, read_report

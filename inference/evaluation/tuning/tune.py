@@ -20,8 +20,9 @@ from itertools import product
 from msgspec import to_builtins
 
 from ....heads.errors import UserError
-from ....heads.files import JsonObject, check_output, whole_file, write_json
+from ....heads.files import JsonObject, whole_file, write_json
 from ...base.console import Console, Progress, warn
+from ...base.output_paths import check_output
 from ...base.settings import Sampling
 from ...conversations.prompts import (
     Prompt,

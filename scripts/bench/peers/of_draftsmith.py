@@ -10,7 +10,7 @@ from peer_data import Data, Document
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads.eagle import EagleShape, drafter_of
-from draftsmith.heads.embedding_and_head import EmbeddingAndHead
+from draftsmith.heads.layout import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.data.features import Features
 from draftsmith.train.losses.unrolled import EagleLoss, UnrolledObjective

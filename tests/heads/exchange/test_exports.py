@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.embedding_and_head import usual_scale
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.engines import ENGINES, EngineName, recipe_for
@@ -25,6 +24,7 @@ from draftsmith.heads.exchange.engines.engine import DrafterFacts
 from draftsmith.heads.exchange.exporter import export, files_for, load_alone
 from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.public import read_public
+from draftsmith.heads.layout import usual_scale
 from tests.conftest import QUICKSTART, ROOT
 from tests.helpers.architectures import architecture
 from tests.helpers.random_artifacts import (
@@ -130,7 +130,7 @@ REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     (
         "vllm",
         lambda: eagle("eagle1", fc_bias=True),
-        "fc has a bias, which engines drop without a word, or do not load",
+        "fc has a bias, which engines drop silently, or do not load",
     ),
     ("sglang", heads, "not Medusa heads; this one can be exported to vllm, tgi"),
     ("sglang", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),
@@ -363,11 +363,7 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
     config.tie_word_embeddings = tied
     model = type(own.model)(config)
     draft = DraftModel(model, tokenizer, size)
-    fingerprint = replace(artifact.fingerprint, vocab_size=size)
-    other = exporter.with_vocabulary_of_target(
-        replace(artifact, drafter=draft, fingerprint=fingerprint)
-    )
-    changed = other.drafter.model
+    changed = draft.for_export(size).model
     assert changed.config.vocab_size == size and model.config.vocab_size == 2048
     ids = torch.randint(0, 2000, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -380,15 +376,14 @@ def test_a_draft_model_of_another_vocabulary_gets_the_targets(
 
 
 def notes_of(engine: str, drafter: Any, size: int) -> list[str]:
-    facts = DrafterFacts("draft_model", drafter, "llama", size, {})
+    facts = DrafterFacts(drafter, "llama", size, {})
     return ENGINES[engine].recipes["draft_model"].notes_for(facts)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_target_has_rows_is_refused() -> None:
     artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
-    artifact.fingerprint = replace(artifact.fingerprint, vocab_size=1000)
     with pytest.raises(UserError, match="ids up to 2047, and the target has rows for 1000"):
-        exporter.with_vocabulary_of_target(artifact)
+        artifact.drafter.for_export(1000)
 
 
 def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:

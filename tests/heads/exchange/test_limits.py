@@ -16,7 +16,13 @@ from transformers import AutoTokenizer, Gemma3TextConfig, LlamaConfig
 from draftsmith.command_line.parse import options_from
 from draftsmith.heads.elementwise import Rotary
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exchange.engines import ENGINES, TITLES, drafter_facts, refusal, sentences
+from draftsmith.heads.exchange.engines import (
+    ENGINES,
+    TITLES,
+    drafter_facts,
+    engine_remarks,
+    refusal,
+)
 from draftsmith.heads.exchange.engines.engine import DrafterFacts
 from draftsmith.train.estimate import check_engines, log_serving_engines
 from draftsmith.train.methods.registry import method_named
@@ -230,7 +236,7 @@ def test_training_says_what_an_export_says(
         log_serving_engines(run, method_named(method))
     said = check_engines(run, method_named(method))
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == sentences(said)
+    assert lines == engine_remarks(said)
     for engine in ENGINES:
         reason = refusal(engine, said)
         if kind not in ENGINES[engine].recipes:

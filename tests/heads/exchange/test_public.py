@@ -159,7 +159,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (without("fc.weight"), "fc.weight is missing"),
     (without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
     (without("lm_head.weight"), "lm_head.weight is missing"),
-    (without("d2t"), "d2t is missing, so nobody knows which 60"),
+    (without("d2t"), "d2t is missing, so it is unknown which 60"),
     (
         lambda c, t: t.update({"norms.weight": t.pop("norm.weight")}),
         "norm.weight is missing; norms.weight is not part",
@@ -189,7 +189,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     ),
     (
         lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
-        r"hidden states \[2, 4, 7\] for .*say which with --set taps",
+        r"hidden states \[2, 4, 7\] for .*choose with --set taps",
     ),
     (lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}), "fed by the last state"),
     (
@@ -202,11 +202,11 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
         r"taps \[2, 4, 8\] include 8, the state after the last layer.* cannot be imported",
     ),
     (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--set embedding=target"),
-    (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
-    (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
+    (lambda c, t: c.update(eagle_config=[1]), "has an invalid field"),
+    (lambda c, t: c.update(num_attention_heads="four"), "has an invalid field"),
     (
         lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"),
-        "no EAGLE, DFlash, DSpark or",
+        "not an EAGLE, DFlash, DSpark or",
     ),
 ]
 

@@ -49,7 +49,7 @@ def test_assumed_block_defaults_are_noted(tmp_path: Path) -> None:
     found = read(store(tmp_path / "d", config, tensors))
     assert (
         found.drafter.shape == replace(drafter.shape, block_size=16)
-        and "16 is taken" in found.notes[0]
+        and "using 16" in found.notes[0]
     )
     found = read(store(tmp_path / "s", library("dflash", sliding_window_non_causal=False), tensors))
     same(found, drafter)
@@ -99,7 +99,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         without("target_layer_ids"),
-        "lacks target_layer_ids; say which .* with --set taps",
+        "lacks target_layer_ids; name the .* with --set taps",
     ),
     (z_lab, "dflash", without("mask_token_id"), "lacks mask_token_id"),
     (
@@ -129,7 +129,7 @@ REFUSED: list[
     ),
     (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "other hidden states"),
     (z_lab, "dflash", at_top(block_size=1), "block_size is 1, not a whole number of at least 2"),
-    (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is none of the target's"),
+    (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is not among the target's"),
     (z_lab, "dflash", at_top(vocab_size=7), "vocab_size is 7, the target's"),
     (z_lab, "dflash", at_top(num_target_layers=9), "num_target_layers is 9, the target's 8"),
     (
@@ -148,7 +148,7 @@ REFUSED: list[
         "says dflash_config.input_embedding_scale 5.6, .* no such factor but 1",
     ),
     (z_lab, "dflash", at_top(output_multiplier=0.5), "says output_multiplier 0.5"),
-    (z_lab, "dflash", at_top(is_neox_style=False), "turn neighbours"),
+    (z_lab, "dflash", at_top(is_neox_style=False), "rotate neighbours"),
     (z_lab, "dflash", inside(attention_sink_bias=True), "attention has sinks"),
     (
         z_lab,
@@ -181,7 +181,7 @@ REFUSED: list[
         lambda c, t: t.update(d2t=torch.arange(60)),
         "drafts a part of the target's vocabulary",
     ),
-    (z_lab, "dflash", at_top(dflash_config=[1]), "garbles a field"),
+    (z_lab, "dflash", at_top(dflash_config=[1]), "has an invalid field"),
     (deepspec, "dspark", without("markov_rank"), "lacks markov_rank"),
     (deepspec, "dspark", at_top(markov_rank=7), "markov_head.markov_w1.weight has shape"),
     (deepspec, "dspark", without("markov_head.markov_w2.weight"), "markov_w2.weight is missing"),
@@ -243,7 +243,7 @@ def test_invalid_or_unsupported_block_checkpoints_are_refused_by_name(
         ("dflash", {"sample_from_anchor": True}, "its anchor drafts too"),
         ("dflash", {"speculators_model_type": "peagle"}, "only eagle3, dflash, dspark are read"),
         ("dflash", {"draft_vocab_size": 60}, "drafts a part"),
-        ("dflash", {"aux_hidden_state_layer_ids": None}, "garbles a field"),
+        ("dflash", {"aux_hidden_state_layer_ids": None}, "has an invalid field"),
         ("dspark", {"markov_head_type": "rnn"}, "type 'rnn'"),
         (
             "dflash",

@@ -26,8 +26,8 @@ SOUND = '{"prompt": "x"}'
 BROKEN = {
     "nested": ("[" * 100_000, "not valid JSON: maximum recursion depth"),
     "many digits": ('{"n": ' + "9" * 6000 + "}", "not valid JSON: Exceeds the limit"),
-    "NaN": ('{"n": NaN}', "NaN, which is no number in JSON"),
-    "infinity": ('{"n": -Infinity}', "-Infinity, which is no number in JSON"),
+    "NaN": ('{"n": NaN}', "NaN, which is not a number in JSON"),
+    "infinity": ('{"n": -Infinity}', "-Infinity, which is not a number in JSON"),
     "half a surrogate pair": ('{"prompt": "\\ud83d"}', "one half of a surrogate pair"),
     "cut off": ('{"prompt": "x', "not valid JSON: Unterminated string"),
 }

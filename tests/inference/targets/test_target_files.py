@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json contradicts itself",
     ),
     "an unknown model type": (lambda t: config(t, model_type="wizard"), "model type `wizard`"),
-    "an encoder and decoder": (lambda t: config(t, model_type="t5"), "no causal language model"),
+    "an encoder and decoder": (lambda t: config(t, model_type="t5"), "not a causal language model"),
     "more layers than the files": (
         lambda t: config(t, num_hidden_layers=3),
         "files lack 9 of the tensors",
@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer": (
         without_tokenizer,
-        "tokenizer of target .* there is no tokenizer that can be read; copy",
+        "tokenizer of target .* it has no tokenizer that can be read; copy",
     ),
     "code of its own": (
         lambda t: config(t, model_type="own", auto_map={"AutoConfig": "own.Config"}),

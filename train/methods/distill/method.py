@@ -27,10 +27,10 @@ from ....distill.divergences import log_probs, sum_in_chunks
 from ....distill.draft_models import (
     DraftModelConfig,
     chosen_layers,
+    cut_config,
     default_layers,
     make_draft_model,
     size_and_cost,
-    smaller,
 )
 from ....heads.artifact import Artifact
 from ....heads.draft_model import DraftModel
@@ -166,7 +166,7 @@ def _draft_model_config(config: DraftModelConfig, target: TargetSpec) -> Any:
     """Return the transformers config of the draft model that `make_draft_model` would make."""
     if config.path is not None:
         return config_at(config.path)
-    return smaller(cast(Any, target), chosen_layers(config, target.num_layers))
+    return cut_config(cast(Any, target), chosen_layers(config, target.num_layers))
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
